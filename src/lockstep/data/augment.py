@@ -1,0 +1,103 @@
+"""Augmentations, each for a whole batch at once on its device.
+
+What happens to a sample is decided by its key alone (`lockstep.data.rng`), so ranks, workers, batch sizes and
+resumes cannot change it. They take uint8 and give uint8 or float in 0..255, of the size they please.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.data.rng import uniform
+from lockstep.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """Images as they are."""
+
+    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+        return images
+
+
+@dataclass(frozen=True, kw_only=True)
+class CropFlip:
+    """A crop of the image's own size out of the image with `pad` zero pixels around it, then a mirror.
+
+    The usual augmentation of small images (He et al. 2016, section 4.2).
+
+    Fields:
+        pad: pixels on each side.
+        flip: probability of a horizontal mirror.
+    """
+
+    pad: int = 4
+    flip: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.pad < 0:
+            raise InputError(f"augment.pad is {self.pad}, expected 0 or more")
+        _check_probability("flip", self.flip)
+
+    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+        height, width = images.shape[-2:]
+        padded = F.pad(images, [self.pad] * 4)
+        top = (uniform(keys, 0) * (2 * self.pad + 1)).long()
+        left = (uniform(keys, 1) * (2 * self.pad + 1)).long()
+        mirrored = (uniform(keys, 2) < self.flip)[:, None]
+        x = torch.arange(width, device=images.device)[None]
+        columns = left[:, None] + torch.where(mirrored, width - 1 - x, x)
+        rows = top[:, None] + torch.arange(height, device=images.device)[None]
+        # Advanced indices with a slice between them come first: (B, H, W, C).
+        which = torch.arange(len(images), device=images.device)[:, None, None]
+        return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomResizedCrop:
+    """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
+
+    The box of Szegedy et al. 2015; where torchvision draws again for a box that does not fit, this one is
+    cut to the image. Bilinear.
+
+    Fields:
+        scale: smallest and largest area, as a share of the image's.
+        ratio: smallest and largest width over height; log-uniform.
+        flip: probability of a horizontal mirror.
+    """
+
+    scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
+    ratio: list[float] = field(default_factory=lambda: [3 / 4, 4 / 3])
+    flip: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name, (low, *rest) in (("scale", self.scale), ("ratio", self.ratio)):
+            if len(rest) != 1 or not 0 < low <= rest[0]:
+                raise InputError(f"augment.{name} is {[low, *rest]}, expected two rising numbers above 0")
+        _check_probability("flip", self.flip)
+
+    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+        area = self.scale[0] + uniform(keys, 0) * (self.scale[1] - self.scale[0])
+        low, high = torch.tensor(self.ratio).log().tolist()
+        ratio = torch.exp(low + uniform(keys, 1) * (high - low))
+        # In units of the image: its centre is 0 and its edges are at -1 and 1, as grid_sample has it.
+        width = (area * ratio).sqrt().clamp(max=1.0)
+        height = (area / ratio).sqrt().clamp(max=1.0)
+        x = (2 * uniform(keys, 2) - 1) * (1 - width)
+        y = (2 * uniform(keys, 3) - 1) * (1 - height)
+        mirror = torch.where(uniform(keys, 4) < self.flip, -1.0, 1.0)
+        zero = torch.zeros_like(x)
+        theta = torch.stack(
+            [torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1
+        )
+        grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)
+        return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
+
+
+def _check_probability(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise InputError(f"augment.{name} is {value}, expected a probability from 0 to 1")

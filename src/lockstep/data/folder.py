@@ -1,0 +1,124 @@
+"""Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from lockstep.data.splits import SUFFIXES, FileSplit
+from lockstep.errors import InputError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """Any data set that is kept as one folder per class.
+
+    An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side
+    is resized to that and the centre is kept.
+
+    Fields:
+        path: the folder that holds the splits.
+        train_folder, val_folder: the names of the splits in it.
+        decode_size: side in pixels of a stored image.
+        input_size: side in pixels of what the model sees; null is `decode_size`.
+        crop: the central share of a stored image's side that is evaluated.
+    """
+
+    path: str = "???"
+    train_folder: str = "train"
+    val_folder: str = "val"
+    decode_size: int = 256
+    input_size: int | None = None
+    crop: float = 1.0
+
+    mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
+    std: ClassVar[tuple[float, ...]] = IMAGENET_STD
+
+    def __post_init__(self) -> None:
+        if self.decode_size < 1 or (self.input_size is not None and self.input_size < 1):
+            raise InputError(
+                f"dataset.decode_size is {self.decode_size} and dataset.input_size is {self.input_size}, "
+                "expected at least 1"
+            )
+        if not 0 < self.crop <= 1:
+            raise InputError(f"dataset.crop is {self.crop}, expected a share above 0 and at most 1")
+
+    @property
+    def classes(self) -> int:
+        return len(self._class_names)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return (3, self.decode_size, self.decode_size)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        size = self.input_size or self.decode_size
+        return (3, size, size)
+
+    @property
+    def eval_crop(self) -> float:
+        return self.crop
+
+    def prepare(self) -> None:
+        self.train()
+        self.eval()
+
+    def train(self) -> FileSplit:
+        return self._split(self.train_folder)
+
+    def eval(self) -> FileSplit:
+        return self._split(self.val_folder)
+
+    @property
+    def _class_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in _scan(Path(self.path, self.train_folder)))
+
+    def _split(self, name: str) -> FileSplit:
+        folder = Path(self.path, name)
+        numbers = {label: number for number, label in enumerate(self._class_names)}
+        paths: list[Path] = []
+        labels: list[int] = []
+        for label, files in _scan(folder):
+            if label not in numbers:
+                raise InputError(
+                    f"dataset.path: {folder / label} is a class that {self.path}/{self.train_folder} does not have"
+                )
+            if not files:
+                raise InputError(f"dataset.path: {folder / label} has no images ({', '.join(sorted(SUFFIXES))})")
+            paths += [folder / label / file for file in files]
+            labels += [numbers[label]] * len(files)
+        return FileSplit(paths, torch.tensor(labels), self.decode_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageNet(Folder):
+    """ImageNet-1k unpacked to class folders: stored at 256, seen at 224, the centre of 224 evaluated."""
+
+    input_size: int | None = 224
+    crop: float = 0.875
+
+
+@functools.cache
+def _scan(folder: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The classes of a split and the names of their image files, both sorted; scanned once per process."""
+    if not folder.is_dir():
+        raise InputError(
+            f"dataset.path: there is no folder {folder}, expected one subfolder per class in it; "
+            "name another with dataset.path=FOLDER"
+        )
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    if not names:
+        raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
+    return tuple(
+        (name, tuple(sorted(e.name for e in os.scandir(folder / name) if Path(e.name).suffix.lower() in SUFFIXES)))
+        for name in names
+    )

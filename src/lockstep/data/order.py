@@ -1,0 +1,46 @@
+"""Which samples each rank sees, and when: pure functions of the seed, the step and the world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lockstep.data.rng import permutation
+from lockstep.plan import Plan
+
+
+def share(n: int, parts: int, part: int) -> slice:
+    """The contiguous share of `part` among `parts` of `n` things; shares differ by one at most."""
+    return slice(part * n // parts, (part + 1) * n // parts)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's shard of the global batch of `step`: sample indices (int64), and the global count."""
+
+    step: int
+    epoch: int
+    indices: Tensor
+    count: int
+
+
+def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int) -> Iterator[Batch]:
+    """The shards of one rank for every step behind `after`, to the end of the run."""
+    order, ordered = None, -1
+    for step in range(after + 1, plan.total_steps + 1):
+        epoch = plan.epoch(step)
+        if order is None or epoch != ordered:
+            order, ordered = permutation(seed, epoch, plan.examples), epoch
+        start = plan.position(step) * plan.batch
+        together = order[start : start + plan.batch]
+        yield Batch(step, epoch, together[share(len(together), ranks, rank)], len(together))
+
+
+def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
+    """The blocks of `size` of `n` examples that a rank evaluates.
+
+    The blocks do not depend on the number of ranks, so neither does a single logit.
+    """
+    return [range(start, min(start + size, n)) for start in range(rank * size, n, ranks * size)]

@@ -1,0 +1,65 @@
+"""From stored uint8 images to what the model takes: augmented, resized, normalised, all on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.data.rng import sample_keys
+from lockstep.protocols import Augment, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The path of a batch of one data set, the same for both loaders."""
+
+    augment: Augment
+    input_shape: tuple[int, int, int]
+    eval_crop: float
+    scale: Tensor
+    shift: Tensor
+    memory_format: torch.memory_format
+    seed: int
+
+    @classmethod
+    def of(
+        cls, source: Source, augment: Augment, *, device: torch.device, channels_last: bool, seed: int
+    ) -> Pipeline:
+        """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
+        mean, std = (torch.tensor(each, device=device).view(1, -1, 1, 1) for each in (source.mean, source.std))
+        return cls(
+            augment=augment,
+            input_shape=source.input_shape,
+            eval_crop=source.eval_crop,
+            scale=1 / (255 * std),
+            shift=-mean / std,
+            memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+            seed=seed,
+        )
+
+    def train(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        """uint8 (B, C, H, W) and their sample indices (B,) to augmented, normalised float32."""
+        if len(images) == 0:
+            return self._empty(images)
+        keys = sample_keys(self.seed, epoch, indices)
+        height, width = self.input_shape[1:]
+        return self._finish(self.augment.apply(images, keys, (height, width)))
+
+    def eval(self, images: Tensor) -> Tensor:
+        """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised float32."""
+        height, width = images.shape[-2:]
+        keep_h, keep_w = round(height * self.eval_crop), round(width * self.eval_crop)
+        top, left = (height - keep_h) // 2, (width - keep_w) // 2
+        return self._finish(images[..., top : top + keep_h, left : left + keep_w])
+
+    def _finish(self, images: Tensor) -> Tensor:
+        pixels = images.float()
+        if pixels.shape[-2:] != self.input_shape[1:]:
+            pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)
+        return torch.addcmul(self.shift, pixels, self.scale).contiguous(memory_format=self.memory_format)
+
+    def _empty(self, images: Tensor) -> Tensor:
+        return images.new_empty((0, *self.input_shape), dtype=torch.float32)

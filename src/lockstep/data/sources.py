@@ -1,0 +1,229 @@
+"""The data sets. Each is a frozen value: where the files are, what the images are, how they are read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from lockstep.data.folder import Folder, ImageNet
+from lockstep.data.splits import ArraySplit, check_labels
+from lockstep.errors import InputError
+
+__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "FashionMNIST", "Folder", "ImageNet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ArraySource:
+    """A data set that fits in memory.
+
+    Fields:
+        root: the folder that data sets are kept in.
+        input_size: side in pixels of what the model sees; null is the size of the stored images. Resizing is
+            done on the device, a batch at a time.
+    """
+
+    root: str = "data"
+    input_size: int | None = None
+
+    classes: ClassVar[int] = 10
+    image_shape: ClassVar[tuple[int, int, int]]
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+    eval_crop: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        if self.input_size is not None and self.input_size < 1:
+            raise InputError(f"dataset.input_size is {self.input_size}, expected at least 1")
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.image_shape
+        return (channels, self.input_size or height, self.input_size or width)
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        """uint8 images (N, C, H, W) and int64 labels (N,) of one split."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        _arrays(self, True)
+        _arrays(self, False)
+
+    def train(self) -> ArraySplit:
+        return _arrays(self, True)
+
+    def eval(self) -> ArraySplit:
+        return _arrays(self, False)
+
+
+@functools.cache
+def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
+    """A split, read once per process."""
+    images, labels = source.read(train, download=False)
+    check_labels(labels, source.classes, "the training split" if train else "the evaluation split")
+    return ArraySplit(images, labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(_ArraySource):
+    """The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, 17 levels of grey.
+
+    Every fifth example of each class (355 in all) is the evaluation split.
+    """
+
+    image_shape = (1, 8, 8)
+    mean = (0.3049,)
+    std = (0.3754,)
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        levels = torch.from_numpy(bunch.images)
+        labels = torch.from_numpy(bunch.target).long()
+        within = torch.zeros_like(labels)
+        for label in range(self.classes):
+            mine = labels == label
+            within[mine] = torch.arange(int(mine.sum()))
+        chosen = (within % 5 == 4) != train
+        return (levels[chosen] * (255 / 16)).to(torch.uint8)[:, None], labels[chosen]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchvisionSource(_ArraySource):
+    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time."""
+
+    factory: ClassVar[str]
+
+    def _open(self, train: bool, download: bool) -> Any:
+        from torchvision import datasets
+
+        make: Callable[..., Any] = getattr(datasets, self.factory)
+        return make(root=self.root, train=train, download=download)
+
+    def prepare(self) -> None:
+        try:
+            super().prepare()
+        except InputError:
+            self._download()
+
+    def _download(self) -> None:
+        try:
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+            with FileLock(Path(self.root) / f".{self.factory}.lock"):
+                self._open(True, download=True)
+                self._open(False, download=True)
+        except Exception as error:  # torchvision passes on whatever its download met
+            raise InputError(
+                f"data_root: {self.factory} is not in {self.root} and cannot be downloaded "
+                f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); put its files there or name "
+                "another folder with data_root=FOLDER"
+            ) from error
+        super().prepare()
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        try:
+            data = self._open(train, download)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise InputError(f"data_root: {self.factory} cannot be read from {self.root} ({error})") from error
+        pixels = torch.as_tensor(data.data)
+        images = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+        return images, torch.as_tensor(data.targets).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNIST(_TorchvisionSource):
+    """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
+
+    factory = "MNIST"
+    image_shape = (1, 28, 28)
+    mean = (0.1307,)
+    std = (0.3081,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FashionMNIST(_TorchvisionSource):
+    """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017)."""
+
+    factory = "FashionMNIST"
+    image_shape = (1, 28, 28)
+    mean = (0.2860,)
+    std = (0.3530,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR10(_TorchvisionSource):
+    """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009)."""
+
+    factory = "CIFAR10"
+    image_shape = (3, 32, 32)
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR100(CIFAR10):
+    """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009)."""
+
+    factory = "CIFAR100"
+    classes = 100
+    mean = (0.5071, 0.4865, 0.4409)
+    std = (0.2673, 0.2564, 0.2762)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fake:
+    """Random images and labels, always on the device: what the model costs without any input.
+
+    Fields:
+        examples: of the training split; the evaluation split has a quarter.
+        size: side of an image in pixels.
+    """
+
+    examples: int = 1024
+    classes: int = 1000
+    channels: int = 3
+    size: int = 224
+
+    eval_crop: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("examples", "classes", "channels", "size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"dataset.{name} is {getattr(self, name)}, expected at least 1")
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return (0.5,) * self.channels
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return (0.25,) * self.channels
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return (self.channels, self.size, self.size)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return self.image_shape
+
+    def prepare(self) -> None:
+        """There is nothing to fetch."""
+
+    def train(self) -> ArraySplit:
+        return self._random(self.examples, seed=1)
+
+    def eval(self) -> ArraySplit:
+        return self._random(max(1, self.examples // 4), seed=2)
+
+    def _random(self, n: int, seed: int) -> ArraySplit:
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randint(256, (n, *self.image_shape), dtype=torch.uint8, generator=generator)
+        return ArraySplit(images, torch.randint(self.classes, (n,), generator=generator))

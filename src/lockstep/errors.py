@@ -1,0 +1,59 @@
+"""The exceptions a user can meet, and the exit code that each one means.
+
+An exception from here carries one sentence for the user: what, where, found, expected, and the override
+that fixes it. A broken invariant of our own is an `assert`, not one of these.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LockstepError(Exception):
+    """A job could not go on. Base of all errors that end with a sentence instead of a traceback."""
+
+    exit_code = 70
+
+
+class InputError(LockstepError):
+    """The user asked for something that cannot be: a config, a file or a machine does not fit."""
+
+    exit_code = 2
+
+
+class StorageError(LockstepError):
+    """A file of the run could not be written."""
+
+    exit_code = 74
+
+
+class Stopped(LockstepError):
+    """The job was asked to stop, saved, and can be resumed."""
+
+    exit_code = 75
+
+
+class NumericalError(LockstepError):
+    """The numbers went bad: a loss is not finite."""
+
+    exit_code = 76
+
+
+class RankFailed(LockstepError):
+    """A rank raised or died. `details` is the original traceback of the first one that did."""
+
+    def __init__(self, sentence: str, details: str = "") -> None:
+        super().__init__(sentence)
+        self.details = details
+
+
+BY_EXIT_CODE: dict[int, type[LockstepError]] = {
+    cls.exit_code: cls for cls in (InputError, StorageError, Stopped, NumericalError)
+}
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """` Did you mean 'a', 'b'?` for the options closest to `word`, or an empty string."""
+    close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.6)
+    return f" Did you mean {', '.join(repr(name) for name in close)}?" if close else ""

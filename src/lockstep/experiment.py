@@ -1,0 +1,246 @@
+"""The composition root: every part of a run made in order, each from those above it, in every rank alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lockstep import checkpoint, config, environment, report
+from lockstep.checkpoint import Checkpointer
+from lockstep.config import Job
+from lockstep.data.loader import Auto, Loader
+from lockstep.data.pipeline import Pipeline
+from lockstep.identity import identity, plan_of
+from lockstep.optim import averaged
+from lockstep.plan import Plan
+from lockstep.protocols import Precision, Split, Strategy
+from lockstep.rundir import RunDir, write_atomic
+from lockstep.strategy.base import batchnorm_note
+from lockstep.telemetry import Telemetry, sinks
+from lockstep.telemetry.display import display
+from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.telemetry.gpu import NoMonitor, monitor
+from lockstep.trainer import Progress, Trainer
+from lockstep.world import World
+
+
+def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) -> None:
+    """Train the job of `run_dir` as one rank of `world`, or go on with it.
+
+    Raises:
+        InputError: the data, the model or the checkpoint do not fit.
+        Stopped: the job was asked to stop, and is saved.
+        NumericalError: a loss is not finite.
+    """
+    started = time.time()
+    resolved = config.load(run_dir.config)
+    job = config.build_all(resolved)
+    torch.manual_seed(job.seed)
+    job.precision.configure()
+
+    train, held_out = _splits(job, world)
+    plan = plan_of(job, len(train))
+    reason = _choose_loader(job, [train, held_out], world)
+    network = _network(job, world, plan)
+    checkpointer = Checkpointer(
+        run_dir=run_dir,
+        identity=identity(job, len(train)),
+        keep=job.checkpoint.keep,
+        writes=world.is_main,
+    )
+    progress, origin = _restore(job, network, checkpointer)
+
+    if world.is_main:
+        write_atomic(run_dir.config, config.dump({**resolved, "loader": config.node(job.loader)}))
+        write_atomic(run_dir.environment, environment.as_json(world))
+        run_dir.mark_latest(Path(job.output_root))
+        run_dir.write_summary(status="running", started=started, step=progress.step)
+        notes = [job.strategy.note(world), batchnorm_note(network.model, job.strategy, world, plan)]
+        report.banner(
+            job=job,
+            run_dir=run_dir,
+            world=world,
+            plan=plan,
+            overrides=config.load_list(run_dir.overrides),
+            parameters=sum(each.numel() for each in network.model.parameters()),
+            examples=(len(train), len(held_out)),
+            loader_reason=reason,
+            origin=origin,
+            step=progress.step,
+            notes=[note for note in notes if note],
+        )
+    recorder, watcher = _observers(job, run_dir, world, plan, network, progress)
+    trainer = Trainer(
+        world=world,
+        plan=plan,
+        seed=job.seed,
+        model=network.model,
+        replica=network.replica,
+        strategy=job.strategy,
+        precision=job.precision,
+        scaler=network.scaler,
+        optimizer=network.optimizer,
+        lr=job.optimizer.lr,
+        schedule=job.schedule,
+        loader=_loader(job, train, held_out, plan, world),
+        pipeline=Pipeline.of(
+            job.dataset,
+            job.augment,
+            device=world.device,
+            channels_last=job.model.channels_last,
+            seed=job.seed,
+        ),
+        checkpointer=checkpointer,
+        telemetry=recorder,
+        stop_requested=stop_requested,
+        label_smoothing=job.train.label_smoothing,
+        clip_norm=job.train.clip_norm,
+        ema=network.ema,
+        progress=progress,
+    )
+    watcher.start()
+    try:
+        trainer.fit()
+    finally:
+        gpu = watcher.close()
+        recorder.close()
+        checkpointer.close()
+    if world.is_main:
+        figures = {**recorder.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
+        seconds = time.time() - started
+        run_dir.write_summary(
+            status="completed",
+            exit_code=0,
+            objective=progress.best,
+            seconds=round(seconds, 3),
+            **asdict(progress),
+            **{key: round(value, 3) for key, value in figures.items()},
+        )
+        report.closing(run_dir=run_dir, progress=progress, plan=plan, seconds=seconds, figures=figures)
+
+
+@dataclass(kw_only=True)
+class Network:
+    """The model of a run and all that holds its parameters."""
+
+    model: nn.Module
+    replica: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: torch.optim.swa_utils.AveragedModel | None
+    flops: float
+    peak: float
+
+
+def _splits(job: Job, world: World) -> tuple[Split, Split]:
+    """Both splits; one process of each machine sees to the files, the others wait for it."""
+    if world.local_rank == 0:
+        job.dataset.prepare()
+    world.barrier()
+    return job.dataset.train(), job.dataset.eval()
+
+
+def _choose_loader(job: Job, splits: list[Split], world: World) -> str:
+    """Replace `loader=auto` by main's choice; returns why."""
+    if not isinstance(job.loader, Auto):
+        return "as asked"
+    job.loader, reason = world.broadcast(job.loader.choose(splits, job.dataset.image_shape, world))
+    return str(reason)
+
+
+def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World) -> Loader:
+    return Loader(
+        world=world,
+        plan=plan,
+        seed=job.seed,
+        eval_batch=job.train.eval_batch,
+        train_labels=train.labels.to(world.device),
+        eval_labels=held_out.labels.to(world.device),
+        train_feed=job.loader.feed(train, world, once=True),
+        eval_feed=job.loader.feed(held_out, world, once=False),
+    )
+
+
+def _network(job: Job, world: World, plan: Plan) -> Network:
+    precision: Precision = job.precision
+    strategy: Strategy = job.strategy
+    shape = job.dataset.input_shape
+    layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
+    model: nn.Module = job.model.build(job.dataset.classes, shape)
+    model = model.to(world.device, memory_format=layout)
+    if job.init_from is not None:
+        checkpoint.load_weights(model, Path(job.init_from))
+    peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
+    flops = training_flops(model, shape, world.device) if peak else 0.0
+    replica = strategy.wrap(model, world, plan)
+    if job.model.compile:
+        model.compile()
+    return Network(
+        model=model,
+        replica=replica,
+        optimizer=job.optimizer.build(model),
+        scaler=precision.scaler(world.device),
+        ema=averaged(model, job.train.ema) if job.train.ema is not None else None,
+        flops=flops,
+        peak=peak,
+    )
+
+
+def _restore(job: Job, network: Network, checkpointer: Checkpointer) -> tuple[Progress, str]:
+    """The progress to go on from, and where it came from.
+
+    In this order: the run folder's own newest good checkpoint, `resume=`, `init_from=`, a fresh start.
+    """
+    found = checkpoint.newest_good(checkpointer.run_dir.checkpoints)
+    if found is None and job.resume is not None:
+        found = Path(job.resume)
+    if found is None:
+        return Progress(), f"weights of {job.init_from}" if job.init_from else ""
+    checkpoint.check_identity(checkpointer.identity, found)
+    progress = checkpoint.restore(
+        checkpoint.load(found),
+        model=network.model,
+        ema=network.ema,
+        optimizer=network.optimizer,
+        scaler=network.scaler,
+    )
+    return Progress(**progress), str(found)
+
+
+def _observers(
+    job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
+) -> tuple[Telemetry, NoMonitor]:
+    """The recorder of this rank, and the GPU monitor of main."""
+    board = []
+    files = []
+    if world.is_main:
+        files = [
+            sinks.JsonLines(run_dir.metrics, progress.step),
+            sinks.Table(run_dir.table, plan, progress.step),
+        ]
+        if job.telemetry.tensorboard:
+            board = [sinks.TensorBoard(run_dir.path, progress.step, report.hyperparameters(job, world))]
+    recorder = Telemetry(
+        world=world,
+        plan=plan,
+        sinks=[*files, *board],
+        display=display(plan, progress.step, is_main=world.is_main),
+        step=progress.step,
+        flops=network.flops,
+        peak=network.peak,
+    )
+    watcher = monitor(
+        wanted=job.telemetry.gpu and world.is_main,
+        gpus=world.local_size if world.device.type == "cuda" else 0,
+        path=run_dir.gpu,
+        sinks=[*board],
+        step=lambda: recorder.step,
+    )
+    return recorder, watcher
+
+

@@ -1,0 +1,57 @@
+"""What a job is: its plan, and the facts on which a checkpoint and the run that resumes from it must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lockstep.config import Job
+from lockstep.plan import Plan, make_plan
+
+# Fields of a model that change how it computes and not what it is: a resume may change them.
+HOW = frozenset({"channels_last", "compile", "pretrained"})
+
+
+def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
+    """A component in one line: its class, and the fields that are not the class's defaults."""
+    shown = [
+        f"{field.name}={getattr(component, field.name)}"
+        for field in dataclasses.fields(component)
+        if field.name not in leave_out and getattr(component, field.name) != _default(field)
+    ]
+    return f"{type(component).__name__}({', '.join(shown)})"
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def plan_of(job: Job, examples: int) -> Plan:
+    """The plan of a job over a training split of so many examples."""
+    return make_plan(
+        examples=examples,
+        batch=job.batch,
+        epochs=job.epochs,
+        total_steps=job.steps,
+        micro_batches=job.train.micro_batches,
+        log_every=job.telemetry.interval,
+        eval_every=job.train.eval_every,
+        save_every=job.checkpoint.every,
+    )
+
+
+def identity(job: Job, examples: int) -> dict[str, Any]:
+    """The facts of a job that no resume may change."""
+    return {
+        "model": describe(job.model, HOW),
+        "dataset": type(job.dataset).__name__,
+        "classes": job.dataset.classes,
+        "input_shape": list(job.dataset.input_shape),
+        "examples": examples,
+        "batch": job.batch,
+        "seed": job.seed,
+        "optimizer": type(job.optimizer).__name__,
+        "average": job.train.ema is not None,
+    }

@@ -1,0 +1,12 @@
+"""The launchers: how the ranks of one job come to life.
+
+They know an entry point and a run folder, nothing of what is run. (`hydra/launcher=` is another thing: how the
+jobs of a sweep are run.)
+"""
+
+from lockstep.launcher.base import Auto, Inline
+from lockstep.launcher.elastic import Elastic
+from lockstep.launcher.shared import once
+from lockstep.launcher.spawn import Spawn
+
+__all__ = ["Auto", "Elastic", "Inline", "Spawn", "once"]

@@ -1,0 +1,74 @@
+"""Where words go: the terminal and `train.log` from main, `logs/rank*.log` from each rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from lockstep.rundir import RunDir
+
+logger = logging.getLogger("lockstep")
+console = Console(highlight=False)
+
+
+@contextmanager
+def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None]:
+    """Send this rank's log to its files while the context is open.
+
+    Args:
+        run_dir: the folder of the job.
+        rank: this process's rank; main also writes `train.log`.
+        separate: whether the rank is a process of its own next to others. Then everything it prints, of
+            libraries too, goes to its own file unless it is main, so that the terminal has one voice.
+    """
+    handlers: list[logging.Handler] = [logging.FileHandler(run_dir.rank_log(rank))]
+    if rank == 0:
+        handlers.append(logging.FileHandler(run_dir.log))
+    elif separate:
+        with run_dir.rank_log(rank).open("a") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def say(message: str = "") -> None:
+    """Print one line for the user and keep it in the log. Called by main only."""
+    console.print(message, soft_wrap=True, markup=False)
+    logger.info(message)
+
+
+def warn(message: str) -> None:
+    """Warn the user in one line, on the terminal and in the log."""
+    console.print(f"warning: {message}", soft_wrap=True, style="yellow", markup=False)
+    logger.warning(message)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep the chatter of torch's elastic agent off the terminal; what failed is said by us."""
+    names = ("torch.distributed.elastic", "torch.distributed.run")
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)

@@ -1,0 +1,81 @@
+"""Small convolutional networks that need no library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from lockstep.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What every model has.
+
+    Fields:
+        channels_last: keep images and weights in NHWC memory order, which GPU convolutions prefer.
+        compile: `torch.compile` the model; the first steps take minutes longer, the others less time.
+    """
+
+    channels_last: bool = False
+    compile: bool = False
+
+    def check(self) -> None:
+        """Raise InputError for a model that does not exist, without building one."""
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        """The module: float images (B, C, H, W) to logits (B, classes)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BasicNet(Network):
+    """The network of the MNIST tutorials (pytorch/examples, mnist): 1.2 M parameters at 28x28."""
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        channels, height, width = input_shape
+        pooled = ((height - 4) // 2, (width - 4) // 2)
+        if min(pooled) < 1:
+            raise InputError(
+                f"model=basicnet needs images of 6x6 pixels or more, the data set gives {height}x{width}; "
+                "use dataset.input_size=28"
+            )
+        return nn.Sequential(
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(0.25),
+            nn.Flatten(),
+            nn.Linear(64 * pooled[0] * pooled[1], 128),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(128, classes),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitNet(Network):
+    """Three convolutions and a pooled linear layer, for images down to 4x4; no batch norm.
+
+    Fields:
+        width: channels of the first layer; the others have twice and four times as many.
+        dropout: before the last layer.
+    """
+
+    width: int = 32
+    dropout: float = 0.1
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        if self.width < 1:
+            raise InputError(f"model.width is {self.width}, expected at least 1")
+        sizes = (input_shape[0], self.width, 2 * self.width, 4 * self.width)
+        layers: list[nn.Module] = []
+        for entering, leaving in zip(sizes[:-1], sizes[1:], strict=True):
+            layers += [nn.Conv2d(entering, leaving, 3, padding=1), nn.GroupNorm(8, leaving), nn.ReLU()]
+        layers.insert(6, nn.MaxPool2d(2))
+        return nn.Sequential(
+            *layers, nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Dropout(self.dropout), nn.Linear(sizes[-1] * 4, classes)
+        )

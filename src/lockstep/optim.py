@@ -1,0 +1,157 @@
+"""The optimizers: torch's own for the usual three, timm's factory for the rest, and weight averaging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lockstep.errors import InputError, did_you_mean
+
+ParamGroups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Optimizer:
+    """What all have: the base learning rate, and which parameters decay how.
+
+    Fields:
+        lr: base learning rate for the whole global batch; the schedule multiplies it.
+        weight_decay: not applied to parameters of fewer than two dimensions (biases, norms) unless
+            `decay_all` is set, which is what the tutorials do.
+        layer_decay: the rate of each layer is this times that of the next one (timm); null is off.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    decay_all: bool = False
+    layer_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise InputError(f"optimizer.lr is {self.lr}, expected a number above 0")
+        if self.weight_decay < 0:
+            raise InputError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
+
+    def groups(self, model: nn.Module) -> ParamGroups:
+        """The parameter groups, each with the `scale` of its learning rate (1 without layer decay)."""
+        trained = [each for each in model.parameters() if each.requires_grad]
+        if self.layer_decay is not None:
+            from timm.optim import param_groups_layer_decay
+
+            groups = param_groups_layer_decay(
+                model, weight_decay=self.weight_decay, layer_decay=self.layer_decay
+            )
+            return [
+                {"params": group["params"], "weight_decay": group["weight_decay"], "scale": group["lr_scale"]}
+                for group in groups
+            ]
+        if self.decay_all or self.weight_decay == 0:
+            return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
+        decay = [each for each in trained if each.dim() >= 2]
+        plain = [each for each in trained if each.dim() < 2]
+        both = [(decay, self.weight_decay), (plain, 0.0)]
+        return [
+            {"params": params, "weight_decay": weight_decay, "scale": 1.0}
+            for params, weight_decay in both
+            if params
+        ]
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(_Optimizer):
+    """`torch.optim.SGD`."""
+
+    lr: float = 0.1
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            self.groups(model), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=True
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(_Optimizer):
+    """`torch.optim.Adam`, with its kernel fused over all parameters."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+
+    def _options(self) -> dict[str, Any]:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InputError(f"optimizer.betas is {self.betas}, expected two numbers from 0 to below 1")
+        return {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.groups(model), **self._options())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """`torch.optim.AdamW`: weight decay apart from the gradient (Loshchilov and Hutter 2019)."""
+
+    weight_decay: float = 0.01
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.groups(model), **self._options())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timm(_Optimizer):
+    """Any other optimizer of timm by its name, e.g. `optimizer=timm optimizer.opt=lamb`.
+
+    `momentum` is what timm makes of it for the optimizer in question; `options` go to its constructor.
+    """
+
+    opt: str = "lamb"
+    momentum: float = 0.9
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        from timm.optim import list_optimizers
+
+        names = list_optimizers()
+        if self.opt not in names:
+            raise InputError(
+                f"optimizer.opt is {self.opt!r}, which timm does not have.{did_you_mean(self.opt, names)}"
+            )
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        from timm.optim import create_optimizer_v2
+
+        built: torch.optim.Optimizer = create_optimizer_v2(
+            self.groups(model), opt=self.opt, lr=self.lr, momentum=self.momentum, **self.options
+        )
+        return built
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every parameter group `lr` times its own scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["scale"]
+
+
+def averaged(model: nn.Module, decay: float) -> AveragedModel:
+    """An exponential moving average of the model's parameters and buffers (torch's own).
+
+    Raises:
+        InputError: `decay` is not between 0 and 1.
+    """
+    if not 0 < decay < 1:
+        raise InputError(f"train.ema is {decay}, expected a decay between 0 and 1 such as 0.999, or null")
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The L2 norm over all gradients, as a scalar on the device."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return nn.utils.get_total_norm(gradients)

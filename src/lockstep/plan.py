@@ -1,0 +1,121 @@
+"""When things happen: every duration of the config as a number of steps, converted here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.errors import InputError
+
+Event = Literal["log", "eval", "save"]
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def seconds(key: str, value: str | float) -> float:
+    """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds.
+
+    Raises:
+        InputError: `value` is not a positive time.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(value).strip())
+    if found is None or float(found[1]) <= 0:
+        raise InputError(f"{key} is {value!r}, expected a time such as 30s, 10min or 2h")
+    return float(found[1]) * _SECONDS[found[2] or "s"]
+
+
+def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int) -> int:
+    """A duration in steps: `100` or `"100"` (steps), `"2ep"` (epochs), `"5%"` (of the whole run).
+
+    Raises:
+        InputError: `value` is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ep|%)?", str(value).strip())
+    if found is None:
+        raise InputError(f"{key} is {value!r}, expected steps (100), epochs (2ep) or a share of the run (5%)")
+    amount = float(found[1])
+    if found[2] == "ep":
+        return round(amount * steps_per_epoch)
+    if found[2] == "%":
+        return round(amount / 100 * total_steps)
+    return int(amount)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The run in steps, counted from 1."""
+
+    examples: int
+    batch: int
+    total_steps: int
+    micro_batches: int
+    log_every: int
+    eval_every: int
+    save_every: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The last global batch of an epoch may be short; it is a step like any other."""
+        return math.ceil(self.examples / self.batch)
+
+    def due(self, event: Event, step: int) -> bool:
+        """Whether `event` falls on `step`. Everything falls on the last step."""
+        every = {"log": self.log_every, "eval": self.eval_every, "save": self.save_every}[event]
+        return step == self.total_steps or step % every == 0
+
+    def epoch(self, step: int) -> int:
+        """The epoch, counted from 0, that `step` belongs to."""
+        return (step - 1) // self.steps_per_epoch
+
+    def position(self, step: int) -> int:
+        """The place of `step` in its epoch, counted from 0."""
+        return (step - 1) % self.steps_per_epoch
+
+
+def make_plan(
+    *,
+    examples: int,
+    batch: int,
+    epochs: int,
+    total_steps: int | None,
+    micro_batches: int,
+    log_every: int | str,
+    eval_every: int | str,
+    save_every: int | str,
+) -> Plan:
+    """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
+
+    Raises:
+        InputError: a number is not positive, or the batch is larger than the data set.
+    """
+    for key, value in (("epochs", epochs), ("batch", batch), ("train.micro_batches", micro_batches)):
+        if value < 1:
+            raise InputError(f"{key} is {value}, expected at least 1")
+    if batch > examples:
+        raise InputError(
+            f"batch is {batch}, but the training split has {examples} examples; use batch={examples} or less"
+        )
+    if micro_batches > batch:
+        raise InputError(
+            f"train.micro_batches is {micro_batches}, but a global batch has {batch} examples; "
+            f"use train.micro_batches={batch} or less"
+        )
+    if total_steps is not None and total_steps < 1:
+        raise InputError(f"steps is {total_steps}, expected at least 1")
+    per_epoch = math.ceil(examples / batch)
+    total = total_steps if total_steps is not None else epochs * per_epoch
+
+    def every(key: str, value: int | str) -> int:
+        return max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
+
+    return Plan(
+        examples=examples,
+        batch=batch,
+        total_steps=total,
+        micro_batches=micro_batches,
+        log_every=every("telemetry.interval", log_every),
+        eval_every=every("train.eval_every", eval_every),
+        save_every=every("checkpoint.every", save_every),
+    )

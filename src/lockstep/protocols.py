@@ -1,0 +1,149 @@
+"""What the parts of a run promise each other. The trainer knows these and no concrete part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.plan import Plan
+from lockstep.rundir import RunDir
+from lockstep.world import World
+
+Entry = Callable[[Path], None]
+
+
+class Strategy(Protocol):
+    """How the gradients of several ranks or devices become one update. Holds no state of a run."""
+
+    def ranks(self, gpus: int) -> int:
+        """The number of ranks to use where the user named none, on a machine with `gpus` GPUs."""
+
+    def check(self, ranks: int, device: str) -> None:
+        """Raise InputError where the strategy cannot work with so many ranks on that kind of device."""
+
+    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+        """The replica: the module to call in training. Every rank starts from main's weights."""
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """The context of one micro-batch's forward and backward; only the `last` one communicates."""
+
+    def reduce(self, replica: nn.Module) -> None:
+        """After the last backward: every rank's gradient is the mean over the ranks when this returns."""
+
+    def note(self, world: World) -> str:
+        """A sentence that the user should read before the run, or an empty string."""
+
+
+class Precision(Protocol):
+    """The number format of the forward and backward pass."""
+
+    def check(self, device: str) -> None:
+        """Raise InputError where the device does not have the format."""
+
+    def configure(self) -> None:
+        """Set torch's process-wide matrix-multiplication precision."""
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        """The context of a forward pass."""
+
+    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        """The loss scaler, disabled for the formats that need none."""
+
+
+class Launcher(Protocol):
+    """How the ranks of one job come to life."""
+
+    ranks: int | str
+
+    def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
+        """Run `entry(run_dir.path)` in every rank, wait for all, and return the job's objective."""
+
+
+class Split(Protocol):
+    """The examples of one split, in a fixed order, each stored at one shape.
+
+    `labels` is int64 of shape (N,). `images` is uint8 of shape (N, C, H, W) where the split is an array,
+    else None; `fetch` gives any of its images, decoded on the spot.
+    """
+
+    labels: Tensor
+    images: Tensor | None
+
+    def __len__(self) -> int: ...
+
+    def fetch(self, indices: list[int]) -> Tensor:
+        """uint8 images of shape (len(indices), C, H, W). Raises InputError for one that cannot be read."""
+
+
+class Source(Protocol):
+    """Where images and labels come from."""
+
+    classes: int
+    image_shape: tuple[int, int, int]
+    input_shape: tuple[int, int, int]
+    eval_crop: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def prepare(self) -> None:
+        """See that the data is there, downloading it under a lock where it may be. Raises InputError."""
+
+    def train(self) -> Split: ...
+
+    def eval(self) -> Split: ...
+
+
+class Sink(Protocol):
+    """A place for scalars. Only main has real ones."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Schedule(Protocol):
+    """The learning rate over a run, as a pure function of the step: there is no state to save."""
+
+    def factor(self, step: int, plan: Plan) -> float:
+        """What the base learning rate is multiplied with at `step` (from 1)."""
+
+
+class Model(Protocol):
+    """A network to be built."""
+
+    channels_last: bool
+    compile: bool
+
+    def check(self) -> None:
+        """Raise InputError for a model that does not exist, without building one."""
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        """The module: float images (B, C, H, W) to logits (B, classes)."""
+
+
+class Optimizer(Protocol):
+    """An optimizer to be built over a model's parameters."""
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer: ...
+
+
+class Augment(Protocol):
+    """Random changes of training images, a pure function of (seed, epoch, sample index)."""
+
+    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+        """Change a batch.
+
+        Args:
+            images: float (B, C, H, W) in 0..255.
+            keys: int64 (B,), one counter-based random key per sample (`lockstep.data.rng`).
+            size: the (height, width) the model wants; an augmentation that resamples may go there at once.
+        """
+
+
+State = dict[str, Any]
+Shards = Iterator[Any]

@@ -1,0 +1,208 @@
+"""From a composed config to a run folder: choose what is `auto`, check everything, then make the folder.
+
+Nothing is written before all of it is known to fit, and everything that does not is said at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import checkpoint, config
+from lockstep.config import Invocation, Job
+from lockstep.data.loader import cores
+from lockstep.errors import InputError
+from lockstep.identity import identity, plan_of
+from lockstep.launcher import Auto as AutoLauncher
+from lockstep.launcher import Elastic, Inline
+from lockstep.launcher.base import Backend
+from lockstep.rundir import RunDir, slug, write_atomic
+from lockstep.strategy import DDP, Single
+from lockstep.strategy import Auto as AutoStrategy
+from lockstep.world import launched_rank
+
+
+def prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
+    """The run folder of the job that was asked for, with its resolved config in it.
+
+    Raises:
+        InputError: something of the job does not fit; nothing was written.
+    """
+    if invocation.sweep and launched_rank() is not None:
+        raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
+    folder = invocation.folder if not invocation.sweep else None
+    overrides = list(invocation.overrides)
+    continued = _continued(job, invocation)
+    if continued is not None:
+        folder = continued
+        stored = config.load_list(RunDir(folder).overrides)
+        job = config.to_dict(config.recompose(stored, invocation.overrides))
+        overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
+    resolved = resolve(job, sweep=invocation.sweep)
+    built = config.build_all(resolved)
+    _check(built)
+    _check_run(built, folder)
+    if folder is not None:
+        run_dir = RunDir.at(folder)
+    elif invocation.sweep and invocation.folder is not None:
+        label = slug(",".join(invocation.overrides) or "defaults")
+        run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
+    else:
+        run_dir = RunDir.create(Path(resolved["output_root"]), resolved["name"])
+    write_atomic(run_dir.config, config.dump(resolved))
+    write_atomic(run_dir.command, invocation.command + "\n")
+    write_atomic(run_dir.hydra / "hydra.yaml", invocation.hydra)
+    write_atomic(run_dir.hydra / "config.yaml", config.dump(job))
+    write_atomic(run_dir.overrides, config.dump_list(overrides))
+    return run_dir
+
+
+def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
+    """The run folder that `resume=` asks to go on in, if it names one (and not a single checkpoint)."""
+    if job["resume"] is None:
+        return None
+    if invocation.sweep:
+        raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
+    wanted = Path(job["output_root"], "latest") if job["resume"] == "latest" else Path(job["resume"])
+    if (wanted / checkpoint.MANIFEST).is_file():
+        return None
+    if RunDir(wanted).overrides.is_file():
+        return wanted.resolve()
+    hint = "no run has been started there yet" if job["resume"] == "latest" else "it is neither a run folder nor a checkpoint"
+    raise InputError(f"resume: {wanted} cannot be resumed ({hint}); name one with resume=PATH")
+
+
+def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
+    """A plain config with device, ranks, strategy, launcher and paths decided.
+
+    Raises:
+        InputError: the machine does not have what was asked for.
+    """
+    built = config.build_all(job)
+    device = _device(built.device)
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    launcher, strategy = built.launcher, built.strategy
+    ranks = _ranks(launcher, strategy, gpus, device)
+    if type(strategy) is AutoStrategy:
+        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
+    if type(launcher) is AutoLauncher:
+        alone = launched_rank() is not None or (ranks == 1 and not sweep)
+        launcher = (Inline if alone else Elastic)(**vars(launcher))
+    elif launched_rank() is not None:
+        launcher = Inline(**{name: getattr(launcher, name) for name in vars(AutoLauncher())})
+    if type(launcher) is Inline and ranks > 1 and launched_rank() is None:
+        raise InputError(
+            f"launcher=inline has one rank, but strategy={type(strategy).__name__.lower()} wants {ranks}; "
+            "use launcher=elastic, or launcher.ranks=1"
+        )
+    launcher = replace(launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks))
+    absolute = {key: _absolute(job[key]) for key in ("data_root", "output_root", "init_from")}
+    resume = _absolute(job["resume"]) if job["resume"] not in (None, "latest") else None
+    return {
+        **job,
+        **absolute,
+        "resume": resume if resume and Path(resume, checkpoint.MANIFEST).is_file() else None,
+        "device": device,
+        "strategy": config.node(strategy),
+        "launcher": config.node(launcher),
+    }
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(Path(path).expanduser())
+
+
+def _device(wanted: str) -> str:
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device is {wanted!r}, expected auto, cpu or cuda")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise InputError("device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto")
+    return wanted
+
+
+def _ranks(launcher: Any, strategy: Any, gpus: int, device: str) -> int:
+    if launched_rank() is not None:
+        return int(os.environ["WORLD_SIZE"])
+    ranks: int = strategy.ranks(gpus) if launcher.ranks == "auto" else launcher.ranks
+    if device == "cuda" and ranks > gpus:
+        raise InputError(
+            f"launcher.ranks is {ranks}, but this machine has {gpus} GPU{'s' * (gpus != 1)}, and each rank needs "
+            f"one; use launcher.ranks={gpus} or device=cpu"
+        )
+    return ranks
+
+
+def _backend(wanted: Backend, device: str) -> Backend:
+    if wanted is Backend.auto:
+        return Backend.nccl if device == "cuda" else Backend.gloo
+    if wanted is Backend.nccl and device != "cuda":
+        raise InputError(f"launcher.backend=nccl needs CUDA GPUs, but device is {device}; use launcher.backend=gloo")
+    return wanted
+
+
+def _threads(launcher: Any, ranks: int) -> int:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return max(1, cores() // local) if launcher.threads == "auto" else int(launcher.threads)
+
+
+def _check(job: Job) -> None:
+    """Everything that can be known without the data, and all that is wrong with it at once."""
+    checks: list[Callable[[], None]] = [
+        lambda: job.strategy.check(job.launcher.ranks, job.device),
+        lambda: job.precision.check(job.device),
+        job.model.check,
+        lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
+        lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
+        lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
+        lambda: None if job.train.clip_norm is None else _above("train.clip_norm", job.train.clip_norm, 0),
+    ]
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{key} is {value}, expected at least {least}")
+
+
+def _above(key: str, value: float, bound: float) -> None:
+    if not value > bound:
+        raise InputError(f"{key} is {value}, expected a number above {bound}")
+
+
+def _between(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value < high:
+        raise InputError(f"{key} is {value}, expected a number from {low} to below {high}")
+
+
+def _check_run(job: Job, folder: Path | None) -> None:
+    """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run."""
+    job.dataset.prepare()
+    examples = len(job.dataset.train())
+    plan = plan_of(job, examples)
+    for step in (1, plan.total_steps):
+        job.schedule.factor(step, plan)  # its durations are read here for the first time
+    found = checkpoint.newest_good(RunDir(folder).checkpoints) if folder is not None else None
+    if found is None and job.resume is not None:
+        found = Path(job.resume)
+    if found is not None:
+        checkpoint.check_identity(identity(job, examples), found)
+        step = checkpoint.read_facts(found)["progress"]["step"]
+        if step >= plan.total_steps:
+            raise InputError(
+                f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
+                f"train longer with epochs={2 * job.epochs}"
+            )

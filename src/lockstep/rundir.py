@@ -1,0 +1,180 @@
+"""The run folder: the only object that spells a path of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError, LockstepError, Stopped
+
+NAME_LIMIT = 100
+
+
+def slug(text: str) -> str:
+    """`text` as one safe folder name: no separator, no leading dot, at most `NAME_LIMIT` characters.
+
+    A longer text is cut and gets a hash of the whole, so that two long names stay two.
+    """
+    clean = re.sub(r"[^\w.,=+-]+", "_", text).strip("._") or "job"
+    if len(clean) <= NAME_LIMIT:
+        return clean
+    return f"{clean[: NAME_LIMIT - 9]}-{hashlib.sha256(clean.encode()).hexdigest()[:8]}"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step: a reader sees the old file or the new one, never a half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one job. Each file has one writer: main, or the rank that a name carries."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDir:
+        """A new folder under `root`; two jobs never get the same one, however close they start.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        while True:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            path = root / f"{stamp}-{slug(name)}-{secrets.token_hex(2)}"
+            try:
+                return cls.at(path, new=True)
+            except FileExistsError:
+                continue
+
+    @classmethod
+    def at(cls, path: Path, *, new: bool = False) -> RunDir:
+        """The run folder at exactly `path`, made with its subfolders where it is missing.
+
+        Raises:
+            InputError: the folder cannot be written.
+            FileExistsError: `new` is set and the folder exists.
+        """
+        run = cls(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=not new)
+            for folder in (run.hydra, run.logs, run.checkpoints):
+                folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            if new:
+                raise
+            raise InputError(f"{path} is a file, expected a folder for the run") from None
+        except OSError as error:
+            raise InputError(
+                f"output_root: {path} cannot be written ({error.strerror}); "
+                "choose a folder that can be, with output_root=FOLDER"
+            ) from error
+        return run
+
+    @property
+    def hydra(self) -> Path:
+        return self.path / ".hydra"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.hydra / "overrides.yaml"
+
+    @property
+    def command(self) -> Path:
+        return self.path / "command.txt"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def table(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def gpu(self) -> Path:
+        return self.path / "gpu.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    def rank_error(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.error.json"
+
+    def read_summary(self) -> dict[str, Any]:
+        """What `summary.json` says, or an empty dictionary before it is written."""
+        if not self.summary.exists():
+            return {}
+        loaded = json.loads(self.summary.read_text())
+        assert isinstance(loaded, dict)
+        return loaded
+
+    def write_summary(self, **facts: Any) -> None:
+        """Replace `summary.json` by its present facts, changed and added to by `facts`."""
+        merged = {**self.read_summary(), **facts}
+        write_atomic(self.summary, json.dumps(merged, indent=2, allow_nan=False) + "\n")
+
+    def close(self, error: BaseException) -> None:
+        """Say in the summary how the job ended; leave nothing of one that was refused before it began."""
+        if isinstance(error, InputError) and not self.began:
+            shutil.rmtree(self.path)
+            return
+        known = isinstance(error, LockstepError)
+        self.write_summary(
+            status="stopped" if isinstance(error, Stopped) else "failed",
+            exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
+            error=str(error) if known else f"{type(error).__name__}: {error}",
+        )
+
+    @property
+    def began(self) -> bool:
+        """Whether training started in this folder."""
+        return self.metrics.exists()
+
+    def mark_latest(self, root: Path) -> None:
+        """Point `root/latest` at this folder. A file system without links goes without."""
+        link = root / f".latest.{os.getpid()}"
+        try:
+            link.symlink_to(os.path.relpath(self.path, root), target_is_directory=True)
+            link.replace(root / "latest")
+        except OSError:
+            link.unlink(missing_ok=True)

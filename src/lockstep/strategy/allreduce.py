@@ -1,0 +1,80 @@
+"""The tutorials' hand-made gradient averaging, kept correct: the plainest way to see what DDP does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.plan import Plan
+from lockstep.strategy.base import Distributed
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Distributed):
+    """One blocking all-reduce per gradient, after backward."""
+
+    def reduce(self, replica: nn.Module) -> None:
+        if not dist.is_initialized():
+            return
+        size = dist.get_world_size()
+        for parameter in replica.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= size
+
+
+class HookedReplica(nn.Module):
+    """A model whose parameters start their own all-reduce as soon as backward has their gradient."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self.sync = True
+        self.pending: list[tuple[Any, Tensor]] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._start)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def _start(self, parameter: Tensor) -> None:
+        if self.sync and parameter.grad is not None:
+            self.pending.append((dist.all_reduce(parameter.grad, async_op=True), parameter.grad))
+
+    def finish(self) -> None:
+        """Wait for the sums and make them means."""
+        size = dist.get_world_size()
+        for work, gradient in self.pending:
+            work.wait()
+            gradient /= size
+        self.pending.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceHooks(Distributed):
+    """One asynchronous all-reduce per gradient, started by a hook during backward."""
+
+    def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return HookedReplica(super().replicate(model, plan))
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return _syncing(replica, last) if isinstance(replica, HookedReplica) else nullcontext()
+
+    def reduce(self, replica: nn.Module) -> None:
+        if isinstance(replica, HookedReplica):
+            replica.finish()
+
+
+@contextmanager
+def _syncing(replica: HookedReplica, sync: bool) -> Iterator[None]:
+    replica.sync = sync
+    try:
+        yield
+    finally:
+        replica.sync = True

@@ -1,0 +1,114 @@
+"""The strategies of one process, and what those of several ranks have in common."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.plan import Plan
+from lockstep.strategy.batchnorm import convert_sync_batchnorm, has_batchnorm
+from lockstep.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """One rank on one device. The base of the others: each shows only its difference."""
+
+    def ranks(self, gpus: int) -> int:
+        return 1
+
+    def check(self, ranks: int, device: str) -> None:
+        if ranks != 1:
+            raise InputError(
+                f"launcher.ranks is {ranks}, but this strategy has one rank; use strategy=ddp for several"
+            )
+
+    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+        return model
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reduce(self, replica: nn.Module) -> None:
+        """One rank's gradient is the gradient."""
+
+    def note(self, world: World) -> str:
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel(Single):
+    """`torch.nn.DataParallel`: one process that drives all visible GPUs with threads."""
+
+    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+        return nn.DataParallel(model)
+
+    def note(self, world: World) -> str:
+        devices = torch.cuda.device_count()
+        return (
+            f"strategy=dp splits each batch over {devices} GPU{'s' * (devices != 1)} from one process: the "
+            "interpreter's lock, a copy of the weights at every step and batch norm per GPU hold it back; "
+            "strategy=ddp has none of these"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distributed(Single):
+    """Several ranks, one process and one device each.
+
+    `sync_batchnorm` makes batch norm count over the global micro-batch, which is what makes runs of
+    different world sizes the same run for models that have it.
+    """
+
+    sync_batchnorm: bool = True
+
+    def ranks(self, gpus: int) -> int:
+        return gpus or 2
+
+    def check(self, ranks: int, device: str) -> None:
+        if ranks < 1:
+            raise InputError(f"launcher.ranks is {ranks}, expected at least 1")
+
+    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+        if world.size == 1:
+            return model
+        if self.sync_batchnorm:
+            model = convert_sync_batchnorm(model, world.device)
+        return self.replicate(model, plan)
+
+    def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """The replica of a job of several ranks, starting from main's parameters and buffers."""
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor, src=0)
+        return model
+
+    def note(self, world: World) -> str:
+        return ""
+
+
+def batchnorm_note(model: nn.Module, strategy: object, world: World, plan: Plan) -> str:
+    """Why a model with batch norm is not the same run on another number of ranks, where it is not."""
+    if not has_batchnorm(model):
+        return ""
+    if world.size > 1 and not getattr(strategy, "sync_batchnorm", True):
+        return (
+            "batch norm counts per rank: this run differs from one on another number of ranks; "
+            "strategy.sync_batchnorm=true makes them the same"
+        )
+    if plan.micro_batches > 1:
+        return "batch norm counts per micro-batch: train.micro_batches changes the run of this model"
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Distributed):
+    """`single` on one device, `ddp` on more. Resolved before a run starts; never used in one."""
+
+    def ranks(self, gpus: int) -> int:
+        return gpus or 1

@@ -1,0 +1,93 @@
+"""`torch.nn.parallel.DistributedDataParallel`: gradients are averaged in buckets while backward runs."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.errors import InputError
+from lockstep.plan import Plan
+from lockstep.strategy.base import Distributed
+
+
+class CommHook(enum.Enum):
+    """What a gradient bucket becomes on the wire."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    powersgd = "powersgd"
+
+
+# torch 2.15 renamed the switch; either name leaves the buffers alone in forward (`World.share_buffers`).
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(Distributed):
+    """One all-reduce per bucket, overlapped with backward.
+
+    Fields:
+        gradient_as_bucket_view: gradients live in the buckets; saves one copy of them.
+        static_graph: tells DDP that each step uses the same graph. Null: where it is legal, that is with
+            one micro-batch a step (`no_sync` changes the graph).
+        find_unused_parameters: for models that leave parameters without a gradient; costs a graph walk.
+        bucket_mb: size of a bucket in MiB; null is torch's default.
+        comm_hook: compress the gradients on the wire (changes the numbers).
+    """
+
+    gradient_as_bucket_view: bool = True
+    static_graph: bool | None = None
+    find_unused_parameters: bool = False
+    bucket_mb: float | None = None
+    comm_hook: CommHook = CommHook.none
+
+    def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
+        legal = plan.micro_batches == 1
+        if self.static_graph and not legal:
+            raise InputError(
+                f"strategy.static_graph is true with train.micro_batches={plan.micro_batches}, but accumulation "
+                "changes the graph within a step; use strategy.static_graph=null"
+            )
+        replica = DistributedDataParallel(
+            model,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=legal if self.static_graph is None else self.static_graph,
+            find_unused_parameters=self.find_unused_parameters,
+            bucket_cap_mb=self.bucket_mb,
+            **{_SYNC_BUFFERS: False},
+        )
+        self._register_hook(replica)
+        return replica
+
+    def _register_hook(self, replica: DistributedDataParallel) -> None:
+        hooks: dict[CommHook, tuple[Any, Any]] = {
+            CommHook.fp16: (None, default_hooks.fp16_compress_hook),
+            CommHook.bf16: (None, default_hooks.bf16_compress_hook),
+            CommHook.powersgd: (
+                powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10),
+                powerSGD_hook.powerSGD_hook,
+            ),
+        }
+        if self.comm_hook in hooks:
+            state, hook = hooks[self.comm_hook]
+            replica.register_comm_hook(state, hook)
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(replica, DistributedDataParallel):
+            return nullcontext()
+        return replica.no_sync()
+
+
+__all__ = ["DDP", "CommHook"]

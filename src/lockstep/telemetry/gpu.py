@@ -1,0 +1,127 @@
+"""What the GPUs do, once a second through NVML: `gpu.jsonl` and the `gpu/*` tags.
+
+GPUs are found by UUID: NVML numbers all the GPUs of a machine, CUDA only the visible ones.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import torch
+
+from lockstep import log
+from lockstep.protocols import Sink
+
+PERIOD_S = 1.0
+GIGA = 1e9
+
+
+class NoMonitor:
+    """Where there is no NVML, or nothing to watch."""
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def close(self) -> dict[str, float]:
+        return {}
+
+
+class Monitor(NoMonitor):
+    """A thread of main's that samples the GPUs of this machine that the job uses.
+
+    Args:
+        uuids: of the GPUs, by local rank, as NVML spells them (`GPU-...`).
+        path: of `gpu.jsonl`.
+        sinks: where scalars go besides.
+        step: tells the last finished step.
+        period: seconds between two samples.
+    """
+
+    def __init__(
+        self,
+        *,
+        uuids: list[str],
+        path: Path,
+        sinks: list[Sink],
+        step: Callable[[], int],
+        period: float = PERIOD_S,
+    ) -> None:
+        pynvml.nvmlInit()
+        self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+        self.uuids, self.sinks, self.step, self.period = uuids, sinks, step, period
+        self.file = path.open("a", buffering=1)
+        self.done = threading.Event()
+        self.sums: dict[str, float] = {}
+        self.samples = 0
+        self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while not self.done.wait(self.period):
+            try:
+                self._sample()
+            except pynvml.NVMLError as error:
+                log.warn(f"NVML stopped answering ({error}); GPU figures end here")
+                return
+
+    def _sample(self) -> None:
+        now, step = round(time.time(), 3), self.step()
+        scalars: dict[str, float] = {}
+        for rank, (uuid, handle) in enumerate(zip(self.uuids, self.handles, strict=True)):
+            figures = sample(handle)
+            self.file.write(json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n")
+            scalars |= {f"gpu/{name}/{rank}": value for name, value in figures.items()}
+            for name, value in figures.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value / len(self.handles)
+        self.samples += 1
+        for sink in self.sinks:
+            sink.write(step, scalars)
+
+    def close(self) -> dict[str, float]:
+        """Stop; returns the mean of each figure over the run and the GPUs."""
+        self.done.set()
+        if self.thread.is_alive():
+            self.thread.join()
+        self.file.close()
+        pynvml.nvmlShutdown()
+        return {name: value / self.samples for name, value in self.sums.items()}
+
+
+def sample(handle: Any) -> dict[str, float]:
+    """One GPU now: `util` in percent, `mem_gb`, `power_w`, `temp_c`, and the SM clock `sm` in MHz."""
+    return {
+        "util": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIGA,
+        "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temp_c": float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        "sm": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+    }
+
+
+def cuda_uuids(count: int) -> list[str]:
+    """The UUIDs of the first `count` visible GPUs."""
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
+
+
+def monitor(
+    *, wanted: bool, gpus: int, path: Path, sinks: list[Sink], step: Callable[[], int]
+) -> NoMonitor:
+    """The monitor of a run; where there is no NVML that is said once and the run goes on."""
+    if not wanted:
+        return NoMonitor()
+    if not gpus:
+        log.logger.info("no GPU is used, so none is watched")
+        return NoMonitor()
+    try:
+        return Monitor(uuids=cuda_uuids(gpus), path=path, sinks=sinks, step=step)
+    except pynvml.NVMLError as error:
+        log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
+        return NoMonitor()

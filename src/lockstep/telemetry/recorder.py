@@ -1,0 +1,127 @@
+"""Counting on the device while training, and handing the figures to the sinks at log points."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.loader import Shard
+from lockstep.plan import Plan
+from lockstep.protocols import Sink
+from lockstep.telemetry.display import Display
+from lockstep.telemetry.window import Window
+from lockstep.world import World
+
+
+class Telemetry:
+    """Gathers figures without syncing the device, and spreads them at log points.
+
+    Every rank has one, because the sums are collective; only main's has sinks and a display that shows.
+
+    Args:
+        world, plan: of the run.
+        sinks: where scalars go.
+        display: what the user watches.
+        step: the last step that is already done.
+        flops: of one example's forward and backward pass; 0 where no figure is wanted.
+        peak: floating-point operations per second of all devices; 0 where it is not known.
+    """
+
+    def __init__(
+        self, *, world: World, plan: Plan, sinks: list[Sink], display: Display, step: int, flops: float, peak: float
+    ) -> None:
+        self.world, self.plan, self.sinks, self.display = world, plan, sinks, display
+        self.step = self.flushed = step
+        self.flops, self.peak = flops, peak
+        # Sums of loss, hits and examples since the last log point.
+        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.began = self.mark = time.perf_counter()
+        self.waited = self.paused = 0.0
+        self.examples = 0
+        self.busy = self.waited_in_all = 0.0
+        self.last: Window | None = None
+
+    def watch(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        """Pass the shards on, timing how long each is waited for."""
+        self.mark = time.perf_counter()
+        while True:
+            asked = time.perf_counter()
+            shard = next(shards, None)
+            if shard is None:
+                return
+            self.waited += time.perf_counter() - asked
+            self.step = shard.step
+            yield shard
+            self.display.advance(shard.step)
+
+    def record(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Count one micro-batch: its summed loss and its hits. Stays on the device."""
+        self.totals[0] += loss
+        self.totals[1] += (logits.argmax(1) == labels).sum()
+        self.totals[2] += len(labels)
+
+    def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
+        """Close the window at `step`: sum over the ranks and write. Collective, and a device sync."""
+        loss, hits, examples = self.world.sum(self.totals).tolist()
+        now = time.perf_counter()
+        seconds = max(now - self.mark - self.paused, 1e-9)
+        window = Window(
+            first=self.flushed + 1,
+            last=step,
+            loss=loss / examples,
+            top1=100 * hits / examples,
+            examples=int(examples),
+            seconds=seconds,
+            waited=self.waited,
+        )
+        self.totals.zero_()
+        self.examples += window.examples
+        self.busy += seconds
+        self.waited_in_all += self.waited
+        self.mark, self.waited, self.paused, self.flushed, self.last = now, 0.0, 0.0, step, window
+        figures = {
+            "loss/train": window.loss,
+            "acc/train_top1": window.top1,
+            **{key: float(value) for key, value in scalars.items()},
+            "perf/img_per_s": window.rate,
+            "perf/data_wait_pct": window.wait_share,
+            "perf/step_ms": 1000 * seconds / (step - window.first + 1),
+        }
+        if self.peak:
+            figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
+        self.write(step, figures)
+        self.display.window(window)
+        return window
+
+    def evaluated(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scores of an evaluation at `step`."""
+        self.write(step, scalars)
+        self.display.evaluated(step, scalars, self.last)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Hand scalars to every sink."""
+        for sink in self.sinks:
+            sink.write(step, scalars)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep the time of what is not training out of the rates."""
+        started = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - started
+
+    def totals_of_run(self) -> dict[str, float]:
+        """Images per second and data-wait share (percent) over this process's part of the run."""
+        busy = max(self.busy, 1e-9)
+        return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.waited_in_all / busy}
+
+    def close(self) -> None:
+        """Flush and close the sinks and the display."""
+        self.display.close()
+        for sink in self.sinks:
+            sink.close()

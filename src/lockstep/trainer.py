@@ -1,0 +1,156 @@
+"""The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep.checkpoint import Checkpointer
+from lockstep.data.loader import Loader, Shard
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.rng import dropout_seed
+from lockstep.errors import NumericalError, Stopped
+from lockstep.evaluate import evaluate
+from lockstep.optim import gradient_norm, set_learning_rate
+from lockstep.plan import Plan
+from lockstep.protocols import Precision, Schedule, Strategy
+from lockstep.telemetry import Telemetry
+from lockstep.world import Vote, World
+
+
+@dataclass
+class Progress:
+    """How far a run has come: the last finished step, and the best evaluation (top-1 in percent)."""
+
+    step: int = 0
+    best: float | None = None
+    best_step: int = 0
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains `model` (through its `replica`) by `plan`."""
+
+    world: World
+    plan: Plan
+    seed: int
+    model: nn.Module
+    replica: nn.Module
+    strategy: Strategy
+    precision: Precision
+    scaler: torch.amp.GradScaler
+    optimizer: torch.optim.Optimizer
+    lr: float
+    schedule: Schedule
+    loader: Loader
+    pipeline: Pipeline
+    checkpointer: Checkpointer
+    telemetry: Telemetry
+    stop_requested: Callable[[], bool]
+    label_smoothing: float = 0.0
+    clip_norm: float | None = None
+    ema: AveragedModel | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def fit(self) -> Progress:
+        """Train to the plan's last step.
+
+        Raises:
+            Stopped: a rank was asked to stop; the state is saved.
+            NumericalError: a loss is not finite.
+        """
+        vote = Vote(self.world)
+        for shard in self.telemetry.watch(self.loader.train(after=self.progress.step)):
+            scalars = self.step(shard)
+            step = self.progress.step = shard.step
+            if self.plan.due("log", step):
+                self.log(step, scalars)
+            improved = self.plan.due("eval", step) and self.evaluate(step)
+            stop = vote(self.stop_requested())
+            if improved or stop or self.plan.due("save", step):
+                self.save(improved)
+            if stop and step < self.plan.total_steps:
+                vote.close()
+                raise Stopped(f"stopped at step {step} of {self.plan.total_steps} and saved")
+        vote.close()
+        return self.progress
+
+    def step(self, shard: Shard) -> dict[str, Any]:
+        """One optimizer update on this rank's shard of a global batch."""
+        set_learning_rate(self.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
+        torch.manual_seed(dropout_seed(self.seed, shard.step, self.world.rank))
+        # Gradients are averaged over ranks: this makes the average that of the mean over the global batch,
+        # however unevenly it is cut into shards and micro-batches.
+        scale = self.world.size / shard.count
+        for micro, last in shard.micro_batches(self.plan.micro_batches):
+            with self.strategy.accumulate(self.replica, last):
+                images = self.pipeline.train(micro.images, micro.indices, micro.epoch)
+                with self.precision.autocast(self.world.device):
+                    logits = self.replica(images).float()
+                    loss = F.cross_entropy(
+                        logits, micro.labels, reduction="sum", label_smoothing=self.label_smoothing
+                    )
+                self.scaler.scale(loss * scale).backward()
+            self.telemetry.record(loss.detach(), logits.detach(), micro.labels)
+        self.strategy.reduce(self.replica)
+        self.scaler.unscale_(self.optimizer)
+        scalars: dict[str, Any] = {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+        if self.clip_norm is not None:
+            scalars["optim/grad_norm"] = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        elif self.plan.due("log", shard.step):
+            scalars["optim/grad_norm"] = gradient_norm(self.model)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update_parameters(self.model)
+        return scalars
+
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        """Write what has gathered since the last log point. The one place of a step that syncs the device."""
+        if self.scaler.is_enabled():
+            scalars["optim/scale"] = self.scaler.get_scale()
+        window = self.telemetry.flush(step, scalars)
+        if not math.isfinite(window.loss):
+            raise NumericalError(
+                f"the loss is {window.loss} between steps {window.first} and {step}; a smaller optimizer.lr, "
+                "train.clip_norm=1 or schedule.warmup=5% are the usual remedies"
+            )
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate the model, and its average where there is one; whether it is the best so far."""
+        with self.telemetry.pause():
+            scores = self._scores(self.model)
+            scalars = {"loss/val": scores["loss"], "acc/val_top1": scores["top1"], "acc/val_top5": scores["top5"]}
+            top1 = scores["top1"]
+            if self.ema is not None:
+                top1 = scalars["acc/val_ema_top1"] = self._scores(self.ema.module)["top1"]
+            improved = self.progress.best is None or top1 > self.progress.best
+            if improved:
+                self.progress.best, self.progress.best_step = top1, step
+            self.telemetry.evaluated(step, scalars)
+        return improved
+
+    def _scores(self, model: nn.Module) -> Any:
+        return evaluate(
+            model, loader=self.loader, pipeline=self.pipeline, precision=self.precision, world=self.world
+        )
+
+    def save(self, best: bool) -> None:
+        """Keep the state as of the last finished step; training waits for the copy to host memory only."""
+        with self.telemetry.pause():
+            self.checkpointer.save(
+                model=self.model,
+                ema=self.ema,
+                optimizer=self.optimizer,
+                scaler=self.scaler,
+                progress=vars(self.progress),
+                best=best,
+            )

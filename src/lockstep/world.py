@@ -1,0 +1,146 @@
+"""The world: who this process is among the ranks of its job, and the collectives it needs besides gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A rank's identity, fixed for the life of the process.
+
+    `control` is a gloo group for small words between the ranks (`Vote`): it never touches the device.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    control: Any = None
+
+    @classmethod
+    def solo(cls, device: torch.device | str = "cpu") -> World:
+        """The world of a single process, without a process group."""
+        return cls(rank=0, local_rank=0, size=1, local_size=1, device=torch.device(device))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all ranks, in place, and the same on each."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, value: T) -> T:
+        """Main's `value` on every rank. Pickled: for small values of our own at start-up only."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def share_buffers(self, module: torch.nn.Module) -> None:
+        """Main's buffers on every rank.
+
+        Running statistics do not enter a training forward, so main's are the truth and the others' are
+        fetched where they matter (evaluation, checkpoints) instead of at each step.
+        """
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)
+
+
+class Vote:
+    """A word that any rank can say and all hear at the same step, without making the step wait.
+
+    The sum that is started at one step is read at the next, so a signal takes effect one step later and
+    the ranks agree on the step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.pending: Any = None
+        self.ballot = torch.zeros(1, dtype=torch.int32)
+
+    def __call__(self, wish: bool) -> bool:
+        """Cast this step's wish; true if any rank wished at the step before (or now, in a world of one)."""
+        if self.world.size == 1:
+            return wish
+        heard = False
+        if self.pending is not None:
+            self.pending.wait()
+            heard = bool(self.ballot)
+        self.ballot = torch.tensor([wish], dtype=torch.int32)
+        self.pending = dist.all_reduce(self.ballot, group=self.world.control, async_op=True)
+        return heard
+
+    def close(self) -> None:
+        """Finish the sum that is under way, so that the group can be destroyed."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+
+
+def launched_rank() -> int | None:
+    """The rank that a launcher (ours, torchrun, srun with its variables set) gave this process, if any."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+@contextmanager
+def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
+    """Become a rank of the job: set the device and the threads, join the process group if there is one.
+
+    The group is destroyed on success only: after an error the other ranks may hang in a collective, and
+    waiting for them would hide the error.
+
+    Args:
+        device: `cpu` or `cuda`.
+        backend: `gloo` or `nccl`.
+        timeout: seconds after which a collective that does not end is an error.
+        threads: CPU threads of this process.
+    """
+    torch.set_num_threads(threads)
+    if launched_rank() is None:
+        yield World.solo(torch.device(device, 0) if device == "cuda" else device)
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    on_device = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(on_device)
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout),
+        device_id=on_device if backend == "nccl" else None,
+    )
+    try:
+        yield World(
+            rank=dist.get_rank(),
+            local_rank=local_rank,
+            size=dist.get_world_size(),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            device=on_device,
+            control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)),
+        )
+    except BaseException:
+        raise
+    else:
+        dist.destroy_process_group()

@@ -1,0 +1,37 @@
+"""Train an image classifier: compose the config, check it, make the run folder, launch the ranks.
+
+`python train.py --help` says what can be chosen.
+"""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+from lockstep import config
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(composed: DictConfig) -> float | None:
+    """Run one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
+    # Imported here, because they need torch, and --help and --cfg job must not wait for it.
+    from lockstep import worker
+    from lockstep.launcher import once
+    from lockstep.resolve import prepare
+    from lockstep.sweep import guarded
+
+    invocation = config.Invocation.current()
+
+    def job() -> float | None:
+        with once(lambda: prepare(config.to_dict(composed), invocation), config.say) as run_dir:
+            launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
+            return launcher.launch(worker.main, run_dir)
+
+    return guarded(job, invocation)
+
+
+config.register()
+
+if __name__ == "__main__":
+    with config.command_line():
+        main()
