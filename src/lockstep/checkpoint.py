@@ -117,9 +117,7 @@ def load(path: Path) -> Loaded:
 def difference(expected: Facts, found: Facts) -> str:
     """The identity of this run next to that of a checkpoint, where they differ: `key: here X, there Y`."""
     return "; ".join(
-        f"{key}: here {expected[key]}, there {found.get(key)}"
-        for key in expected
-        if expected[key] != found.get(key)
+        f"{key}: here {expected[key]}, there {found.get(key)}" for key in expected if expected[key] != found.get(key)
     )
 
 
@@ -149,13 +147,9 @@ def load_weights(model: nn.Module, path: Path) -> None:
     mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if mine != theirs:
-        different = sorted(
-            name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
-        )
+        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
         shown = ", ".join(f"{name} (here {mine.get(name)}, there {theirs.get(name)})" for name in different[:3])
-        raise InputError(
-            f"init_from: {file} is of another model: {len(different)} tensors differ, e.g. {shown}"
-        )
+        raise InputError(f"init_from: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
     model.load_state_dict(weights)
 
 

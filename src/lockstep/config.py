@@ -120,7 +120,7 @@ class Invocation:
         sweep = hydra.mode == RunMode.MULTIRUN
         base, chosen = (hydra.sweep.dir, hydra.sweep.subdir) if sweep else (".", hydra.run.dir)
         folder = Path(base, chosen) if sweep or chosen != "." else None
-        overrides = tuple(OmegaConf.to_container(hydra.overrides.task))
+        overrides = tuple(str(each) for each in hydra.overrides.task)
         return cls(
             overrides=overrides,
             command=shlex.join(["python", "train.py", *overrides]),

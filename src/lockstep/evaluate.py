@@ -30,7 +30,7 @@ def evaluate(
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
     for images, labels in loader.eval():
         with precision.autocast(world.device):
-            logits = model(pipeline.eval(images)).float()
+            logits = model(pipeline.eval(images)).to(precision.storage)
         loss += F.cross_entropy(logits, labels, reduction="sum")
         hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts += torch.stack([hits[:, 0].sum(), hits.sum(), torch.tensor(len(labels), device=world.device)])

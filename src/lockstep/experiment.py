@@ -18,7 +18,7 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.identity import identity, plan_of
 from lockstep.optim import averaged
 from lockstep.plan import Plan
-from lockstep.protocols import Precision, Split, Strategy
+from lockstep.protocols import Precision, Sink, Split, Strategy
 from lockstep.rundir import RunDir, write_atomic
 from lockstep.strategy.base import batchnorm_note
 from lockstep.telemetry import Telemetry, sinks
@@ -92,6 +92,7 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
             job.dataset,
             job.augment,
             device=world.device,
+            dtype=job.precision.storage,
             channels_last=job.model.channels_last,
             seed=job.seed,
         ),
@@ -172,7 +173,7 @@ def _network(job: Job, world: World, plan: Plan) -> Network:
     shape = job.dataset.input_shape
     layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
     model: nn.Module = job.model.build(job.dataset.classes, shape)
-    model = model.to(world.device, memory_format=layout)
+    model = model.to(world.device, precision.storage).to(memory_format=layout)
     if job.init_from is not None:
         checkpoint.load_weights(model, Path(job.init_from))
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
@@ -216,8 +217,8 @@ def _observers(
     job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
 ) -> tuple[Telemetry, NoMonitor]:
     """The recorder of this rank, and the GPU monitor of main."""
-    board = []
-    files = []
+    board: list[Sink] = []
+    files: list[Sink] = []
     if world.is_main:
         files = [
             sinks.JsonLines(run_dir.metrics, progress.step),
@@ -238,9 +239,7 @@ def _observers(
         wanted=job.telemetry.gpu and world.is_main,
         gpus=world.local_size if world.device.type == "cuda" else 0,
         path=run_dir.gpu,
-        sinks=[*board],
+        sinks=board,
         step=lambda: recorder.step,
     )
     return recorder, watcher
-
-

@@ -42,9 +42,7 @@ class _Optimizer:
         if self.layer_decay is not None:
             from timm.optim import param_groups_layer_decay
 
-            groups = param_groups_layer_decay(
-                model, weight_decay=self.weight_decay, layer_decay=self.layer_decay
-            )
+            groups = param_groups_layer_decay(model, weight_decay=self.weight_decay, layer_decay=self.layer_decay)
             return [
                 {"params": group["params"], "weight_decay": group["weight_decay"], "scale": group["lr_scale"]}
                 for group in groups
@@ -55,9 +53,7 @@ class _Optimizer:
         plain = [each for each in trained if each.dim() < 2]
         both = [(decay, self.weight_decay), (plain, 0.0)]
         return [
-            {"params": params, "weight_decay": weight_decay, "scale": 1.0}
-            for params, weight_decay in both
-            if params
+            {"params": params, "weight_decay": weight_decay, "scale": 1.0} for params, weight_decay in both if params
         ]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -119,7 +115,7 @@ class Timm(_Optimizer):
         super().__post_init__()
         from timm.optim import list_optimizers
 
-        names = list_optimizers()
+        names = [str(name) for name in list_optimizers()]
         if self.opt not in names:
             raise InputError(
                 f"optimizer.opt is {self.opt!r}, which timm does not have.{did_you_mean(self.opt, names)}"

@@ -16,20 +16,32 @@ class FP32:
     """float32 throughout."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
+    """The format of matrix products and convolutions; another one than `storage` means autocast."""
+    storage: ClassVar[torch.dtype] = torch.float32
+    """The format of parameters, gradients and input images."""
     matmul: ClassVar[str] = "highest"
+    """torch's name for the precision of float32 products on CUDA: `highest`, or `high` for TF32."""
 
     def check(self, device: str) -> None:
         """Every device has float32."""
 
     def configure(self) -> None:
         torch.set_float32_matmul_precision(self.matmul)
-        torch.backends.cudnn.conv.fp32_precision = "tf32" if self.matmul == "high" else "ieee"
+        torch.backends.cudnn.allow_tf32 = self.matmul == "high"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype is not torch.float32)
+        return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype is not self.storage)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, enabled=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP64(FP32):
+    """float64 throughout: slow, and what shows whether two runs differ by more than summation order."""
+
+    dtype: ClassVar[torch.dtype] = torch.float64
+    storage: ClassVar[torch.dtype] = torch.float64
 
 
 @dataclass(frozen=True, kw_only=True)

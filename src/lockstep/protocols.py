@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,20 @@ class Strategy(Protocol):
 
 
 class Precision(Protocol):
-    """The number format of the forward and backward pass."""
+    """The number format of the forward and backward pass.
+
+    `storage` is the dtype of parameters and images, `dtype` that of products (by autocast where they differ),
+    `matmul` torch's name for the precision of float32 products.
+    """
+
+    @property
+    def storage(self) -> torch.dtype: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def matmul(self) -> str: ...
 
     def check(self, device: str) -> None:
         """Raise InputError where the device does not have the format."""
@@ -71,8 +84,11 @@ class Split(Protocol):
     else None; `fetch` gives any of its images, decoded on the spot.
     """
 
-    labels: Tensor
-    images: Tensor | None
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def images(self) -> Tensor | None: ...
 
     def __len__(self) -> int: ...
 
@@ -83,12 +99,27 @@ class Split(Protocol):
 class Source(Protocol):
     """Where images and labels come from."""
 
-    classes: int
-    image_shape: tuple[int, int, int]
-    input_shape: tuple[int, int, int]
-    eval_crop: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    @property
+    def classes(self) -> int: ...
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of a stored image."""
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """The same of what the model sees."""
+
+    @property
+    def eval_crop(self) -> float:
+        """The central share of a stored image's side that is evaluated."""
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Per channel, of pixels from 0 to 1; `std` likewise."""
+
+    @property
+    def std(self) -> tuple[float, ...]: ...
 
     def prepare(self) -> None:
         """See that the data is there, downloading it under a lock where it may be. Raises InputError."""
@@ -143,7 +174,3 @@ class Augment(Protocol):
             keys: int64 (B,), one counter-based random key per sample (`lockstep.data.rng`).
             size: the (height, width) the model wants; an augmentation that resamples may go there at once.
         """
-
-
-State = dict[str, Any]
-Shards = Iterator[Any]

@@ -86,9 +86,7 @@ def banner(
         log.warn(note)
 
 
-def closing(
-    *, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, figures: Mapping[str, Any]
-) -> None:
+def closing(*, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, figures: Mapping[str, Any]) -> None:
     """Say how it went and what to type next."""
     folder = os.path.relpath(run_dir.path)
     best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"

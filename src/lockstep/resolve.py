@@ -73,7 +73,11 @@ def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
         return None
     if RunDir(wanted).overrides.is_file():
         return wanted.resolve()
-    hint = "no run has been started there yet" if job["resume"] == "latest" else "it is neither a run folder nor a checkpoint"
+    hint = (
+        "no run has been started there yet"
+        if job["resume"] == "latest"
+        else "it is neither a run folder nor a checkpoint"
+    )
     raise InputError(f"resume: {wanted} cannot be resumed ({hint}); name one with resume=PATH")
 
 
@@ -100,7 +104,9 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
             f"launcher=inline has one rank, but strategy={type(strategy).__name__.lower()} wants {ranks}; "
             "use launcher=elastic, or launcher.ranks=1"
         )
-    launcher = replace(launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks))
+    launcher = replace(
+        launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks)
+    )
     absolute = {key: _absolute(job[key]) for key in ("data_root", "output_root", "init_from")}
     resume = _absolute(job["resume"]) if job["resume"] not in (None, "latest") else None
     return {
@@ -114,7 +120,7 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
 
 
 def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(Path(path).expanduser())
+    return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def _device(wanted: str) -> str:

@@ -93,7 +93,7 @@ class Trainer:
             with self.strategy.accumulate(self.replica, last):
                 images = self.pipeline.train(micro.images, micro.indices, micro.epoch)
                 with self.precision.autocast(self.world.device):
-                    logits = self.replica(images).float()
+                    logits = self.replica(images).to(self.precision.storage)
                     loss = F.cross_entropy(
                         logits, micro.labels, reduction="sum", label_smoothing=self.label_smoothing
                     )
@@ -128,7 +128,11 @@ class Trainer:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         with self.telemetry.pause():
             scores = self._scores(self.model)
-            scalars = {"loss/val": scores["loss"], "acc/val_top1": scores["top1"], "acc/val_top5": scores["top5"]}
+            scalars = {
+                "loss/val": scores["loss"],
+                "acc/val_top1": scores["top1"],
+                "acc/val_top5": scores["top5"],
+            }
             top1 = scores["top1"]
             if self.ema is not None:
                 top1 = scalars["acc/val_ema_top1"] = self._scores(self.ema.module)["top1"]
@@ -139,9 +143,7 @@ class Trainer:
         return improved
 
     def _scores(self, model: nn.Module) -> Any:
-        return evaluate(
-            model, loader=self.loader, pipeline=self.pipeline, precision=self.precision, world=self.world
-        )
+        return evaluate(model, loader=self.loader, pipeline=self.pipeline, precision=self.precision, world=self.world)
 
     def save(self, best: bool) -> None:
         """Keep the state as of the last finished step; training waits for the copy to host memory only."""

@@ -1,4 +1,4 @@
-"""The world: who this process is among the ranks of its job, and the collectives it needs besides gradients."""
+"""Who this process is among the ranks of its job, and the collectives it needs besides gradients."""
 
 from __future__ import annotations
 

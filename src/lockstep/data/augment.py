@@ -91,9 +91,7 @@ class RandomResizedCrop:
         y = (2 * uniform(keys, 3) - 1) * (1 - height)
         mirror = torch.where(uniform(keys, 4) < self.flip, -1.0, 1.0)
         zero = torch.zeros_like(x)
-        theta = torch.stack(
-            [torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1
-        )
+        theta = torch.stack([torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1)
         grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)
         return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
 

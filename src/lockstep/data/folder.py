@@ -119,6 +119,9 @@ def _scan(folder: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if not names:
         raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
     return tuple(
-        (name, tuple(sorted(e.name for e in os.scandir(folder / name) if Path(e.name).suffix.lower() in SUFFIXES)))
+        (
+            name,
+            tuple(sorted(e.name for e in os.scandir(folder / name) if Path(e.name).suffix.lower() in SUFFIXES)),
+        )
         for name in names
     )

@@ -45,9 +45,7 @@ class Shard:
         """The shard in `parts` pieces, and whether a piece is the last; a piece may be empty."""
         for part in range(parts):
             cut = share(len(self.labels), parts, part)
-            piece = Shard(
-                self.step, self.epoch, self.images[cut], self.labels[cut], self.indices[cut], self.count
-            )
+            piece = Shard(self.step, self.epoch, self.images[cut], self.labels[cut], self.indices[cut], self.count)
             yield piece, part == parts - 1
 
 

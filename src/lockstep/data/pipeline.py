@@ -26,10 +26,19 @@ class Pipeline:
 
     @classmethod
     def of(
-        cls, source: Source, augment: Augment, *, device: torch.device, channels_last: bool, seed: int
+        cls,
+        source: Source,
+        augment: Augment,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        channels_last: bool,
+        seed: int,
     ) -> Pipeline:
         """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
-        mean, std = (torch.tensor(each, device=device).view(1, -1, 1, 1) for each in (source.mean, source.std))
+        mean, std = (
+            torch.tensor(each, device=device, dtype=dtype).view(1, -1, 1, 1) for each in (source.mean, source.std)
+        )
         return cls(
             augment=augment,
             input_shape=source.input_shape,
@@ -41,7 +50,7 @@ class Pipeline:
         )
 
     def train(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """uint8 (B, C, H, W) and their sample indices (B,) to augmented, normalised float32."""
+        """uint8 (B, C, H, W) and their sample indices (B,) to augmented, normalised floats."""
         if len(images) == 0:
             return self._empty(images)
         keys = sample_keys(self.seed, epoch, indices)
@@ -49,17 +58,17 @@ class Pipeline:
         return self._finish(self.augment.apply(images, keys, (height, width)))
 
     def eval(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised float32."""
+        """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised floats."""
         height, width = images.shape[-2:]
         keep_h, keep_w = round(height * self.eval_crop), round(width * self.eval_crop)
         top, left = (height - keep_h) // 2, (width - keep_w) // 2
         return self._finish(images[..., top : top + keep_h, left : left + keep_w])
 
     def _finish(self, images: Tensor) -> Tensor:
-        pixels = images.float()
+        pixels = images.to(self.scale.dtype)
         if pixels.shape[-2:] != self.input_shape[1:]:
             pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)
         return torch.addcmul(self.shift, pixels, self.scale).contiguous(memory_format=self.memory_format)
 
     def _empty(self, images: Tensor) -> Tensor:
-        return images.new_empty((0, *self.input_shape), dtype=torch.float32)
+        return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)

@@ -17,9 +17,7 @@ def check_labels(labels: Tensor, classes: int, where: str) -> None:
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
         at = int(wrong[0])
-        raise InputError(
-            f"dataset: example {at} of {where} has label {int(labels[at])}, expected 0 to {classes - 1}"
-        )
+        raise InputError(f"dataset: example {at} of {where} has label {int(labels[at])}, expected 0 to {classes - 1}")
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,7 @@ def _forwarding(children: dict[int, BaseProcess]) -> Iterator[None]:
             if child.is_alive():
                 child.terminate()
 
-    before = {
-        each: signal.signal(each, forward) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    }
+    before = {each: signal.signal(each, forward) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import nn
@@ -73,9 +74,13 @@ class DigitNet(Network):
             raise InputError(f"model.width is {self.width}, expected at least 1")
         sizes = (input_shape[0], self.width, 2 * self.width, 4 * self.width)
         layers: list[nn.Module] = []
-        for entering, leaving in zip(sizes[:-1], sizes[1:], strict=True):
+        for entering, leaving in itertools.pairwise(sizes):
             layers += [nn.Conv2d(entering, leaving, 3, padding=1), nn.GroupNorm(8, leaving), nn.ReLU()]
         layers.insert(6, nn.MaxPool2d(2))
         return nn.Sequential(
-            *layers, nn.AdaptiveMaxPool2d(2), nn.Flatten(), nn.Dropout(self.dropout), nn.Linear(sizes[-1] * 4, classes)
+            *layers,
+            nn.AdaptiveMaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(self.dropout),
+            nn.Linear(sizes[-1] * 4, classes),
         )

@@ -80,9 +80,7 @@ class CPUSyncBatchNorm(_BatchNorm):
         with torch.no_grad():
             assert self.num_batches_tracked is not None
             self.num_batches_tracked += 1
-            momentum = (
-                1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            )
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean, momentum)
             self.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
         return output.to(input.dtype)
@@ -136,6 +134,3 @@ def _replacement(norm: _BatchNorm) -> CPUSyncBatchNorm:
     replaced.running_mean, replaced.running_var = norm.running_mean, norm.running_var
     replaced.num_batches_tracked = norm.num_batches_tracked
     return replaced.train(norm.training)
-
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,11 @@ class CommHook(enum.Enum):
 
 
 # torch 2.15 renamed the switch; either name leaves the buffers alone in forward (`World.share_buffers`).
-_SYNC_BUFFERS = (
+_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
+    else "broadcast_buffers": False
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,15 @@ class DDP(Distributed):
                 f"strategy.static_graph is true with train.micro_batches={plan.micro_batches}, but accumulation "
                 "changes the graph within a step; use strategy.static_graph=null"
             )
+        # A convolution of one input channel has two equally good strides; DDP warns of the other one.
+        warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         replica = DistributedDataParallel(
             model,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=legal if self.static_graph is None else self.static_graph,
             find_unused_parameters=self.find_unused_parameters,
             bucket_cap_mb=self.bucket_mb,
-            **{_SYNC_BUFFERS: False},
+            **_NO_BUFFERS,
         )
         self._register_hook(replica)
         return replica

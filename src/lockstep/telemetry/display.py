@@ -33,8 +33,7 @@ class Display:
 def figures(window: Window) -> str:
     """A window in words."""
     return (
-        f"loss {window.loss:.4f}  top-1 {window.top1:.1f} %  {window.rate:,.0f} img/s  "
-        f"wait {window.wait_share:.0f} %"
+        f"loss {window.loss:.4f}  top-1 {window.top1:.1f} %  {window.rate:,.0f} img/s  wait {window.wait_share:.0f} %"
     )
 
 

@@ -28,7 +28,7 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int], device: 
     model.eval()
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        model(torch.zeros((1, *input_shape), device=device))
+        model(torch.zeros((1, *input_shape), device=device, dtype=next(model.parameters()).dtype))
     model.train(training)
     return 3.0 * counter.get_total_flops()
 

@@ -77,7 +77,9 @@ class Monitor(NoMonitor):
         scalars: dict[str, float] = {}
         for rank, (uuid, handle) in enumerate(zip(self.uuids, self.handles, strict=True)):
             figures = sample(handle)
-            self.file.write(json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n")
+            self.file.write(
+                json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n"
+            )
             scalars |= {f"gpu/{name}/{rank}": value for name, value in figures.items()}
             for name, value in figures.items():
                 self.sums[name] = self.sums.get(name, 0.0) + value / len(self.handles)
@@ -111,9 +113,7 @@ def cuda_uuids(count: int) -> list[str]:
     return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
 
 
-def monitor(
-    *, wanted: bool, gpus: int, path: Path, sinks: list[Sink], step: Callable[[], int]
-) -> NoMonitor:
+def monitor(*, wanted: bool, gpus: int, path: Path, sinks: list[Sink], step: Callable[[], int]) -> NoMonitor:
     """The monitor of a run; where there is no NVML that is said once and the run goes on."""
     if not wanted:
         return NoMonitor()

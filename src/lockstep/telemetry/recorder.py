@@ -33,7 +33,15 @@ class Telemetry:
     """
 
     def __init__(
-        self, *, world: World, plan: Plan, sinks: list[Sink], display: Display, step: int, flops: float, peak: float
+        self,
+        *,
+        world: World,
+        plan: Plan,
+        sinks: list[Sink],
+        display: Display,
+        step: int,
+        flops: float,
+        peak: float,
     ) -> None:
         self.world, self.plan, self.sinks, self.display = world, plan, sinks, display
         self.step = self.flushed = step

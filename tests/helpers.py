@@ -1,0 +1,128 @@
+"""What tests do again and again: compose a job, run it here or in a gang of ranks, read its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lockstep import config, experiment, resolve, world
+from lockstep.config import Job
+from lockstep.launcher.spawn import Spawn
+from lockstep.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+# Small and quick, and still the real thing: the bundled digits, a log line for every step.
+QUICK = ("name=test", "telemetry.interval=1", "telemetry.tensorboard=false", "device=cpu")
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """A plain config as `train.py` would compose it."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return config.to_dict(compose("config", overrides=["name=test", *overrides]))
+
+
+def built(*overrides: str) -> Job:
+    """The same with every group built."""
+    return config.build_all(composed(*overrides))
+
+
+def run_dir(path: Path, *overrides: str) -> RunDir:
+    """A run folder with a resolved config in it, ready for its ranks."""
+    made = RunDir.at(path)
+    job = composed(*QUICK, f"output_root={path.parent}", *overrides)
+    made.config.write_text(config.dump(resolve.resolve(job, sweep=False)))
+    made.overrides.write_text(config.dump_list(list(overrides)))
+    return made
+
+
+def train_here(path: Path, *overrides: str) -> RunDir:
+    """Train a job as the one rank of this process."""
+    run = run_dir(path, *overrides)
+    torch.set_num_threads(1)
+    experiment.run(world.World.solo(), run, stop_requested=lambda: False)
+    return run
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job for a gang: where it runs and its overrides."""
+
+    path: Path
+    overrides: tuple[str, ...]
+
+
+def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
+    """Train many jobs one after another in one gang of real ranks over gloo: starting ranks takes seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        run_dir(case.path, f"launcher.ranks={ranks}", "launcher.threads=1", *case.overrides)
+    (folder / "cases.json").write_text(json.dumps([str(case.path) for case in cases]))
+    Spawn(ranks=ranks, threads=1).run(gang_entry, RunDir.at(folder))
+
+
+def gang_entry(folder: Path) -> None:
+    """What a rank of a gang does (`exit_as_rank` below calls it)."""
+    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as joined:
+        for path in json.loads((folder / "cases.json").read_text()):
+            experiment.run(joined, RunDir(Path(path)), stop_requested=lambda: False)
+
+
+def exit_as_rank(folder: Path) -> None:
+    """How the spawn launcher calls a rank."""
+    gang_entry(folder)
+    sys.exit(0)
+
+
+def records(run: RunDir | Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`."""
+    path = run.metrics if isinstance(run, RunDir) else run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(run: RunDir | Path) -> list[float]:
+    """The training loss of each step."""
+    return [line["loss/train"] for line in records(run) if "loss/train" in line]
+
+
+def weights(run: RunDir | Path) -> dict[str, Tensor]:
+    """The model's weights in the newest checkpoint."""
+    folder = (run.path if isinstance(run, RunDir) else run) / "checkpoints"
+    return load_file(folder / (folder / "last").read_text() / "model.safetensors")
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
+    """Run a command as a user would, in the project's folder unless told otherwise."""
+    done = subprocess.run(
+        arguments,
+        cwd=cwd or ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def train(*overrides: str, **environment: str) -> Done:
+    """`python train.py ...`"""
+    return command(sys.executable, "train.py", *overrides, **environment)
