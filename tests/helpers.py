@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lockstep import config, experiment, resolve, world
 from lockstep.config import Job
+from lockstep.errors import Stopped
 from lockstep.launcher.spawn import Spawn
 from lockstep.rundir import RunDir
 
@@ -45,20 +47,30 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     return made
 
 
-def train_here(path: Path, *overrides: str) -> RunDir:
-    """Train a job as the one rank of this process."""
+def train_here(path: Path, *overrides: str, stop_at: int | None = None) -> RunDir:
+    """Train a job as the one rank of this process, or go on with it; stop it after `stop_at` steps."""
     run = run_dir(path, *overrides)
     torch.set_num_threads(1)
-    experiment.run(world.World.solo(), run, stop_requested=lambda: False)
+    run_until(world.World.solo(), run, stop_at)
     return run
+
+
+def run_until(joined: world.World, run: RunDir, stop_at: int | None) -> None:
+    """Run a job as a rank; the wish to stop comes after `stop_at` steps of this part, as a signal's would."""
+    asked = itertools.count(1)
+    try:
+        experiment.run(joined, run, stop_requested=lambda: next(asked) == stop_at)
+    except Stopped:
+        assert stop_at is not None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job for a gang: where it runs and its overrides."""
+    """A job for a gang: where it runs, its overrides, and after how many steps it is asked to stop."""
 
     path: Path
     overrides: tuple[str, ...]
+    stop_at: int | None = None
 
 
 def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
@@ -66,15 +78,15 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
         run_dir(case.path, f"launcher.ranks={ranks}", "launcher.threads=1", *case.overrides)
-    (folder / "cases.json").write_text(json.dumps([str(case.path) for case in cases]))
+    (folder / "cases.json").write_text(json.dumps([(str(case.path), case.stop_at) for case in cases]))
     Spawn(ranks=ranks, threads=1).run(gang_entry, RunDir.at(folder))
 
 
 def gang_entry(folder: Path) -> None:
     """What a rank of a gang does (`exit_as_rank` below calls it)."""
     with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as joined:
-        for path in json.loads((folder / "cases.json").read_text()):
-            experiment.run(joined, RunDir(Path(path)), stop_requested=lambda: False)
+        for path, stop_at in json.loads((folder / "cases.json").read_text()):
+            run_until(joined, RunDir(Path(path)), stop_at)
 
 
 def exit_as_rank(folder: Path) -> None:

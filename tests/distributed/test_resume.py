@@ -1,0 +1,101 @@
+"""A run that is stopped and resumed is the run that was not stopped, to the last bit on the same ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import Case, gang, losses, records, train_here, weights
+from lockstep import checkpoint
+
+# 1,442 examples in batches of 300: five steps an epoch, so that stops fall inside epochs and on their ends.
+COMMON = (
+    "batch=300",
+    "epochs=2",
+    "optimizer=sgd",
+    "optimizer.lr=0.05",
+    "train.ema=0.9",
+    "train.micro_batches=2",
+    "model.dropout=0.3",
+    "precision=bf16",
+    "checkpoint.every=1ep",
+)
+STEPS = 10
+
+
+def state(run: Path) -> dict[str, object]:
+    """Everything of the newest checkpoint, in a form that compares."""
+    found = checkpoint.newest_good(run / "checkpoints")
+    assert found is not None
+    loaded = checkpoint.load(found)
+    optimizer = loaded.state["optimizer"]["state"]
+    assert loaded.ema is not None
+    tensors = {
+        **loaded.model,
+        **{f"ema.{name}": tensor for name, tensor in loaded.ema.items()},
+        **{f"momentum.{name}": each["momentum_buffer"] for name, each in optimizer.items()},
+    }
+    return {"facts": loaded.facts, **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_here(tmp_path_factory.mktemp("whole") / "run", *COMMON).path
+
+
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_one_rank_resumes_to_the_bit_from_any_step(whole: Path, tmp_path: Path, stop: int) -> None:
+    run = train_here(tmp_path / "run", *COMMON, stop_at=stop).path
+    assert records(run)[-1]["step"] <= stop
+    train_here(run, *COMMON)
+    assert state(run) == state(whole)
+    assert losses(run) == losses(whole)
+
+
+def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", *COMMON, "telemetry.tensorboard=true", stop_at=4).path
+    train_here(run, *COMMON, "telemetry.tensorboard=true")
+    trained = [line["step"] for line in records(run) if "loss/train" in line]
+    assert trained == list(range(1, STEPS + 1))
+    rows = (run / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == ["5", "10"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_here(tmp_path / "run", *COMMON, stop_at=7).path
+    newest = checkpoint.candidates(run / "checkpoints")[0]
+    weights_file = newest / checkpoint.MODEL
+    data = bytearray(weights_file.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights_file.write_bytes(bytes(data))
+    capsys.readouterr()
+    train_here(run, *COMMON)
+    assert capsys.readouterr().out.count("is damaged") == 1
+    assert state(run) == state(whole)
+
+
+def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_order(tmp_path: Path) -> None:
+    exact = ("precision=fp64", "model.dropout=0")
+    here, two = (*COMMON, *exact), (*COMMON, *exact, "strategy=ddp")
+    paths = {name: tmp_path / name for name in ("whole", "stopped", "elastic")}
+    gang(
+        tmp_path / "gang",
+        2,
+        [
+            Case(paths["whole"], two),
+            Case(paths["stopped"], two, stop_at=3),
+            Case(paths["elastic"], two, stop_at=6),
+        ],
+    )
+    gang(tmp_path / "again", 2, [Case(paths["stopped"], two)])
+    assert state(paths["stopped"]) == state(paths["whole"])
+    assert losses(paths["stopped"]) == losses(paths["whole"])
+    train_here(paths["elastic"], *here)
+    for name, tensor in weights(paths["whole"]).items():
+        torch.testing.assert_close(weights(paths["elastic"])[name], tensor, rtol=1e-10, atol=1e-12)
+    pairs = zip(losses(paths["elastic"]), losses(paths["whole"]), strict=True)
+    assert max(abs(a - b) / b for a, b in pairs) < 1e-12
