@@ -126,7 +126,8 @@ def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **en
     done = subprocess.run(
         arguments,
         cwd=cwd or ROOT,
-        env={**os.environ, **environment},
+        # Ranks and tests share few cores here: a thread that waits must not spin.
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -91,8 +93,15 @@ def newest_good(folder: Path) -> Path | None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint."""
-    facts = json.loads((path / FACTS).read_text())
+    """The facts of a checkpoint.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    try:
+        facts = json.loads((path / FACTS).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"resume: checkpoint {path} is damaged ({FACTS}: {error}); name another one") from error
     assert isinstance(facts, dict)
     return facts
 
@@ -130,16 +139,26 @@ def check_identity(expected: Facts, path: Path) -> None:
         )
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Fill `model` with the weights of a safetensors file, a checkpoint or a run folder.
+def weights_file(path: Path) -> Path:
+    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder.
 
     Raises:
-        InputError: there is no such file, or its tensors are not those of the model.
+        InputError: there is none.
     """
     places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
     file = next((each for each in places if each.is_file()), None)
     if file is None:
         raise InputError(f"init_from: there are no weights at {path}, expected a .safetensors file or a run folder")
+    return file
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Fill `model` with the weights at `path` (as for `weights_file`).
+
+    Raises:
+        InputError: there is no such file, or its tensors are not those of the model.
+    """
+    file = weights_file(path)
     try:
         weights = load_file(file)
     except Exception as error:  # safetensors has its own exception for a broken file
@@ -180,15 +199,22 @@ class Checkpointer:
         identity: what a resume must agree on.
         keep: how many of the newest checkpoints stay; the best one always does.
         writes: whether this rank is the one that writes.
+        every_s: seconds after which a checkpoint is overdue; null where steps decide.
     """
 
     run_dir: RunDir
     identity: Facts
     keep: int
     writes: bool
+    every_s: float | None = None
+    saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[None] | None = None
     failure: str = ""
+
+    def overdue(self) -> bool:
+        """Whether the last checkpoint is older than `every_s`, by the writer's clock."""
+        return self.writes and self.every_s is not None and time.monotonic() - self.saved_at >= self.every_s
 
     def save(
         self,
@@ -204,6 +230,7 @@ class Checkpointer:
         if not self.writes:
             return
         self.wait()
+        self.saved_at = time.monotonic()
         weights = {MODEL: _copied(model.state_dict())}
         state = {"optimizer": _copied_tree(optimizer.state_dict()), "scaler": scaler.state_dict()}
         if ema is not None:
@@ -219,7 +246,7 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         try:
             pending.result()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
             log.warn(f"a checkpoint could not be written ({error}); the run goes on and the next one is tried")
             self.failure = str(error)
         else:

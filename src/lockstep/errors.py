@@ -40,6 +40,12 @@ class NumericalError(LockstepError):
     exit_code = 76
 
 
+class Interrupted(LockstepError):
+    """The user asked twice: the job stopped at once, without saving."""
+
+    exit_code = 130
+
+
 class RankFailed(LockstepError):
     """A rank raised or died. `details` is the original traceback of the first one that did."""
 
@@ -49,11 +55,11 @@ class RankFailed(LockstepError):
 
 
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {
-    cls.exit_code: cls for cls in (InputError, StorageError, Stopped, NumericalError)
+    cls.exit_code: cls for cls in (InputError, StorageError, Stopped, NumericalError, Interrupted)
 }
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """` Did you mean 'a', 'b'?` for the options closest to `word`, or an empty string."""
+def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
+    """` Did you mean 'a', 'b'?` for the options closest to `word`, shown behind `prefix`; or an empty string."""
     close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.6)
-    return f" Did you mean {', '.join(repr(name) for name in close)}?" if close else ""
+    return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""

@@ -27,15 +27,17 @@ def evaluate(
     training = model.training
     model.eval()
     loss = torch.zeros(1, dtype=torch.float64, device=world.device)
-    counts = torch.zeros(3, dtype=torch.int64, device=world.device)
+    hits = torch.zeros(2, dtype=torch.int64, device=world.device)
+    count = 0
     for images, labels in loader.eval():
         with precision.autocast(world.device):
             logits = model(pipeline.eval(images)).to(precision.storage)
         loss += F.cross_entropy(logits, labels, reduction="sum")
-        hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-        counts += torch.stack([hits[:, 0].sum(), hits.sum(), torch.tensor(len(labels), device=world.device)])
+        hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        hits += torch.stack([hit[:, 0].sum(), hit.sum()])
+        count += len(labels)
     model.train(training)
     world.sum(loss)
-    top1, top5, count = world.sum(counts).tolist()
+    top1, top5, count = world.sum(torch.cat([hits, hits.new_tensor([count])])).tolist()
     assert count == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
     return {"loss": loss.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}

@@ -52,14 +52,11 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
         identity=identity(job, len(train)),
         keep=job.checkpoint.keep,
         writes=world.is_main,
+        every_s=plan.save_every_s,
     )
     progress, origin = _restore(job, network, checkpointer)
 
     if world.is_main:
-        write_atomic(run_dir.config, config.dump({**resolved, "loader": config.node(job.loader)}))
-        write_atomic(run_dir.environment, environment.as_json(world))
-        run_dir.mark_latest(Path(job.output_root))
-        run_dir.write_summary(status="running", started=started, step=progress.step)
         notes = [job.strategy.note(world), batchnorm_note(network.model, job.strategy, world, plan)]
         report.banner(
             job=job,
@@ -74,6 +71,13 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
             step=progress.step,
             notes=[note for note in notes if note],
         )
+    # A resident one reads every image here, and one may be broken: only then is it a run.
+    loader = _loader(job, train, held_out, plan, world)
+    if world.is_main:
+        write_atomic(run_dir.config, config.dump({**resolved, "loader": config.node(job.loader)}))
+        write_atomic(run_dir.environment, environment.as_json(world))
+        run_dir.mark_latest(Path(job.output_root))
+        run_dir.write_summary(status="running", started=started, step=progress.step)
     recorder, watcher = _observers(job, run_dir, world, plan, network, progress)
     trainer = Trainer(
         world=world,
@@ -87,7 +91,7 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
         optimizer=network.optimizer,
         lr=job.optimizer.lr,
         schedule=job.schedule,
-        loader=_loader(job, train, held_out, plan, world),
+        loader=loader,
         pipeline=Pipeline.of(
             job.dataset,
             job.augment,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from lockstep.rundir import RunDir
 
 logger = logging.getLogger("lockstep")
 console = Console(highlight=False)
+CHATTY = "torch.distributed.elastic"
 
 
 @contextmanager
@@ -62,13 +62,13 @@ def warn(message: str) -> None:
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keep the chatter of torch's elastic agent off the terminal; what failed is said by us."""
-    names = ("torch.distributed.elastic", "torch.distributed.run")
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    with warnings.catch_warnings():
-        try:
-            yield
-        finally:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+    # Each of torch's modules gives its logger a level of its own, so the parent's does not reach them.
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(CHATTY)]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

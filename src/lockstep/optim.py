@@ -35,6 +35,8 @@ class _Optimizer:
             raise InputError(f"optimizer.lr is {self.lr}, expected a number above 0")
         if self.weight_decay < 0:
             raise InputError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise InputError(f"optimizer.layer_decay is {self.layer_decay}, expected a factor above 0, at most 1")
 
     def groups(self, model: nn.Module) -> ParamGroups:
         """The parameter groups, each with the `scale` of its learning rate (1 without layer decay)."""
@@ -43,8 +45,17 @@ class _Optimizer:
             from timm.optim import param_groups_layer_decay
 
             groups = param_groups_layer_decay(model, weight_decay=self.weight_decay, layer_decay=self.layer_decay)
+            if self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+                raise InputError(
+                    f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "
+                    "use optimizer.layer_decay=null, or a model of timm"
+                )
             return [
-                {"params": group["params"], "weight_decay": group["weight_decay"], "scale": group["lr_scale"]}
+                {
+                    "params": group["params"],
+                    "weight_decay": self.weight_decay if self.decay_all else group["weight_decay"],
+                    "scale": group["lr_scale"],
+                }
                 for group in groups
             ]
         if self.decay_all or self.weight_decay == 0:
@@ -57,6 +68,18 @@ class _Optimizer:
         ]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over a model's parameters.
+
+        Raises:
+            InputError: a value is not one that the optimizer takes.
+        """
+        try:
+            return self.make(self.groups(model))
+        except (TypeError, ValueError, AssertionError) as error:
+            raise InputError(f"optimizer={type(self).__name__.lower()} cannot be built: {error}") from error
+
+    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        """The same over parameter groups, with the errors of its library."""
         raise NotImplementedError
 
 
@@ -68,10 +91,8 @@ class SGD(_Optimizer):
     momentum: float = 0.9
     nesterov: bool = False
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            self.groups(model), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=True
-        )
+    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +107,8 @@ class Adam(_Optimizer):
             raise InputError(f"optimizer.betas is {self.betas}, expected two numbers from 0 to below 1")
         return {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.groups(model), **self._options())
+    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        return torch.optim.Adam(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +117,8 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.groups(model), **self._options())
+    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,19 +134,21 @@ class Timm(_Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        from timm.optim import list_optimizers
+        from timm.optim import get_optimizer_info, list_optimizers
 
         names = [str(name) for name in list_optimizers()]
         if self.opt not in names:
             raise InputError(
                 f"optimizer.opt is {self.opt!r}, which timm does not have.{did_you_mean(self.opt, names)}"
             )
+        if get_optimizer_info(self.opt).second_order:
+            raise InputError(f"optimizer.opt is {self.opt!r}, which needs second derivatives: a step has none")
 
-    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2
 
         built: torch.optim.Optimizer = create_optimizer_v2(
-            self.groups(model), opt=self.opt, lr=self.lr, momentum=self.momentum, **self.options
+            groups, opt=self.opt, lr=self.lr, momentum=self.momentum, **self.options
         )
         return built
 
@@ -136,14 +159,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["scale"]
 
 
+def check_decay(decay: float) -> None:
+    """Raise InputError for a decay of the averaged weights that is not between 0 and 1."""
+    if not 0 < decay < 1:
+        raise InputError(f"train.ema is {decay}, expected a decay between 0 and 1 such as 0.999, or null")
+
+
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
     """An exponential moving average of the model's parameters and buffers (torch's own).
 
     Raises:
         InputError: `decay` is not between 0 and 1.
     """
-    if not 0 < decay < 1:
-        raise InputError(f"train.ema is {decay}, expected a decay between 0 and 1 such as 0.999, or null")
+    check_decay(decay)
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 

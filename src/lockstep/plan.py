@@ -33,7 +33,7 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
         InputError: `value` is none of these.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ep|%)?", str(value).strip())
-    if found is None:
+    if found is None or (found[2] is None and "." in found[1]):
         raise InputError(f"{key} is {value!r}, expected steps (100), epochs (2ep) or a share of the run (5%)")
     amount = float(found[1])
     if found[2] == "ep":
@@ -45,7 +45,10 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The run in steps, counted from 1."""
+    """The run in steps, counted from 1.
+
+    `save_every_s` is set where checkpoints go by the clock; only the last step is then due by its number.
+    """
 
     examples: int
     batch: int
@@ -54,6 +57,7 @@ class Plan:
     log_every: int
     eval_every: int
     save_every: int
+    save_every_s: float | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -108,8 +112,11 @@ def make_plan(
     total = total_steps if total_steps is not None else epochs * per_epoch
 
     def every(key: str, value: int | str) -> int:
+        if not re.search("[1-9]", str(value)):
+            raise InputError(f"{key} is {value!r}, expected more than 0: steps (100), epochs (2ep) or a share (5%)")
         return max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
 
+    timed = re.search(r"(s|min|h)\s*$", str(save_every)) is not None
     return Plan(
         examples=examples,
         batch=batch,
@@ -117,5 +124,6 @@ def make_plan(
         micro_batches=micro_batches,
         log_every=every("telemetry.interval", log_every),
         eval_every=every("train.eval_every", eval_every),
-        save_every=every("checkpoint.every", save_every),
+        save_every=total if timed else every("checkpoint.every", save_every),
+        save_every_s=seconds("checkpoint.every", save_every) if timed else None,
     )

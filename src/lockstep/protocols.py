@@ -96,6 +96,13 @@ class Split(Protocol):
         """uint8 images of shape (len(indices), C, H, W). Raises InputError for one that cannot be read."""
 
 
+class Stepped(Protocol):
+    """What belongs to one step of a run."""
+
+    @property
+    def step(self) -> int: ...
+
+
 class Source(Protocol):
     """Where images and labels come from."""
 

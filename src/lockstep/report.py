@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
     }
 
 
+def _shown(path: Path) -> Path:
+    """A path as the user would type it from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _device(world: World) -> str:
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
@@ -67,7 +72,7 @@ def banner(
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs = plan.total_steps / plan.steps_per_epoch
     rows = {
-        "run": os.path.relpath(run_dir.path),
+        "run": _shown(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
         "model": f"{describe(job.model)}, {parameters / 1e6:.2f} M parameters",
         "data": f"{describe(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
@@ -88,7 +93,7 @@ def banner(
 
 def closing(*, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, figures: Mapping[str, Any]) -> None:
     """Say how it went and what to type next."""
-    folder = os.path.relpath(run_dir.path)
+    folder = _shown(run_dir.path)
     best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
     log.say(
@@ -96,8 +101,6 @@ def closing(*, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, 
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
     )
     log.say(f"   look at it   tensorboard --logdir {folder}")
-    log.say(f"   train longer python train.py resume={folder} epochs={2 * _epochs(plan)}")
-
-
-def _epochs(plan: Plan) -> int:
-    return max(1, round(plan.total_steps / plan.steps_per_epoch))
+    epochs, rest = divmod(plan.total_steps, plan.steps_per_epoch)
+    longer = f"steps={2 * plan.total_steps}" if rest else f"epochs={2 * epochs}"
+    log.say(f"   train longer python train.py resume={folder} {longer}")

@@ -6,7 +6,8 @@ Nothing is written before all of it is known to fit, and everything that does no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from lockstep.identity import identity, plan_of
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline
 from lockstep.launcher.base import Backend
-from lockstep.rundir import RunDir, slug, write_atomic
+from lockstep.optim import check_decay
+from lockstep.rundir import RunDir, slug
 from lockstep.strategy import DDP, Single
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.world import launched_rank
@@ -33,15 +35,32 @@ def prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
     Raises:
         InputError: something of the job does not fit; nothing was written.
     """
-    if invocation.sweep and launched_rank() is not None:
-        raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
-    folder = invocation.folder if not invocation.sweep else None
+    with _left_as_found(invocation):
+        return _prepare(job, invocation)
+
+
+@contextmanager
+def _left_as_found(invocation: Invocation) -> Iterator[None]:
+    """Remove the folder that Hydra makes for a job before anyone looks at it, if the job is refused."""
+    try:
+        yield
+    except InputError:
+        if invocation.folder is not None and not invocation.sweep:
+            with suppress(OSError):  # not empty: it was there before
+                invocation.folder.rmdir()
+        raise
+
+
+def _prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
+    folder = _named(invocation)
     overrides = list(invocation.overrides)
     continued = _continued(job, invocation)
     if continued is not None:
         folder = continued
         stored = config.load_list(RunDir(folder).overrides)
         job = config.to_dict(config.recompose(stored, invocation.overrides))
+        if not any(each.startswith("name=") for each in invocation.overrides):
+            job["name"] = config.load(RunDir(folder).config)["name"]
         overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
     resolved = resolve(job, sweep=invocation.sweep)
     built = config.build_all(resolved)
@@ -50,16 +69,33 @@ def prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:
-        label = slug(",".join(invocation.overrides) or "defaults")
+        told = [each for each in invocation.overrides if not each.startswith(("output_root=", "data_root="))]
+        label = slug(",".join(told) or "defaults")
         run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
     else:
         run_dir = RunDir.create(Path(resolved["output_root"]), resolved["name"])
-    write_atomic(run_dir.config, config.dump(resolved))
-    write_atomic(run_dir.command, invocation.command + "\n")
-    write_atomic(run_dir.hydra / "hydra.yaml", invocation.hydra)
-    write_atomic(run_dir.hydra / "config.yaml", config.dump(job))
-    write_atomic(run_dir.overrides, config.dump_list(overrides))
-    return run_dir
+    return run_dir.begin(
+        {
+            run_dir.config: config.dump(resolved),
+            run_dir.command: invocation.command + "\n",
+            run_dir.hydra / "hydra.yaml": invocation.hydra,
+            run_dir.hydra / "config.yaml": config.dump(job),
+            run_dir.overrides: config.dump_list(overrides),
+        }
+    )
+
+
+def _named(invocation: Invocation) -> Path | None:
+    """The run folder that `hydra.run.dir=` names, if it does: a new one, or that of an earlier run to go on with."""
+    folder = invocation.folder
+    if folder is None or invocation.sweep:
+        return None
+    if folder.is_dir() and any(folder.iterdir()) and not RunDir(folder).overrides.is_file():
+        raise InputError(
+            f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
+            "hydra.run.dir=FOLDER"
+        )
+    return folder
 
 
 def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
@@ -68,16 +104,13 @@ def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
         return None
     if invocation.sweep:
         raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
-    wanted = Path(job["output_root"], "latest") if job["resume"] == "latest" else Path(job["resume"])
+    latest = job["resume"] == "latest"
+    wanted = Path(job["output_root"], "latest") if latest else Path(job["resume"]).expanduser()
     if (wanted / checkpoint.MANIFEST).is_file():
         return None
     if RunDir(wanted).overrides.is_file():
         return wanted.resolve()
-    hint = (
-        "no run has been started there yet"
-        if job["resume"] == "latest"
-        else "it is neither a run folder nor a checkpoint"
-    )
+    hint = "no run has been started there yet" if latest else "it is neither a run folder nor a checkpoint"
     raise InputError(f"resume: {wanted} cannot be resumed ({hint}); name one with resume=PATH")
 
 
@@ -100,18 +133,20 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
     elif launched_rank() is not None:
         launcher = Inline(**{name: getattr(launcher, name) for name in vars(AutoLauncher())})
     if type(launcher) is Inline and ranks > 1 and launched_rank() is None:
+        wants = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
-            f"launcher=inline has one rank, but strategy={type(strategy).__name__.lower()} wants {ranks}; "
-            "use launcher=elastic, or launcher.ranks=1"
+            f"launcher=inline has one rank, but {wants} asks for {ranks}; use launcher=elastic, or launcher.ranks=1"
         )
     launcher = replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks)
     )
     absolute = {key: _absolute(job[key]) for key in ("data_root", "output_root", "init_from")}
+    data_paths = {"root", "path"} & set(job["dataset"])
     resume = _absolute(job["resume"]) if job["resume"] not in (None, "latest") else None
     return {
         **job,
         **absolute,
+        "dataset": {**job["dataset"], **{key: _absolute(job["dataset"][key]) for key in data_paths}},
         "resume": resume if resume and Path(resume, checkpoint.MANIFEST).is_file() else None,
         "device": device,
         "strategy": config.node(strategy),
@@ -164,6 +199,8 @@ def _check(job: Job) -> None:
         lambda: job.strategy.check(job.launcher.ranks, job.device),
         lambda: job.precision.check(job.device),
         job.model.check,
+        lambda: _between("seed", job.seed, 0, 2**63),
+        lambda: None if job.train.ema is None else check_decay(job.train.ema),
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
@@ -196,6 +233,8 @@ def _between(key: str, value: float, low: float, high: float) -> None:
 
 def _check_run(job: Job, folder: Path | None) -> None:
     """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run."""
+    if job.init_from is not None:
+        checkpoint.weights_file(Path(job.init_from))
     job.dataset.prepare()
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
@@ -208,7 +247,8 @@ def _check_run(job: Job, folder: Path | None) -> None:
         checkpoint.check_identity(identity(job, examples), found)
         step = checkpoint.read_facts(found)["progress"]["step"]
         if step >= plan.total_steps:
+            longer = f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
             raise InputError(
                 f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
-                f"train longer with epochs={2 * job.epochs}"
+                f"train longer with {longer}"
             )

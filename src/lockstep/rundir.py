@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
-import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,20 @@ NAME_LIMIT = 100
 
 
 def slug(text: str) -> str:
-    """`text` as one safe folder name: no separator, no leading dot, at most `NAME_LIMIT` characters.
+    """`text` as one safe folder name: no separator, no leading dot, at most `NAME_LIMIT` bytes.
 
     A longer text is cut and gets a hash of the whole, so that two long names stay two.
     """
     clean = re.sub(r"[^\w.,=+-]+", "_", text).strip("._") or "job"
-    if len(clean) <= NAME_LIMIT:
+    if len(clean.encode()) <= NAME_LIMIT:
         return clean
-    return f"{clean[: NAME_LIMIT - 9]}-{hashlib.sha256(clean.encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
+
+
+def _text(path: Path) -> str | None:
+    """What a file says; None where there is none."""
+    return path.read_text() if path.exists() else None
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -38,9 +45,13 @@ def write_atomic(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one job. Each file has one writer: main, or the rank that a name carries."""
+    """The folder of one job. Each file has one writer: main, or the rank that a name carries.
+
+    `before` is the text of the files that `begin` replaced; None for those that it made.
+    """
 
     path: Path
+    before: Mapping[Path, str | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
@@ -71,10 +82,10 @@ class RunDir:
             path.mkdir(exist_ok=not new)
             for folder in (run.hydra, run.logs, run.checkpoints):
                 folder.mkdir(exist_ok=True)
-        except FileExistsError:
-            if new:
+        except FileExistsError as error:
+            if new and path.is_dir():  # another job made it just now
                 raise
-            raise InputError(f"{path} is a file, expected a folder for the run") from None
+            raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
         except OSError as error:
             raise InputError(
                 f"output_root: {path} cannot be written ({error.strerror}); "
@@ -153,10 +164,22 @@ class RunDir:
         merged = {**self.read_summary(), **facts}
         write_atomic(self.summary, json.dumps(merged, indent=2, allow_nan=False) + "\n")
 
+    def begin(self, files: Mapping[Path, str]) -> RunDir:
+        """Write the files that describe a job, so that `close` can take them back."""
+        before = {path: _text(path) for path in (*files, self.summary)}
+        for path, text in files.items():
+            write_atomic(path, text)
+        return replace(self, before=before)
+
     def close(self, error: BaseException) -> None:
         """Say in the summary how the job ended; leave nothing of one that was refused before it began."""
         if isinstance(error, InputError) and not self.began:
-            shutil.rmtree(self.path)
+            self._remove()
+            return
+        if isinstance(error, InputError) and self.before and _text(self.summary) == self.before[self.summary]:
+            for path, text in self.before.items():
+                if text is not None:
+                    write_atomic(path, text)
             return
         known = isinstance(error, LockstepError)
         self.write_summary(
@@ -164,6 +187,17 @@ class RunDir:
             exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
             error=str(error) if known else f"{type(error).__name__}: {error}",
         )
+
+    def _remove(self) -> None:
+        """Remove what a job writes before it begins, and the folder if that was all: it may be the user's own."""
+        written = [self.config, self.command, self.environment, self.summary, self.log]
+        written += [self.overrides, self.hydra / "config.yaml", self.hydra / "hydra.yaml"]
+        written += [*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")]
+        for file in written:
+            file.unlink(missing_ok=True)
+        for folder in (self.hydra, self.logs, self.checkpoints, self.path):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
     @property
     def began(self) -> bool:

@@ -44,6 +44,9 @@ class Cosine(Constant):
 
     final: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_factor("final", self.final)
+
     def after(self, step: int, total: int, plan: Plan) -> float:
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * (step - 1) / total))
 
@@ -53,6 +56,9 @@ class Linear(Constant):
     """A straight line from the base rate to `final` times it."""
 
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_factor("final", self.final)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return self.final + (1 - self.final) * (1 - (step - 1) / total)
@@ -68,8 +74,14 @@ class Step(Constant):
     def __post_init__(self) -> None:
         if not self.milestones:
             raise InputError("schedule.milestones is empty; use schedule=constant for a constant rate")
+        _check_factor("gamma", self.gamma)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         at = plan.total_steps - total + step
         passed = sum(at > self._steps("milestones", each, plan) for each in self.milestones)
         return float(self.gamma**passed)
+
+
+def _check_factor(name: str, value: float) -> None:
+    if value < 0:
+        raise InputError(f"schedule.{name} is {value}, expected 0 or more")

@@ -73,11 +73,14 @@ class Trainer:
             if self.plan.due("log", step):
                 self.log(step, scalars)
             improved = self.plan.due("eval", step) and self.evaluate(step)
-            stop = vote(self.stop_requested())
-            if improved or stop or self.plan.due("save", step):
+            stop, overdue = vote(self.stop_requested(), self.checkpointer.overdue())
+            if improved or stop or overdue or self.plan.due("save", step):
                 self.save(improved)
             if stop and step < self.plan.total_steps:
                 vote.close()
+                # The launcher ends the other ranks when the first one leaves: none does before main has written.
+                self.checkpointer.wait()
+                self.world.barrier()
                 raise Stopped(f"stopped at step {step} of {self.plan.total_steps} and saved")
         vote.close()
         return self.progress

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep import config, experiment, log, plan, world
-from lockstep.errors import LockstepError
+from lockstep.errors import Interrupted, LockstepError
 from lockstep.rundir import RunDir, write_atomic
 
 PR_SET_PDEATHSIG = 1
@@ -58,7 +58,7 @@ class StopSignals:
         self.heard = True
         self.interrupts += number == signal.SIGINT
         if self.interrupts > 1:
-            raise KeyboardInterrupt
+            raise Interrupted("interrupted twice: stopped at once; the last checkpoint is what a resume goes on from")
 
 
 @contextmanager

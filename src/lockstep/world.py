@@ -70,26 +70,29 @@ class World:
 
 
 class Vote:
-    """A word that any rank can say and all hear at the same step, without making the step wait.
+    """Words that any rank can say and all hear at the same step, without making the step wait.
 
-    The sum that is started at one step is read at the next, so a signal takes effect one step later and
-    the ranks agree on the step.
+    The sum that is started at one step is read at the next, so a word takes effect one step later and the
+    ranks agree on the step.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.pending: Any = None
-        self.ballot = torch.zeros(1, dtype=torch.int32)
+        self.ballot = torch.zeros(0, dtype=torch.int32)
 
-    def __call__(self, wish: bool) -> bool:
-        """Cast this step's wish; true if any rank wished at the step before (or now, in a world of one)."""
+    def __call__(self, *wishes: bool) -> list[bool]:
+        """Cast this step's wishes; each is heard if any rank had it at the step before.
+
+        In a world of one it is heard at once.
+        """
         if self.world.size == 1:
-            return wish
-        heard = False
+            return list(wishes)
+        heard = [False] * len(wishes)
         if self.pending is not None:
             self.pending.wait()
-            heard = bool(self.ballot)
-        self.ballot = torch.tensor([wish], dtype=torch.int32)
+            heard = [bool(votes) for votes in self.ballot.tolist()]
+        self.ballot = torch.tensor(wishes, dtype=torch.int32)
         self.pending = dist.all_reduce(self.ballot, group=self.world.control, async_op=True)
         return heard
 

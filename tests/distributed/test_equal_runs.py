@@ -39,6 +39,12 @@ def cases(folder: Path) -> dict[str, Case]:
     found |= {f"{each}-bn": (*COMMON, *NORMED, f"strategy={each}") for each in STRATEGIES}
     found["fp32"] = (*COMMON, "model.dropout=0", "steps=10", "optimizer.lr=0.01", "strategy=ddp")
     found["streaming"] = (*COMMON, *PLAIN, "strategy=ddp", "loader=streaming", "loader.workers=2")
+    found |= {
+        f"hook-{hook}": (*COMMON, "model.dropout=0", "steps=4", "strategy=ddp", f"strategy.comm_hook={hook}")
+        for hook in ("none", "fp16", "bf16", "powersgd")
+    }
+    tuned = ("strategy.bucket_mb=0.1", "strategy.gradient_as_bucket_view=false", "strategy.static_graph=false")
+    found["tuned"] = (*COMMON, *PLAIN, "strategy=ddp", *tuned, "strategy.find_unused_parameters=true")
     return {name: Case(folder / name, overrides) for name, overrides in found.items()}
 
 
@@ -110,3 +116,24 @@ def test_streaming_gives_the_losses_of_resident_to_the_bit(runs: dict[int, dict[
 
 def test_accumulation_alone_changes_only_the_order_of_a_sum(runs: dict[int, dict[str, Path]]) -> None:
     assert largest_difference(runs[1]["plain"], runs[1]["micro"]) < 1e-12
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
+def test_a_communication_hook_changes_the_gradients_by_rounding_only(
+    runs: dict[int, dict[str, Path]], hook: str
+) -> None:
+    difference = largest_difference(runs[2]["hook-none"], runs[2][f"hook-{hook}"])
+    # PowerSGD sends plain gradients for its first ten steps.
+    assert difference == 0 if hook == "powersgd" else 0 < difference < 1e-2
+
+
+def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, dict[str, Path]]) -> None:
+    assert largest_difference(runs[1]["plain"], runs[2]["tuned"]) < 1e-12
+
+
+def test_data_parallel_without_a_gpu_is_the_single_run_and_says_why_ddp_is_better(
+    runs: dict[int, dict[str, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_here(tmp_path / "run", *COMMON, *PLAIN, "strategy=dp")
+    assert losses(run) == losses(runs[1]["plain"])
+    assert "strategy=ddp has none of these" in capsys.readouterr().out

@@ -99,3 +99,10 @@ def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_orde
         torch.testing.assert_close(weights(paths["elastic"])[name], tensor, rtol=1e-10, atol=1e-12)
     pairs = zip(losses(paths["elastic"]), losses(paths["whole"]), strict=True)
     assert max(abs(a - b) / b for a, b in pairs) < 1e-12
+
+
+def test_a_checkpoint_by_the_clock_is_written_at_a_step_that_all_ranks_agree_on(tmp_path: Path) -> None:
+    job = (*COMMON, "strategy=ddp", "checkpoint.every=0.001s", "train.eval_every=100%", "checkpoint.keep=100")
+    gang(tmp_path / "gang", 2, [Case(tmp_path / "run", job)])
+    saved = [path.name for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")]
+    assert len(saved) == STEPS - 1, "a wish is heard one step later, and the last step is always saved"

@@ -75,9 +75,11 @@ class RandomResizedCrop:
     flip: float = 0.5
 
     def __post_init__(self) -> None:
-        for name, (low, *rest) in (("scale", self.scale), ("ratio", self.ratio)):
-            if len(rest) != 1 or not 0 < low <= rest[0]:
-                raise InputError(f"augment.{name} is {[low, *rest]}, expected two rising numbers above 0")
+        for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                raise InputError(f"augment.{name} is {bounds}, expected two rising numbers above 0")
+        if self.scale[1] > 1:
+            raise InputError(f"augment.scale is {self.scale}, expected shares of the image: at most 1")
         _check_probability("flip", self.flip)
 
     def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:

@@ -7,10 +7,12 @@ to them by the pipeline. A loader only moves bytes.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,6 +166,11 @@ class Auto(Streaming):
 
     resident_gb: float = 4.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resident_gb < 0:
+            raise InputError(f"loader.resident_gb is {self.resident_gb}, expected 0 or more")
+
     def choose(self, splits: list[Split], shape: tuple[int, int, int], world: World) -> tuple[Any, str]:
         """The loader to use, and why."""
         need = sum(len(split) for split in splits) * shape[0] * shape[1] * shape[2] / GB
@@ -182,8 +189,19 @@ def free_memory(world: World) -> float:
     """Free memory of a rank's device in GB; of the host, a rank's share."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0] / GB
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return free / world.local_size / GB
+    return available_memory() / world.local_size / GB
+
+
+def available_memory() -> float:
+    """Bytes of host memory that can be had without swapping; half of the host's where the system does not tell."""
+    try:
+        # Not the free pages: on a machine that has run for a while those are few, the rest is file cache.
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return 1024.0 * int(found[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
 def _decode_all(split: Split) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from lockstep.data.folder import Folder, ImageNet
-from lockstep.data.splits import ArraySplit, check_labels
+from lockstep.data.splits import ArraySplit, check_labels, check_shapes
 from lockstep.errors import InputError
 
 __all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "FashionMNIST", "Folder", "ImageNet"]
@@ -66,7 +67,9 @@ class _ArraySource:
 def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
     """A split, read once per process."""
     images, labels = source.read(train, download=False)
-    check_labels(labels, source.classes, "the training split" if train else "the evaluation split")
+    where = "the training split" if train else "the evaluation split"
+    check_shapes(images, labels, source.image_shape, where)
+    check_labels(labels, source.classes, where)
     return ArraySplit(images, labels)
 
 
@@ -121,16 +124,25 @@ class _TorchvisionSource(_ArraySource):
                 self._open(False, download=True)
         except Exception as error:  # torchvision passes on whatever its download met
             raise InputError(
-                f"data_root: {self.factory} is not in {self.root} and cannot be downloaded "
-                f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); put its files there or name "
+                f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
+                f"({type(error).__name__}: {' '.join(str(error).split())}); put its files there or name "
                 "another folder with data_root=FOLDER"
             ) from error
+        finally:
+            self._tidy()
         super().prepare()
+
+    def _tidy(self) -> None:
+        """Remove the lock, and the folders of a download that brought nothing."""
+        (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
+        for folder in (f"{self.factory}/raw", self.factory, "."):
+            with contextlib.suppress(OSError):  # not empty, or never made
+                Path(self.root, folder).rmdir()
 
     def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
         try:
             data = self._open(train, download)
-        except (RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # torchvision passes on whatever a damaged file makes it raise
             raise InputError(f"data_root: {self.factory} cannot be read from {self.root} ({error})") from error
         pixels = torch.as_tensor(data.data)
         images = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()

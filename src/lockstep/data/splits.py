@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,17 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import InputError
+
+
+def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:
+    """Raise InputError for images of another shape than they should have, or as many labels as there are not."""
+    if images.shape[1:] != shape or len(images) != len(labels):
+        found = "x".join(str(size) for size in images.shape[1:])
+        expected = "x".join(str(size) for size in shape)
+        raise InputError(
+            f"dataset: {where} has {len(images)} images of {found} and {len(labels)} labels, "
+            f"expected as many of each, and images of {expected}"
+        )
 
 
 def check_labels(labels: Tensor, classes: int, where: str) -> None:
@@ -66,10 +78,14 @@ class FileSplit:
             else:
                 image = _pillow(path)
         except (RuntimeError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            # torchvision puts the place in its C++ sources before its reason.
+            reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
             raise InputError(
                 f"dataset: image {index}, {path}, cannot be decoded ({reason}); remove or replace the file"
             ) from error
+        if image.dim() == 4:  # an animation: its first frame
+            image = image[0]
+        image = T.to_dtype(image, torch.uint8, scale=True)  # PNG has 16 bits too
         if image.shape[-2:] != (self.size, self.size):
             image = T.center_crop(T.resize(image, [self.size], antialias=True), [self.size])
         return image
@@ -80,8 +96,12 @@ SUFFIXES = NATIVE | {".bmp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
 def _pillow(path: Path) -> Tensor:
+    import numpy as np
     from PIL import Image
     from torchvision.transforms.v2 import functional as T
 
     with Image.open(path) as image:
+        if image.mode.startswith("I;16"):  # whose own conversion to RGB clips at 255
+            eight = (np.asarray(image) // 256).astype(np.uint8)
+            return T.pil_to_tensor(Image.fromarray(eight).convert("RGB"))
         return T.pil_to_tensor(image.convert("RGB"))

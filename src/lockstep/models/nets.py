@@ -9,6 +9,8 @@ from torch import nn
 
 from lockstep.errors import InputError
 
+NORM_GROUPS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
@@ -69,13 +71,22 @@ class DigitNet(Network):
     width: int = 32
     dropout: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.width % NORM_GROUPS:
+            raise InputError(f"model.width is {self.width}, expected a multiple of {NORM_GROUPS}")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"model.dropout is {self.dropout}, expected a probability from 0 to below 1")
+
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        if self.width < 1:
-            raise InputError(f"model.width is {self.width}, expected at least 1")
+        if min(input_shape[1:]) < 2:
+            raise InputError(
+                f"model=digitnet needs images of 2x2 pixels or more, the data set gives "
+                f"{input_shape[1]}x{input_shape[2]}; use dataset.input_size=8"
+            )
         sizes = (input_shape[0], self.width, 2 * self.width, 4 * self.width)
         layers: list[nn.Module] = []
         for entering, leaving in itertools.pairwise(sizes):
-            layers += [nn.Conv2d(entering, leaving, 3, padding=1), nn.GroupNorm(8, leaving), nn.ReLU()]
+            layers += [nn.Conv2d(entering, leaving, 3, padding=1), nn.GroupNorm(NORM_GROUPS, leaving), nn.ReLU()]
         layers.insert(6, nn.MaxPool2d(2))
         return nn.Sequential(
             *layers,

@@ -37,6 +37,14 @@ class Timm(Network):
                 f"model.name is {self.name!r}, which timm does not have."
                 f"{did_you_mean(self.name.partition('.')[0], timm_models())}"
             )
+        architecture, _, tag = self.name.partition(".")
+        if tag:
+            import timm
+
+            published = timm.list_pretrained(f"{architecture}.*")
+            if self.name not in published:
+                few = f" It has {', '.join(published)}." if published else ""
+                raise InputError(f"model.name is {self.name!r}, but timm has no such weights of {architecture}.{few}")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm

@@ -27,25 +27,27 @@ class _SyncNormalize(torch.autograd.Function):
         total = torch.cat([x.sum(dims), x.new_tensor([x.numel() / max(1, x.shape[1])])])
         dist.all_reduce(total)
         count = total[-1]
-        mean = total[:-1] / count
+        # A micro-batch is empty on every rank when the last global batch of an epoch is short enough.
+        divisor = count.clamp(min=1)
+        mean = total[:-1] / divisor
         square = (x - mean.view(shape)).square_().sum(dims)
         dist.all_reduce(square)
-        variance = square / count
+        variance = square / divisor
         scale = torch.rsqrt(variance + eps)
         normal = (x - mean.view(shape)) * scale.view(shape)
-        ctx.save_for_backward(normal, weight, scale, count)
+        ctx.save_for_backward(normal, weight, scale, divisor)
         ctx.mark_non_differentiable(mean, variance, count)
         return normal * weight.view(shape) + bias.view(shape), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        normal, weight, scale, count = ctx.saved_tensors
+        normal, weight, scale, divisor = ctx.saved_tensors
         grad = grads[0]
         dims, shape = _reduction(grad)
         grad_bias, grad_weight = grad.sum(dims), (grad * normal).sum(dims)
         sums = torch.cat([grad_bias, grad_weight])
         dist.all_reduce(sums)
-        mean_grad, mean_projection = (sums / count).chunk(2)
+        mean_grad, mean_projection = (sums / divisor).chunk(2)
         centred = grad - mean_grad.view(shape) - normal * mean_projection.view(shape)
         return centred * (scale * weight).view(shape), grad_weight, grad_bias, None
 
@@ -66,23 +68,27 @@ class CPUSyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or self.running_mean is None or self.running_var is None:
+        if not self.training:
             return super().forward(input)
-        # bf16 activations (autocast) are counted in the buffers' own precision.
-        wide = input.to(self.running_mean.dtype)
-        ones, zeros = torch.ones_like(self.running_mean), torch.zeros_like(self.running_mean)
+        # bf16 activations (autocast) are counted in the layer's own precision.
+        own = self.running_mean if self.weight is None else self.weight
+        wide = input if own is None else input.to(own.dtype)
+        ones, zeros = wide.new_ones(self.num_features), wide.new_zeros(self.num_features)
         output, mean, variance, count = _SyncNormalize.apply(
             wide,
             ones if self.weight is None else self.weight,
             zeros if self.bias is None else self.bias,
             self.eps,
         )
+        if self.running_mean is None or self.running_var is None:
+            return output.to(input.dtype)
         with torch.no_grad():
             assert self.num_batches_tracked is not None
             self.num_batches_tracked += 1
             momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean, momentum)
-            self.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
+            if count:
+                self.running_mean.lerp_(mean, momentum)
+                self.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
         return output.to(input.dtype)
 
 

@@ -54,6 +54,10 @@ class DDP(Distributed):
     bucket_mb: float | None = None
     comm_hook: CommHook = CommHook.none
 
+    def __post_init__(self) -> None:
+        if self.bucket_mb is not None and self.bucket_mb <= 0:
+            raise InputError(f"strategy.bucket_mb is {self.bucket_mb}, expected a size above 0, or null")
+
     def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
         legal = plan.micro_batches == 1
         if self.static_graph and not legal:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
 from lockstep import config, log
-from lockstep.errors import LockstepError, Stopped
+from lockstep.errors import InputError, Interrupted, LockstepError, Stopped
 
 LEDGER = "jobs.jsonl"
 
@@ -34,29 +37,63 @@ class Outcome:
 def guarded(job: Callable[[], float | None], invocation: config.Invocation) -> float | None:
     """Run a job; one of a sweep that fails is reported and gives NaN, so that the sweep goes on."""
     if not invocation.sweep or invocation.folder is None:
-        return job()
+        with config.past_hydra():
+            return job()
+    error: LockstepError | None = None
+    objective: float | None = None
     try:
-        objective, outcome = job(), None
-    except Stopped as error:
-        config.say(error)
-        sys.exit(error.exit_code)
-    except Exception as error:
-        known = config.translate(error)
-        if known is None:
+        objective = job()
+    except Exception as raised:
+        error = config.translate(raised)
+        if error is None:
             traceback.print_exc()
-            known = LockstepError(f"{type(error).__name__}: {error}")
-        sentence = f"job {invocation.number}: {known}"
-        config.say(type(known)(sentence, *known.args[1:]))
-        objective = None
-        outcome = Outcome(invocation.number, invocation.overrides, None, known.exit_code, str(known))
-    outcome = outcome or Outcome(invocation.number, invocation.overrides, objective, 0)
+            error = LockstepError(f"{type(raised).__name__}: {raised}")
+        config.say(type(error)(f"job {invocation.number}: {error}", *error.args[1:]))
+    outcome = Outcome(
+        number=invocation.number,
+        overrides=invocation.overrides,
+        objective=objective,
+        exit_code=error.exit_code if error else 0,
+        error=str(error) if error else "",
+    )
     with (invocation.folder / LEDGER).open("a") as ledger:
         ledger.write(json.dumps(asdict(outcome)) + "\n")
+    if isinstance(error, (Stopped, Interrupted)):
+        # The user asked the sweep to stop, not only this job.
+        sys.exit(error.exit_code)
     return float("nan") if objective is None else objective
 
 
+def _refuse_under_torchrun() -> None:
+    """Leave if this process is one of several ranks, each of which would run the whole sweep."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    from lockstep.launcher import once  # needs torch, which --help does not wait for
+
+    def refuse() -> NoReturn:
+        raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
+
+    with once(refuse, config.say):
+        raise AssertionError("a refusal ends every rank")
+
+
+def _forget(folder: Path, made: list[Path]) -> None:
+    """Remove the folders `made` for a sweep that was refused before its first job: Hydra put its config there."""
+    if folder.is_dir() and [each.name for each in folder.iterdir()] == ["multirun.yaml"]:
+        (folder / "multirun.yaml").unlink()
+        with contextlib.suppress(OSError):  # another sweep is beside it
+            for each in made:
+                each.rmdir()
+
+
 class Report(Callback):
-    """Hydra's callback that closes a sweep: a table of its jobs, and the exit code of the first that failed."""
+    """Hydra's callbacks around a sweep: the table of its jobs, and the exit code of the first that failed."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _refuse_under_torchrun()
+        # Hydra makes the folder first and composes the jobs then, and has no callback for one that is wrong.
+        folder = Path(config.hydra.sweep.dir).absolute()
+        atexit.register(_forget, folder, [each for each in (folder, *folder.parents) if not each.exists()])
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
@@ -65,6 +102,7 @@ class Report(Callback):
             return
         outcomes = [Outcome(**json.loads(line)) for line in ledger.read_text().splitlines()]
         table = Table("job", "overrides", "top-1 %", "ended", title=f"sweep in {folder}", title_justify="left")
+        failed = [each for each in outcomes if each.exit_code]
         for each in outcomes:
             table.add_row(
                 str(each.number),
@@ -73,6 +111,7 @@ class Report(Callback):
                 "done" if each.exit_code == 0 else f"failed ({each.exit_code})",
             )
         log.console.print(table)
-        failed = [each for each in outcomes if each.exit_code]
+        for each in failed:
+            log.console.print(f"job {each.number}: {each.error}", soft_wrap=True, markup=False)
         if failed:
             sys.exit(failed[0].exit_code)

@@ -54,7 +54,8 @@ class Lines(Display):
         self.digits = len(str(plan.total_steps))
 
     def window(self, window: Window) -> None:
-        if time.monotonic() - self.said >= LINE_EVERY_S:
+        evaluated_next = self.plan.due("eval", window.last)
+        if time.monotonic() - self.said >= LINE_EVERY_S and not evaluated_next:
             self._line(window.last, figures(window))
 
     def evaluated(self, step: int, scores: Mapping[str, float], window: Window | None) -> None:

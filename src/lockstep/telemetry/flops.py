@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,9 +36,11 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int], device: 
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Peak operations per second of one GPU in a number format; 0 for a device that is not in the table."""
-    if device.type != "cuda":
+    """Peak operations per second of one GPU in a number format; 0 for one that is not in the table."""
+    if device.type != "cuda" or dtype is torch.float64:
         return 0.0
     name = torch.cuda.get_device_name(device)
-    rates = next((rates for part, rates in PEAK_TFLOPS.items() if part in name), (0.0, 0.0, 0.0))
+    # Whole words: an L40 is no L4.
+    found = (rates for part, rates in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name))
+    rates = next(found, (0.0, 0.0, 0.0))
     return 1e12 * rates[2 if dtype is not torch.float32 else 1 if tf32 else 0]

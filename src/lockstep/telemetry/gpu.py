@@ -55,6 +55,7 @@ class Monitor(NoMonitor):
         pynvml.nvmlInit()
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self.uuids, self.sinks, self.step, self.period = uuids, sinks, step, period
+        self.path = path
         self.file = path.open("a", buffering=1)
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
@@ -71,19 +72,23 @@ class Monitor(NoMonitor):
             except pynvml.NVMLError as error:
                 log.warn(f"NVML stopped answering ({error}); GPU figures end here")
                 return
+            except OSError as error:
+                log.warn(f"{self.path} cannot be written ({error}); GPU figures end here")
+                return
 
     def _sample(self) -> None:
         now, step = round(time.time(), 3), self.step()
         scalars: dict[str, float] = {}
-        for rank, (uuid, handle) in enumerate(zip(self.uuids, self.handles, strict=True)):
-            figures = sample(handle)
+        # All GPUs first: one that stops answering must not leave half a sample in the sums.
+        samples = [sample(handle) for handle in self.handles]
+        self.samples += 1
+        for rank, (uuid, figures) in enumerate(zip(self.uuids, samples, strict=True)):
+            scalars |= {f"gpu/{name}/{rank}": value for name, value in figures.items()}
+            for name, value in figures.items():
+                self.sums[name] = self.sums.get(name, 0.0) + value / len(samples)
             self.file.write(
                 json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n"
             )
-            scalars |= {f"gpu/{name}/{rank}": value for name, value in figures.items()}
-            for name, value in figures.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value / len(self.handles)
-        self.samples += 1
         for sink in self.sinks:
             sink.write(step, scalars)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.data.loader import Shard
 from lockstep.plan import Plan
-from lockstep.protocols import Sink
+from lockstep.protocols import Sink, Stepped
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.window import Window
 from lockstep.world import World
+
+S = TypeVar("S", bound=Stepped)
 
 
 class Telemetry:
@@ -54,7 +55,7 @@ class Telemetry:
         self.busy = self.waited_in_all = 0.0
         self.last: Window | None = None
 
-    def watch(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+    def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, timing how long each is waited for."""
         self.mark = time.perf_counter()
         while True:

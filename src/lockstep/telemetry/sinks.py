@@ -6,7 +6,8 @@ import csv
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from lockstep import log
+from lockstep.errors import StorageError
 from lockstep.plan import Plan
 from lockstep.rundir import write_atomic
 
@@ -53,14 +55,26 @@ class JsonLines:
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= after]
             write_atomic(path, "".join(f"{line}\n" for line in kept))
+        self.path = path
         self.file = path.open("a", buffering=1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
-        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+        with _storing(self.path):
+            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
 
     def close(self) -> None:
-        self.file.close()
+        with _storing(self.path):
+            self.file.close()
+
+
+@contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    """Turn a failed write of `path`, without which there is no record of the run, into StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror})") from error
 
 
 def _step(line: str) -> float:
@@ -93,8 +107,10 @@ class Table:
         self.header = ["step", "epoch", *COLUMNS.values()]
         rows: list[list[str]] = []
         if path.exists():
-            with path.open(newline="") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if row and int(row[0]) <= after]
+            lines = path.read_text().splitlines(keepends=True)[1:]
+            # A line cut short by a kill has no end, and may still look like a smaller step.
+            whole = [line for line in lines if line.endswith("\n")]
+            rows = [row for row in csv.reader(whole) if int(row[0]) <= after]
         self.file = path.open("w", newline="", buffering=1)
         self.writer = csv.writer(self.file)
         self.writer.writerows([self.header, *rows])
@@ -105,10 +121,12 @@ class Table:
             epoch = step / self.plan.steps_per_epoch
             values = (self.latest.get(key) for key in COLUMNS)
             figures = ["" if value is None else f"{value:.6g}" for value in values]
-            self.writer.writerow([step, f"{epoch:.4g}", *figures])
+            with _storing(self.path):
+                self.writer.writerow([step, f"{epoch:.4g}", *figures])
 
     def close(self) -> None:
-        self.file.close()
+        with _storing(self.path):
+            self.file.close()
 
 
 class TensorBoard:
@@ -121,24 +139,31 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, after: int, facts: Mapping[str, Any]) -> None:
-        self.writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None, flush_secs=FLUSH_S)
         self.failed = False
-        if not after:
+        with self._forgiving():
+            self.writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None, flush_secs=FLUSH_S)
+            if after:
+                return
             self.writer.add_custom_scalars(LAYOUT)
             # Written to the run's own file: `add_hparams` would make a second run of its own.
             for summary in hparams(dict(facts), {"acc/val_top1": 0.0, "loss/val": 0.0}):
                 self.writer._get_file_writer().add_summary(summary)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self.failed:
-            return
-        try:
-            for tag, value in scalars.items():
-                self.writer.add_scalar(tag, value, step)
-        except OSError as error:
-            self.failed = True
-            log.warn(f"TensorBoard's file cannot be written ({error}); the run goes on without it")
+        if not self.failed:
+            with self._forgiving():
+                for tag, value in scalars.items():
+                    self.writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         if not self.failed:
-            self.writer.close()
+            with self._forgiving():
+                self.writer.close()
+
+    @contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failed = True
+            log.warn(f"TensorBoard's file cannot be written ({error}); the run goes on without it")

@@ -1,0 +1,164 @@
+"""What the command itself adds to a refusal: the exit code, the streams, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.io import write_jpeg
+
+from helpers import Done, command, train
+
+PICTURES = ("dataset=folder", "dataset.decode_size=8", "batch=4", "steps=3", "name=pictures", "device=cpu")
+
+
+def sentence(done: Done) -> str:
+    """The one line of a refused command."""
+    assert done.code == 2, done
+    lines = done.err.splitlines()
+    assert len(lines) == 1, done.err
+    assert lines[0].startswith("lockstep: ")
+    return lines[0].removeprefix("lockstep: ")
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("epoch=3", "Did you mean 'epochs'?"),
+        ("modle=resnet18", "Did you mean 'model'?"),
+        ("epochs=abc", "epochs is 'abc', expected a whole number: epochs=10"),
+        ("epochs", "'epochs' cannot be read, expected KEY=VALUE"),
+        ("model=null", "a config group takes the name of one of its options"),
+        ("model=resnet5od", "Did you mean 'resnet50d'"),
+        ("--config-name=nope", "there is no config named 'nope'"),
+        ("hydra.run.dir=/dev/null/run", "/dev/null/run cannot be written (Not a directory)"),
+        ("-m epochs=1,abc", "epochs is 'abc', expected a whole number"),
+        ("epochs=1 -m seed=1,2 output_root=/dev/null/runs", "cannot be written (Not a directory)"),
+        ("precision=fp16 device=cpu", "precision=fp16 needs a CUDA GPU"),
+        ("model=resnet18 model.name=resnet5o", "model.name is 'resnet5o', which timm does not have"),
+    ],
+)
+def test_a_mistake_ends_with_code_2_and_one_line_on_stderr(tmp_path: Path, overrides: str, expected: str) -> None:
+    done = train(f"output_root={tmp_path / 'runs'}", *overrides.split())
+    assert expected in sentence(done)
+    assert done.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
+        ("epochs=0", "epochs is 0, expected at least 1"),
+    ],
+)
+def test_a_traceback_is_shown_when_asked_for(tmp_path: Path, override: str, said: str) -> None:
+    done = train(override, f"output_root={tmp_path}", HYDRA_FULL_ERROR="1")
+    assert done.code == 2
+    assert "Traceback (most recent call last)" in done.err
+    assert done.err.endswith(f"lockstep: {said}\n")
+
+
+def test_a_refused_job_leaves_no_folder_of_its_own_name(tmp_path: Path) -> None:
+    assert "epochs is 0" in sentence(train("epochs=0", f"hydra.run.dir={tmp_path / 'mine'}"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that not even root can write to."""
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    mounted = command("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder))
+    if mounted.code:
+        pytest.skip(f"a read-only file system cannot be mounted here: {mounted.err.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_output_root_is_said(read_only: Path) -> None:
+    said = sentence(train("steps=1", f"output_root={read_only}"))
+    assert "cannot be written (Read-only file system); choose a folder that can be, with output_root=FOLDER" in said
+
+
+def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2")
+    done = command(*torchrun, "train.py", "-m", "seed=1,2", f"output_root={tmp_path / 'runs'}")
+    assert done.code != 0
+    said = "lockstep: torchrun would run the whole sweep in each rank; type python train.py -m ... instead\n"
+    assert done.err.count("lockstep: ") == done.err.count(said) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder data set of 12 images, the tenth of which is none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for split in ("train", "val"):
+        for name in "ab":
+            (folder / split / name).mkdir(parents=True)
+            for number in range(6):
+                image = torch.full((3, 8, 8), 40 * number, dtype=torch.uint8)
+                write_jpeg(image, str(folder / split / name / f"{number}.jpg"))
+    (folder / "train" / "b" / "3.jpg").write_bytes(b"no image at all")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("loader", "launcher"),
+    [("resident", "inline"), ("streaming", "inline"), ("resident", "elastic"), ("streaming", "spawn")],
+)
+def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: str, launcher: str) -> None:
+    ranks = f"launcher.ranks={1 if launcher == 'inline' else 2}"
+    where = (f"dataset.path={pictures}", f"output_root={tmp_path}")
+    done = train(*PICTURES, f"loader={loader}", f"launcher={launcher}", ranks, *where)
+    said = sentence(done)
+    assert said.startswith(f"dataset: image 9, {pictures}/train/b/3.jpg, cannot be decoded (")
+    assert said.endswith("; remove or replace the file")
+    # A resident loader reads all images before the run begins; a streaming one meets this image in the run.
+    left = [each.name for each in tmp_path.iterdir() if each.name != "latest"]
+    assert len(left) == (loader == "streaming")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output root of one finished run of three steps."""
+    root = tmp_path_factory.mktemp("runs")
+    assert train("steps=3", "device=cpu", f"output_root={root}").code == 0
+    return root
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            "resume=latest model=resnet10t steps=6",
+            "is a checkpoint of another run (model: here Timm(name=resnet10t), there DigitNet()); resume with the "
+            "same values, or take only its weights with init_from=PATH",
+        ),
+        ("resume=latest", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
+        ("init_from=LATEST model=basicnet steps=1", "is of another model: 15 tensors differ, e.g. "),
+    ],
+)
+def test_a_refused_resume_leaves_the_old_run_as_it_was(finished: Path, overrides: str, expected: str) -> None:
+    before = tree(finished)
+    words = overrides.replace("LATEST", str(finished / "latest")).split()
+    assert expected in sentence(train(f"output_root={finished}", "device=cpu", *words))
+    assert tree(finished) == before
+
+
+def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Path) -> None:
+    before = tree(finished)
+    said = sentence(train("resume=latest", "steps=6", "optimizer.eps=-1", f"output_root={finished}", "device=cpu"))
+    assert "Invalid epsilon value: -1.0" in said
+    after = {name: text for name, text in tree(finished).items() if not name.endswith((".log", ".error.json"))}
+    assert after == {name: text for name, text in before.items() if not name.endswith(".log")}

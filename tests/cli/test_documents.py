@@ -1,0 +1,252 @@
+"""The documents: every command in them runs, every link leads somewhere, every table agrees with the code.
+
+Each command in a `bash` block is typed as it stands into a folder that looks like a checkout, in the order of the
+document, so that a later one finds what an earlier one left. A command that trains gets `steps=N` behind it, with an
+N that grows from command to command, so that one that goes on with a run has something to do. What cannot be run
+here is in ELSEWHERE, with the reason, and is checked in another way.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, Done, built, command
+from lockstep.errors import BY_EXIT_CODE, LockstepError
+from lockstep.telemetry.sinks import LAYOUT
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/configuration.md", "docs/distributed.md")
+CI = (ROOT / ".ci" / "run").read_text()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a document, and where it stands among the commands of that document."""
+
+    document: str
+    number: int
+    text: str
+
+
+def found() -> Iterator[Command]:
+    """Every command of every document; a line that ends with a backslash goes on in the next."""
+    for document in DOCUMENTS:
+        number = itertools.count(1)
+        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if text := re.sub(r"(^|\s+)#\s.*", "", line).strip():
+                    yield Command(document, next(number), text)
+
+
+COMMANDS = list(found())
+
+
+def composes(text: str) -> None:
+    """The job that the command asks for builds."""
+    built(*text.partition("train.py ")[2].split())
+
+
+def installs(text: str) -> None:
+    """CI installs in the same way and in the same place, and then runs the same program or the default job runs."""
+    make, install, *program = text.split(" && ")
+    assert make in CI
+    assert install.startswith(".venv/bin/pip install -r requirements")
+    assert (ROOT / install.split()[-1]).is_file()
+    assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text()
+    assert install.replace("-r requirements.txt", "-r requirements-dev.txt").replace("install", "install -q") in CI
+    assert not program or program[0] in CI or program == [".venv/bin/python train.py"]
+
+
+def is_in_ci(text: str) -> None:
+    """CI runs the same line."""
+    assert f".venv/bin/{text}\n" in CI
+
+
+def is_declared(text: str) -> None:
+    """The marker, or the folder, that the command selects exists."""
+    what = shlex.split(text)[-1]
+    if "/" in what:
+        assert (ROOT / what).is_dir()
+    else:
+        assert f'"{what.removeprefix("not ")}: ' in (ROOT / "pyproject.toml").read_text()
+
+
+def is_executable(text: str) -> None:
+    assert os.access(ROOT / text, os.X_OK)
+
+
+Check = Callable[[str], None]
+ELSEWHERE: dict[str, tuple[str, Check]] = {
+    "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py": (
+        "installs",
+        installs,
+    ),
+    "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && .venv/bin/python -m pytest": (
+        "installs, and runs all tests",
+        installs,
+    ),
+    "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt": ("installs", installs),
+    ". .venv/bin/activate": ("needs what was installed", lambda text: None),
+    ".ci/run": ("installs, and runs all tests", is_executable),
+    "ruff check .": ("CI's", is_in_ci),
+    "ruff format --check .": ("CI's", is_in_ci),
+    "mypy": ("CI's", is_in_ci),
+    "python -m pytest": ("runs all tests", is_in_ci),
+    "python -m pytest tests/unit": ("runs many tests", is_declared),
+    'python -m pytest -m "not slow"': ("runs many tests", is_declared),
+    "python -m pytest -m gpu": ("needs a GPU", is_declared),
+    "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
+    "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
+    "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
+    "model.pretrained=true": ("downloads", composes),
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
+    "experiment=cifar10_resnet34 batch=2048": ("needs two machines", composes),
+}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything of this one but its outputs and data."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("train.py", "conf", "src", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def typed(text: str, folder: Path) -> Done:
+    """What a shell does with `text` in `folder`, with this interpreter's commands."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")
+
+
+def shortened(each: Command) -> str:
+    """The command with few steps if it trains, else as it stands."""
+    trains = "train.py" in each.text and not re.search(r"train\.py.* (--help|--cfg|-sc)\b", each.text)
+    return f"{each.text} steps={each.number}" if trains else each.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", COMMANDS, ids=lambda each: f"{Path(each.document).stem}-{each.number}")
+def test_a_command_of_the_documents_works(each: Command, checkout: Path) -> None:
+    if each.text in ELSEWHERE:
+        ELSEWHERE[each.text][1](each.text)
+        return
+    if each.text.startswith("tensorboard "):
+        assert_serves(each.text, checkout)
+        return
+    if "latest" in each.text and not (checkout / "outputs" / "latest").exists():
+        typed("python train.py steps=1", checkout)  # the test was run on its own
+    done = typed(shortened(each), checkout)
+    assert done.code == 0, done.out + done.err
+    assert done.out or "eval" in each.text
+
+
+def assert_serves(text: str, folder: Path) -> None:
+    """TensorBoard, at a free port, shows the runs of its folder."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    with subprocess.Popen(
+        [*shlex.split(text), "--port", "0"], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stderr is not None
+            address = next(match[1] for line in server.stderr if (match := re.search(r" at (http://\S+)", line)))
+            runs = urllib.request.urlopen(f"{address}data/runs", timeout=60).read()
+        finally:
+            server.terminate()
+    assert runs.startswith(b"[")
+
+
+def test_what_is_not_run_is_in_the_documents() -> None:
+    assert not set(ELSEWHERE) - {each.text for each in COMMANDS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_local_links_lead_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
+        file = (ROOT / document).parent / target if target else ROOT / document
+        assert file.is_file(), f"{document} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{document} links to {target}#{anchor}"
+
+
+def anchors(file: Path) -> set[str]:
+    """The names that a heading can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def rows(document: str, first: str) -> list[list[str]]:
+    """The rows of the table whose first heading is `first`, without the rule under the headings."""
+    text = (ROOT / document).read_text()
+    table = re.search(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table is not None, f"{document} has no table of {first}"
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
+
+
+def test_the_exit_codes_are_those_of_the_exceptions() -> None:
+    codes = {int(row[0]) for row in rows("docs/configuration.md", "code")}
+    assert codes == {0, LockstepError.exit_code, *BY_EXIT_CODE}
+
+
+def test_every_tag_that_tensorboard_charts_is_documented() -> None:
+    documented = {tag for row in rows("docs/configuration.md", "tag") for tag in re.findall(r"`([^`]+)`", row[0])}
+    charted = {tag for page in LAYOUT.values() for _, tags in page.values() for tag in tags}
+    assert {tag.replace(".*", "N") for tag in charted} <= documented
+
+
+def test_the_groups_of_the_readme_are_those_of_the_configuration() -> None:
+    for name, options in [
+        (row[0].strip("`"), set(re.findall(r"`(\w+)`", row[1]))) for row in rows("README.md", "group")
+    ]:
+        files = {path.stem for path in (ROOT / "conf" / name).glob("*.yaml")}
+        assert files <= options, f"README.md does not name {name}={files - options}"
+
+
+def test_the_map_of_the_readme_is_the_tree() -> None:
+    text = (ROOT / "README.md").read_text().partition("## Where things are")[2]
+    entries = re.findall(r"^( *)(\S+)", text.split("```")[1], re.MULTILINE)
+    here, listed = ROOT, set()
+    for indent, name in entries:
+        path = (here if indent else ROOT) / name
+        assert path.exists(), f"{path} is in the map but not in the tree"
+        listed.add(path)
+        here = here if indent else path
+    package = ROOT / "src" / "lockstep"
+    modules = {path for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert not {path.name for path in modules - listed} - {"__init__.py"}
+
+
+def imports(module: Path) -> set[str]:
+    """The modules and packages of lockstep that a file imports, by their first name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "lockstep":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep."):
+            names.add(str(node.module).split(".")[1])
+    return names
+
+
+def test_imports_go_down_the_layers_of_contributing() -> None:
+    layers = {
+        name: int(row[0]) for row in rows("CONTRIBUTING.md", "layer") for name in re.findall(r"`(\w+)`", row[1])
+    }
+    package = ROOT / "src" / "lockstep"
+    for file in package.rglob("*.py"):
+        mine = file.relative_to(package).parts[0].removesuffix(".py")
+        if mine == "__init__":
+            continue
+        for other in imports(file) - {mine}:
+            below = layers[other] < layers[mine] or layers[other] == layers[mine] != 2
+            assert below, f"{file.name}, in layer {layers[mine]}, imports {other}, in layer {layers[other]}"

@@ -1,0 +1,65 @@
+"""What the command says of itself, and how quickly."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from helpers import ROOT, Done, command
+
+GROUPS = {
+    folder.name: sorted(each.stem for each in folder.glob("*.yaml"))
+    for folder in sorted((ROOT / "conf").iterdir())
+    if folder.is_dir() and folder.name != "hydra"
+}
+
+
+@pytest.fixture(scope="module")
+def shown() -> Done:
+    """`python train.py --help`, with a line on stderr for every module that is imported."""
+    return command(sys.executable, "-X", "importtime", "train.py", "--help")
+
+
+def imported(done: Done) -> set[str]:
+    return {line.rpartition("|")[2].strip() for line in done.err.splitlines() if line.startswith("import time:")}
+
+
+def test_help_fits_a_screen(shown: Done) -> None:
+    lines = shown.out.splitlines()
+    assert shown.code == 0
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_help_names_every_option_of_a_group(shown: Done, group: str) -> None:
+    found = re.search(rf"^ +{group} +(.*(?:\n {{6,}}.*)*)$", shown.out, re.MULTILINE)
+    assert found is not None
+    assert set(GROUPS[group]) <= set(re.findall(r"[\w-]+", found[1]))
+
+
+def test_help_names_every_key_at_the_top_and_every_block(shown: Done) -> None:
+    text = (ROOT / "conf" / "config.yaml").read_text()
+    keys = [each for each in re.findall(r"^(\w+):", text, re.MULTILINE) if each not in ("defaults", "hydra")]
+    assert len(keys) > 10
+    assert not [key for key in keys if not re.search(rf"^ .*\b{key}\b", shown.out, re.MULTILINE)]
+
+
+def test_help_does_not_wait_for_torch(shown: Done) -> None:
+    assert "hydra" in imported(shown)
+    assert not {"torch", "torchvision", "timm", "numpy"} & imported(shown)
+
+
+def test_the_config_is_shown_without_torch() -> None:
+    done = command(sys.executable, "-X", "importtime", "train.py", "--cfg", "job", "--package", "optimizer")
+    assert done.code == 0
+    assert "lr: 0.001" in done.out
+    assert "torch" not in imported(done)
+
+
+def test_an_error_of_composition_does_not_wait_for_torch() -> None:
+    done = command(sys.executable, "-X", "importtime", "train.py", "epoch=3")
+    assert done.code == 2
+    assert "torch" not in imported(done)

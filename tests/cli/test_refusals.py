@@ -1,0 +1,320 @@
+"""Bad input gets one clear sentence, before anything is written.
+
+What the command line adds (exit code, streams, no traceback) is shown with the real command in
+`test_command.py`; here the same route, from overrides to the run folder, is taken in this process.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torchvision.io import write_jpeg
+
+from helpers import ROOT, train_here
+from lockstep import config, resolve
+from lockstep.config import Invocation
+from lockstep.errors import InputError
+from lockstep.rundir import RunDir
+
+
+def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
+    """The run folder that `python train.py OVERRIDES` would make."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        job = config.to_dict(compose("config", overrides=["name=test", *overrides]))
+        called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
+        return resolve.prepare(job, called)
+
+
+def refusal(output_root: Path, *overrides: str) -> str:
+    """The sentence that `python train.py OVERRIDES` ends with; nothing is made."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
+        prepared(f"output_root={output_root}", *overrides)
+    said = config.translate(raised.value) or config.translate_before_job(raised.value)
+    assert isinstance(said, InputError), repr(raised.value)
+    assert not output_root.exists()
+    return str(said)
+
+
+KEYS = [
+    ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
+    ("modle=resnet18", "modle: there is no such key in the config. Did you mean 'model'?"),
+    ("lr=0.1", "lr: there is no such key in the config. Did you mean 'optimizer.lr'?"),
+    ("trian.ema=0.9", "trian: there is no such key in the config. Did you mean 'train'?"),
+    ("train.emma=0.9", "train.emma: there is no such key in the config. Did you mean 'train.ema'?"),
+    ("optimizer.beta=1", "optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?"),
+    ("model.foo=1", "model.foo: there is no such key in the config. model has width, dropout,"),
+    ("+model.foo=1", "model.foo is not a key of model=DigitNet; it has channels_last, compile, width, dropout"),
+    ("+foo=1", "foo: there is no such key in the config."),
+    ("~epochs", "epochs: a job cannot do without this key"),
+    ("~model", "model is None, expected one of the group's options: model=NAME"),
+]
+OPTIONS = [
+    ("model=resnet5od", "model=resnet5od: there is no model of that name. Did you mean 'resnet50d'"),
+    ("dataset=cifar", "dataset=cifar: there is no dataset of that name. Did you mean 'cifar10', 'cifar100'?"),
+    ("dataset=zzzz", "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, digits, fake"),
+    ("strategy=dpp", "strategy=dpp: there is no strategy of that name. Did you mean 'dp', 'ddp'?"),
+    ("experiment=zzzz", "experiment=zzzz: there is no experiment of that name."),
+    ("model=null", "a config group takes the name of one of its options: GROUP=NAME"),
+    (
+        "model=resnet18 model.name=resnet5o",
+        "model.name is 'resnet5o', which timm does not have. Did you mean 'resnet50'",
+    ),
+    ("optimizer=timm optimizer.opt=lambb", "optimizer.opt is 'lambb', which timm does not have. Did you mean 'lamb'"),
+]
+TYPES = [
+    ("epochs=abc", "epochs is 'abc', expected a whole number: epochs=10"),
+    ("epochs=null", "epochs is null, expected a value: epochs=VALUE"),
+    ("optimizer.lr=x", "optimizer.lr is 'x', expected a number: optimizer.lr=0.1"),
+    ("optimizer.lr=", "optimizer.lr is '', expected a number: optimizer.lr=0.1"),
+    ("optimizer.betas=3", "optimizer.betas is not a list, expected optimizer.betas=[VALUE,VALUE]"),
+    ("telemetry.gpu=maybe", "telemetry.gpu is 'maybe', expected true or false: telemetry.gpu=true"),
+    ("launcher.backend=mpi", "launcher.backend is 'mpi', expected one of auto, nccl, gloo: launcher.backend=auto"),
+    ("train=3", "train is 3, expected keys below it: train.KEY=VALUE"),
+    ("optimizer.lr", "'optimizer.lr' cannot be read, expected KEY=VALUE"),
+    ("epochs=[1", "'epochs=[1' cannot be read, expected KEY=VALUE"),
+    ("seed=1,2", "seed=1,2 names several values; `python train.py -m seed=1,2` runs a sweep over them"),
+]
+RANGES = [
+    ("epochs=0", "epochs is 0, expected at least 1"),
+    ("steps=-1", "steps is -1, expected at least 1"),
+    ("seed=-1", "seed is -1, expected a number from 0"),
+    ("seed=9999999999999999999999", "seed is 9999999999999999999999, expected a number from 0"),
+    ("batch=0", "batch is 0, expected at least 1"),
+    ("batch=2000", "batch is 2000, but the training split has 1442 examples; use batch=1442 or less"),
+    (
+        "train.micro_batches=65",
+        "train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64",
+    ),
+    ("train.ema=1.5", "train.ema is 1.5, expected a decay between 0 and 1"),
+    ("train.label_smoothing=1", "train.label_smoothing is 1.0, expected a number from 0 to below 1"),
+    ("train.eval_every=0", "train.eval_every is 0, expected more than 0"),
+    ("train.eval_every=5x", "train.eval_every is '5x', expected steps (100), epochs (2ep) or a share"),
+    ("schedule.warmup=-5", "schedule.warmup is -5, expected steps (100), epochs (2ep) or a share"),
+    ("schedule.final=-1", "schedule.final is -1.0, expected 0 or more"),
+    ("schedule=step schedule.gamma=-1", "schedule.gamma is -1.0, expected 0 or more"),
+    ("checkpoint.keep=0", "checkpoint.keep is 0, expected at least 1"),
+    ("optimizer.lr=0", "optimizer.lr is 0.0, expected a number above 0"),
+    ("launcher.timeout=5parsec", "launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h"),
+    ("launcher.ranks=0", "launcher.ranks is 0, expected auto or a number from 1"),
+    ("loader.resident_gb=-1", "loader.resident_gb is -1.0, expected 0 or more"),
+    ("strategy=ddp strategy.bucket_mb=-1", "strategy.bucket_mb is -1.0, expected a size above 0, or null"),
+    ("augment=standard augment.scale=[]", "augment.scale is [], expected two rising numbers above 0"),
+]
+MACHINE = [
+    ("device=gpu", "device is 'gpu', expected auto, cpu or cuda"),
+    ("device=cpu precision=fp16", "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16"),
+    ("device=cpu precision=tf32", "precision=tf32 needs a CUDA GPU, but device is cpu; use precision=fp32"),
+    (
+        "device=cpu launcher.backend=nccl",
+        "launcher.backend=nccl needs CUDA GPUs, but device is cpu; use launcher.backend=gloo",
+    ),
+    ("device=cpu launcher=inline launcher.ranks=2", "launcher=inline has one rank, but launcher.ranks asks for 2"),
+    ("device=cpu launcher=inline strategy=ddp", "launcher=inline has one rank, but strategy=ddp asks for 2"),
+    ("strategy=single launcher.ranks=2 device=cpu", "launcher.ranks is 2, but this strategy has one rank"),
+]
+PLACES = [
+    ("dataset=folder", "dataset.path has no value; give it one with dataset.path=VALUE"),
+    (
+        "dataset=folder dataset.path=/nowhere",
+        "dataset.path: there is no folder /nowhere/train, expected one subfolder",
+    ),
+    ("resume=latest", "latest cannot be resumed (no run has been started there yet); name one with resume=PATH"),
+    ("init_from=/nowhere.safetensors", "init_from: there are no weights at /nowhere.safetensors, expected a"),
+    ("init_from=/etc/passwd", "init_from: there are no weights at /etc/passwd, expected a .safetensors file"),
+    ("resume=/nowhere", "/nowhere cannot be resumed (it is neither a run folder nor a checkpoint)"),
+    ("resume=/etc/passwd", "/etc/passwd cannot be resumed (it is neither a run folder nor a checkpoint)"),
+]
+HOSTILE = [
+    ("model._target_=os.system", "model._target_ is 'os.system', expected a class of lockstep.models"),
+    ("model._target_=lockstep.models.timm.Timm", "expected a class of lockstep.models; choose one with model=NAME"),
+    ("model._target_=lockstep.models.dataclass", "expected a class of lockstep.models"),
+    (
+        "optimizer._target_=subprocess.run",
+        "optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim",
+    ),
+    ("dataset._target_=3", "dataset._target_ is 3, expected a class of lockstep.data.sources"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    KEYS + OPTIONS + TYPES + RANGES + MACHINE + PLACES + HOSTILE,
+    ids=lambda each: each[:40],
+)
+def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overrides: str, sentence: str) -> None:
+    said = refusal(tmp_path / "runs", *overrides.split())
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert len(said) < 400
+
+
+def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> None:
+    said = refusal(tmp_path / "runs", "optimizer.lr=0", "augment.pad=-1", "launcher.ranks=0")
+    assert [line.split()[0] for line in said.splitlines()] == ["augment.pad", "launcher.ranks", "optimizer.lr"]
+
+
+def test_a_wrong_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:
+    conf = tmp_path / "more" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "mine.yaml").write_text("# @package _global_\nepoch: 3\n")
+    said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    assert said == "experiment/mine.yaml: epoch: there is no such key in the config. Did you mean 'epochs'?"
+
+
+def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> None:
+    conf = tmp_path / "more" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "mine.yaml").write_text("# @package _global_\nepochs: [3\n")
+    said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    assert said.startswith("a config file is not YAML: ")
+    assert f'{conf / "mine.yaml"}", line 3' in said
+
+
+def pictures(folder: Path, train: str = "ab", val: str = "ab") -> Path:
+    """A folder data set with two images per class."""
+    for split, classes in (("train", train), ("val", val)):
+        (folder / split).mkdir(parents=True)
+        for name in classes:
+            (folder / split / name).mkdir()
+            for number in range(2):
+                write_jpeg(torch.zeros(3, 8, 8, dtype=torch.uint8), str(folder / split / name / f"{number}.jpg"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "emptied", "sentence"),
+    [
+        ("", "", "", "train has no subfolders, expected one per class"),
+        ("ab", "abc", "", "val/c is a class that"),
+        ("ab", "ab", "train/b", "train/b has no images (.bmp, .gif, .jpeg"),
+        ("ab", "ab", "val/a", "val/a has no images (.bmp, .gif, .jpeg"),
+    ],
+)
+def test_a_folder_that_is_no_data_set_is_named(
+    tmp_path: Path, train: str, val: str, emptied: str, sentence: str
+) -> None:
+    folder = pictures(tmp_path / "pictures", train, val)
+    if emptied:
+        for image in (folder / emptied).iterdir():
+            image.unlink()
+    said = refusal(tmp_path / "runs", "dataset=folder", f"dataset.path={folder}", "batch=1")
+    assert said.startswith("dataset.path: ")
+    assert sentence in said
+
+
+def offline(self: object, train: bool, download: bool) -> None:
+    """Stands for torchvision's data sets on a machine without a network: only the download is faked."""
+    raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
+
+
+def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.data.sources.MNIST._open", offline)
+    said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
+    assert "data_root: MNIST" in said
+    assert "cannot be downloaded (RuntimeError: Error downloading" in said
+    assert said.endswith("name another folder with data_root=FOLDER")
+    assert list(tmp_path.iterdir()) == []
+
+
+def write_mnist(root: Path, label: int) -> None:
+    """The four files of MNIST with 64 black images each, and one training label as given."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix in ("train", "t10k"):
+        labels = bytearray(64)
+        labels[5] = label if prefix == "train" else 0
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 2051, 64, 28, 28) + bytes(64 * 28 * 28))
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, 64) + bytes(labels))
+
+
+def test_a_label_out_of_range_is_named_with_its_example(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data", label=12)
+    said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
+    assert said == "dataset: example 5 of the training split has label 12, expected 0 to 9"
+    assert [each.name for each in (tmp_path / "data").iterdir()] == ["MNIST"]
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of the tests has no GPU: torch.cuda is made to say that there are two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    said = refusal(tmp_path / "runs", "strategy=ddp", "launcher.ranks=3")
+    assert said == (
+        "launcher.ranks is 3, but this machine has 2 GPUs, and each rank needs one; "
+        "use launcher.ranks=2 or device=cpu"
+    )
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda is made to say that there is none, wherever the test runs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = refusal(tmp_path / "runs", "device=cuda")
+    assert said == "device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto"
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a" * 300, "ä" * 300, "..", "a\nb"])
+def test_no_name_leaves_the_output_root(tmp_path: Path, name: str) -> None:
+    made = prepared(f"output_root={tmp_path / 'runs'}", f"name='{name}'")
+    assert made.path.parent == tmp_path / "runs"
+    assert len(made.path.name.encode()) < 200
+    assert [each.name for each in tmp_path.iterdir()] == ["runs"]
+
+
+def test_a_folder_with_files_of_others_does_not_become_a_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match="has files in it that are not of a run"):
+        prepared(folder=tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_output_root_under_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot be written \(Not a directory\); choose .* output_root=FOLDER"):
+        prepared(f"output_root={tmp_path / 'file' / 'runs'}")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps that is done."""
+    return train_here(tmp_path_factory.mktemp("runs") / "done", "steps=3", "name=test").path
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            "steps=6 batch=32",
+            "is a checkpoint of another run (batch: here 32, there 64); resume with the same values",
+        ),
+        ("steps=6 optimizer=sgd", "is a checkpoint of another run (optimizer: here SGD, there AdamW)"),
+        ("steps=6 seed=1 model.width=8", "(model: here DigitNet(width=8), there DigitNet(); seed: here 1, there 0)"),
+        ("", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
+        ("steps=6 checkpoint.keep=0", "checkpoint.keep is 0, expected at least 1"),
+    ],
+)
+def test_a_resume_of_another_run_is_refused_with_the_difference(
+    finished: Path, tmp_path: Path, overrides: str, sentence: str
+) -> None:
+    before = tree(finished)
+    checkpoint = finished / "checkpoints" / "step-00000003"
+    for place in (finished, checkpoint):
+        added = ("steps=3",) if place == checkpoint and not overrides else ()
+        assert sentence in refusal(tmp_path / "runs", f"resume={place}", *added, *overrides.split())
+    assert tree(finished) == before
+
+
+def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "step-00000003"
+    shutil.copytree(finished / "checkpoints" / "step-00000003", damaged)
+    (damaged / "facts.json").write_text("{")
+    assert "is damaged (facts.json" in refusal(tmp_path / "runs", f"resume={damaged}", "steps=6")

@@ -1,0 +1,198 @@
+"""What a plain run leaves in its folder and shows on the terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from helpers import ROOT, Done, records, train
+
+ESCAPE = "\x1b"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> Done:
+    """Two ranks of three steps, in a folder of the user's choice."""
+    return train(
+        "steps=3", "strategy=ddp", "telemetry.interval=1", f"output_root={root}", f"hydra.run.dir={root / 'mine'}"
+    )
+
+
+@pytest.fixture(scope="module")
+def run(root: Path, done: Done) -> Path:
+    assert done.code == 0, done.err
+    return root / "mine"
+
+
+def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
+    found = {str(each.relative_to(run)) for each in run.rglob("*") if each.is_file()}
+    events = {each for each in found if each.startswith("events.out.tfevents.")}
+    assert len(events) == 1
+    step = "checkpoints/step-00000003"
+    assert found - events == {
+        ".hydra/config.yaml",
+        ".hydra/hydra.yaml",
+        ".hydra/overrides.yaml",
+        "checkpoints/best",
+        "checkpoints/last",
+        f"{step}/facts.json",
+        f"{step}/manifest.json",
+        f"{step}/model.safetensors",
+        f"{step}/state.pt",
+        "command.txt",
+        "config.yaml",
+        "env.json",
+        "logs/rank0.log",
+        "logs/rank1.log",
+        "metrics.csv",
+        "metrics.jsonl",
+        "model.safetensors",
+        "summary.json",
+        "train.log",
+    }
+
+
+def interpolations(node: Any) -> list[str]:
+    """Every value of a config that still has to be resolved."""
+    if isinstance(node, Mapping):
+        return [each for value in node.values() for each in interpolations(value)]
+    return [str(node)] if re.search(r"\$\{|\?\?\?", str(node)) else []
+
+
+def test_the_config_is_resolved(run: Path) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert interpolations(config) == []
+    assert config["device"] != "auto"
+    for group in ("strategy", "launcher", "loader"):
+        assert not config[group]["_target_"].endswith(".Auto")
+        assert "auto" not in config[group].values()
+    assert config["launcher"]["ranks"] == 2
+    assert config["strategy"]["_target_"] == "lockstep.strategy.DDP"
+
+
+def test_the_command_can_be_typed_again(run: Path, root: Path) -> None:
+    assert (run / "command.txt").read_text() == (
+        f"python train.py steps=3 strategy=ddp telemetry.interval=1 output_root={root}\n"
+    )
+
+
+def test_the_environment_names_versions_and_the_machine(run: Path) -> None:
+    facts = json.loads((run / "env.json").read_text())
+    assert facts["world_size"] == 2
+    assert facts["packages"].keys() >= {"torch", "timm", "hydra-core"}
+    assert {"python", "gpus", "driver", "nccl", "git"} <= facts.keys()
+
+
+def test_the_figures_are_those_of_three_steps_and_one_evaluation(run: Path) -> None:
+    assert [line["step"] for line in records(run) if "loss/train" in line] == [1, 2, 3]
+    rows = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == ["3"]
+    assert float(rows[0]["val_top1"]) == pytest.approx(records(run)[-1]["acc/val_top1"], rel=1e-4)
+
+
+def test_the_summary_says_how_it_ended(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    assert summary["exit_code"] == 0
+    assert summary["step"] == 3
+    assert summary["objective"] == summary["best"] == records(run)[-1]["acc/val_top1"]
+
+
+def test_tensorboard_has_the_tags(run: Path) -> None:
+    events = EventAccumulator(str(run)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags >= {"loss/train", "loss/val", "acc/val_top1", "acc/val_top5", "optim/lr", "optim/grad_norm"}
+    assert tags >= {"perf/img_per_s", "perf/data_wait_pct", "perf/step_ms"}
+    assert [each.step for each in events.Scalars("loss/train")] == [1, 2, 3]
+    plugins = {each.plugin_data.plugin_name for each in events.summary_metadata.values()}
+    assert {"hparams", "custom_scalars"} <= plugins
+
+
+def test_latest_points_to_the_run(run: Path, root: Path) -> None:
+    assert (root / "latest").is_symlink()
+    assert (root / "latest").resolve() == run.resolve()
+
+
+def test_the_output_is_a_short_banner_and_plain_text(done: Done) -> None:
+    lines = done.out.splitlines()
+    banner = next(number for number, line in enumerate(lines) if line.startswith("epoch "))
+    assert banner <= 15
+    assert ESCAPE not in done.out + done.err
+    assert "\r" not in done.out
+    assert done.err == ""
+
+
+def test_each_rank_has_a_log_and_main_logs_what_it_says(run: Path, done: Done) -> None:
+    log = (run / "train.log").read_text()
+    said = [line for line in done.out.splitlines() if line]
+    assert not [line for line in said if line not in log]
+
+
+def test_a_folder_that_is_named_again_goes_on_with_its_run(run: Path, root: Path) -> None:
+    """What a cluster's requeue does: the same command, in the same folder."""
+    again = train("steps=4", "telemetry.interval=1", f"output_root={root}", f"hydra.run.dir={run}")
+    assert again.code == 0, again.err
+    assert [line["step"] for line in records(run) if "loss/train" in line] == [1, 2, 3, 4]
+
+
+def on_a_terminal(*overrides: str) -> tuple[int, str]:
+    """`python train.py ...` with a pseudo-terminal of 100 columns for its output."""
+    main, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *overrides],
+        cwd=ROOT,
+        stdout=end,
+        stderr=end,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(end)
+    seen = b""
+    while True:
+        try:
+            read = os.read(main, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not read:
+            break
+        seen += read
+    os.close(main)
+    return process.wait(), seen.decode()
+
+
+def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
+    quick = ("telemetry.interval=2", "telemetry.tensorboard=false")
+    code, seen = on_a_terminal("steps=8", *quick, f"output_root={tmp_path}")
+    assert code == 0
+    assert "━" in seen
+    assert "8/8" in seen
+    # The cursor is hidden while the bar moves, and shown again.
+    assert seen.count(f"{ESCAPE}[?25l") == seen.count(f"{ESCAPE}[?25h") == 1
+
+
+def test_three_runs_that_start_at_once_get_three_folders(tmp_path: Path) -> None:
+    quick = ("steps=1", "launcher.threads=1", "telemetry.tensorboard=false")
+    arguments = [sys.executable, "train.py", *quick, f"output_root={tmp_path}"]
+    running = [subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(3)]
+    assert [each.wait() for each in running] == [0, 0, 0]
+    folders = [each for each in tmp_path.iterdir() if each.name != "latest"]
+    assert len(folders) == 3
+    assert all(json.loads((each / "summary.json").read_text())["status"] == "completed" for each in folders)
+    assert (tmp_path / "latest").resolve() in folders

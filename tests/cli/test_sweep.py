@@ -1,0 +1,76 @@
+"""Sweeps as the command runs them: one folder per job, a table, nothing left alive."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from helpers import Done, train
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The commands of all processes that name a folder."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = each.read_text().replace("\0", " ")
+        except OSError:  # it has just ended
+            continue
+        if str(folder) in words:
+            found.append(words)
+    return found
+
+
+def jobs(root: Path) -> list[str]:
+    """The names of the run folders of the one sweep in an output root."""
+    (sweep,) = (root / "sweeps").iterdir()
+    return sorted(each.name for each in sweep.iterdir() if each.is_dir())
+
+
+def sweep(root: Path, *overrides: str) -> Done:
+    return train("-m", *overrides, "steps=3", "device=cpu", "telemetry.tensorboard=false", f"output_root={root}")
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    root = tmp_path_factory.mktemp("seeds")
+    return root, sweep(root, "seed=1,2", "strategy=ddp")
+
+
+def test_each_job_of_a_sweep_has_a_folder_that_says_what_it_is(seeds: tuple[Path, Done]) -> None:
+    root, done = seeds
+    assert done.code == 0, done.err
+    rest = "strategy=ddp,steps=3,device=cpu,telemetry.tensorboard=False"
+    assert jobs(root) == [f"000-seed=1,{rest}", f"001-seed=2,{rest}"]
+    for summary in root.glob("sweeps/*/*/summary.json"):
+        assert json.loads(summary.read_text())["status"] == "completed"
+
+
+def test_a_sweep_ends_with_a_table_of_its_jobs(seeds: tuple[Path, Done]) -> None:
+    root, done = seeds
+    (folder,) = (root / "sweeps").iterdir()
+    table = done.out[done.out.index(f"sweep in {folder}") :]
+    for number in range(2):
+        assert re.search(rf"^│ {number} +│ .*seed={number + 1} .*│ +\d+\.\d\d +│ done +│$", table, re.MULTILINE)
+
+
+def test_no_process_of_a_sweep_stays_alive(seeds: tuple[Path, Done]) -> None:
+    assert processes_of(seeds[0]) == []
+
+
+def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "precision=fp16,fp32", "strategy=single")
+    sentence = "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16 or precision=fp32"
+    assert done.code == 2
+    assert done.err == f"lockstep: job 0: {sentence}\n"
+    (made,) = jobs(tmp_path)
+    assert made.startswith("001-precision=fp32")
+    assert re.search(r"^│ 0 +│ .*precision=fp16 .*│ +│ failed \(2\) +│$", done.out, re.MULTILINE)
+    assert re.search(r"^│ 1 +│ .*precision=fp32 .*│ done +│$", done.out, re.MULTILINE)
+    assert done.out.endswith(f"job 0: {sentence}\n")
+    (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
+    assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [2, 0]
+    assert processes_of(tmp_path) == []

@@ -1,0 +1,39 @@
+"""The trainer is the textbook's loop: the same batches through a plain loop give the same losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from helpers import built, losses, train_here, weights
+from lockstep.data import rng
+
+JOB = ("batch=100", "steps=20", "augment=none", "schedule=constant", "schedule.warmup=0", "optimizer.decay_all=true")
+
+
+def test_a_run_is_the_plain_loop_over_the_same_batches(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", *JOB)
+
+    job = built(*JOB)
+    split = job.dataset.train()
+    torch.set_num_threads(1)
+    torch.manual_seed(job.seed)
+    model = job.model.build(10, (1, 8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    expected = []
+    for step in range(1, 21):
+        epoch, position = divmod(step - 1, 15)
+        chosen = rng.permutation(job.seed, epoch, len(split))[position * 100 : (position + 1) * 100]
+        images = (split.images[chosen].float() / 255 - job.dataset.mean[0]) / job.dataset.std[0]
+        torch.manual_seed(rng.dropout_seed(job.seed, step, 0))
+        loss = F.cross_entropy(model(images), split.labels[chosen])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    assert max(abs(a - b) / b for a, b in zip(losses(run), expected, strict=True)) < 1e-4
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights(run)[name], tensor, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,116 @@
+"""What needs a CUDA device: NCCL, the reduced precisions, memory formats, compilation, NVML."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import losses, train
+from lockstep.data import rng
+from lockstep.telemetry import gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+JOB = (
+    "model=resnet18",
+    "dataset.input_size=32",
+    "steps=6",
+    "launcher.ranks=1",
+    "telemetry.interval=1",
+    "optimizer=sgd",
+    "optimizer.lr=0.01",
+)
+
+
+def run(folder: Path, *overrides: str) -> Path:
+    """Train on the GPU as a user would; returns the run folder."""
+    done = train(*JOB, "device=cuda", f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides)
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("reference") / "run", "launcher=inline", "strategy=single")
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(losses(one), losses(other), strict=True))
+
+
+def test_one_nccl_rank_under_ddp_is_the_single_run(reference: Path, tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "launcher=elastic", "strategy=ddp")
+    assert "backend: nccl" in (folder / "config.yaml").read_text()
+    assert largest_difference(reference, folder) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        (("precision=bf16",), 0.1),
+        (("precision=fp16",), 0.05),
+        (("precision=tf32",), 0.01),
+        (("model.channels_last=true",), 1e-3),
+        (("precision=bf16", "model.channels_last=true", "model.compile=true"), 0.1),
+        (("loader=streaming", "loader.workers=2"), 1e-4),
+        (("strategy=dp",), 1e-4),
+    ],
+)
+def test_a_faster_way_gives_about_the_same_losses(
+    reference: Path, tmp_path: Path, overrides: tuple[str, ...], bound: float
+) -> None:
+    folder = run(tmp_path / "run", "launcher=inline", *overrides)
+    assert all(math.isfinite(loss) for loss in losses(folder))
+    assert largest_difference(reference, folder) < bound
+
+
+def test_fp16_logs_its_loss_scale(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "precision=fp16")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["optim/scale"] > 0 for line in lines if "loss/train" in line)
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    done = train("strategy=ddp", f"launcher.ranks={torch.cuda.device_count() + 1}")
+    assert done.code == 2
+    assert "each rank needs one" in done.err
+
+
+def test_derived_random_numbers_are_those_of_the_cpu() -> None:
+    indices = torch.arange(100_000)
+    here = rng.uniform(rng.sample_keys(3, 1, indices), 2)
+    there = rng.uniform(rng.sample_keys(3, 1, indices.cuda()), 2)
+    assert torch.equal(here, there.cpu())
+
+
+def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
+    uuid = gpu.cuda_uuids(1)[0]
+    monitor = gpu.Monitor(uuids=[uuid], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 1)
+    figures = gpu.sample(monitor.handles[0])
+    query = "--query-gpu=memory.used,temperature.gpu,power.draw"
+    told = subprocess.run(
+        ["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    used_mib, celsius, watts = (float(each) for each in told.stdout.split(","))
+    monitor.close()
+    # nvidia-smi leaves out what the driver keeps for itself.
+    assert figures["mem_gb"] == pytest.approx(used_mib * 2**20 / 1e9, abs=1.5)
+    assert figures["temp_c"] == pytest.approx(celsius, abs=3)
+    assert figures["power_w"] == pytest.approx(watts, rel=0.5)
+
+
+def test_a_run_writes_gpu_figures_once_a_second(tmp_path: Path) -> None:
+    folder = run(tmp_path / "run", "steps=2000", "launcher=inline")
+    lines = [json.loads(line) for line in (folder / "gpu.jsonl").read_text().splitlines()]
+    assert lines
+    assert set(lines[0]) == {"time", "step", "local_rank", "uuid", "util", "mem_gb", "power_w", "temp_c", "sm"}

@@ -1,0 +1,30 @@
+"""Fixtures of the unit tests."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+from hypothesis import settings
+
+# A busy machine makes an example slow now and then, which says nothing about the code.
+settings.register_profile("lockstep", deadline=None)
+settings.load_profile("lockstep")
+
+
+@pytest.fixture
+def full_disk() -> Callable[[int], AbstractContextManager[None]]:
+    """A context in which no file of this process can grow beyond so many bytes: writes fail as on a full disk."""
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited

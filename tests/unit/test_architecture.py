@@ -1,0 +1,157 @@
+"""The shape of the source: who may import whom, and who may ask what.
+
+A rule that fails here is changed here, with its reason, or the code is.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, command
+
+PACKAGE = ROOT / "src" / "lockstep"
+PLUGINS = ROOT / "src" / "hydra_plugins"
+
+# A unit (a module, or a package as a whole) may import from the layers above its own line only.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"errors", "catalog"}),
+    frozenset({"config", "rundir", "world", "plan", "protocols", "log"}),
+    # The groups: none of them knows another one.
+    frozenset(
+        {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
+    ),
+    frozenset({"trainer", "evaluate"}),
+    frozenset({"experiment", "report", "identity"}),
+    frozenset({"launcher", "resolve"}),
+    frozenset({"worker", "sweep"}),
+)
+
+# Steps within a layer, each with its reason.
+WITHIN: dict[tuple[str, str], str] = {
+    ("protocols", "plan"): "a strategy and a schedule are given the plan",
+    ("protocols", "rundir"): "a launcher is given the run folder",
+    ("protocols", "world"): "a strategy is given the world",
+    ("log", "rundir"): "the log is a file of the run",
+    ("trainer", "evaluate"): "the loop evaluates",
+    ("experiment", "identity"): "the root hands the identity to the checkpoints",
+    ("experiment", "report"): "the root says what runs",
+    ("report", "identity"): "the banner describes components as the identity does",
+    ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",
+}
+
+# Who may ask "am I main?" (or which rank am I), and why.
+ASKS_FOR_MAIN: dict[str, str] = {
+    "world": "defines it",
+    "log": "one voice on the terminal",
+    "experiment": "gives main its sinks, its writer of checkpoints and the result file",
+    "launcher": "one run folder and one summary for ranks that exist already",
+}
+
+
+def sources(*roots: Path) -> list[Path]:
+    return sorted(path for root in roots for path in root.rglob("*.py"))
+
+
+def unit(path: Path) -> str:
+    """The module or package of `lockstep` that a file belongs to; empty for `lockstep` itself."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The dotted name of everything that a file imports, wherever it does."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def units_imported(path: Path) -> set[str]:
+    return {name.split(".")[1] for name in imports(path) if name.startswith("lockstep.")}
+
+
+def layer(name: str) -> int:
+    found = [number for number, units in enumerate(LAYERS) if name in units]
+    assert len(found) == 1, f"lockstep.{name} has no layer of its own in this test"
+    return found[0]
+
+
+def asks_for_main(tree: ast.AST) -> bool:
+    """Whether code reads `is_main`, or compares something called a rank with 0."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "is_main":
+            return True
+        if isinstance(node, ast.Compare):
+            numbers = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            if 0 in numbers and "rank" in ast.unparse(node):
+                return True
+    return False
+
+
+MODULES = [path for path in sources(PACKAGE) if unit(path)]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downward(path: Path) -> None:
+    here = unit(path)
+    for there in units_imported(path) - {here}:
+        down = layer(there) < layer(here)
+        assert down or (here, there) in WITHIN, f"lockstep.{here} imports lockstep.{there}"
+
+
+def test_every_exception_is_needed() -> None:
+    used = {(unit(path), there) for path in MODULES for there in units_imported(path)}
+    assert used >= WITHIN.keys()
+    asking = {unit(path) for path in MODULES if asks_for_main(ast.parse(path.read_text()))}
+    assert asking == ASKS_FOR_MAIN.keys()
+
+
+def test_a_launcher_does_not_know_what_it_launches() -> None:
+    known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
+    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "world"}
+
+
+def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
+    known = units_imported(PACKAGE / "trainer.py") | units_imported(PACKAGE / "evaluate.py")
+    assert not known & {"strategy", "precision", "models", "schedule", "config", "rundir", "launcher", "log"}
+
+
+def test_hydra_and_omegaconf_stay_at_the_border() -> None:
+    border = {ROOT / "train.py", PACKAGE / "config.py", *sources(PACKAGE / "sweep", PLUGINS)}
+    beyond = {
+        path
+        for path in {ROOT / "train.py", *sources(PACKAGE, PLUGINS)}
+        if {name.split(".")[0] for name in imports(path)} & {"hydra", "omegaconf"}
+    }
+    assert beyond <= border
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "evaluate.py"])
+def test_the_training_loop_has_no_rank_test_no_path_and_no_device_by_name(name: str) -> None:
+    tree = ast.parse((PACKAGE / name).read_text())
+    words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    docstrings = {
+        ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    }
+    assert not asks_for_main(tree)
+    assert not any("rank" in ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp)))
+    assert not {name.split(".")[0] for name in imports(PACKAGE / name)} & {"pathlib", "os", "shutil", "io"}
+    assert not any("cuda" in word or "cpu" in word for word in words if word not in docstrings)
+    assert not any(isinstance(node, ast.Attribute) and node.attr in ("cuda", "type") for node in ast.walk(tree))
+
+
+def test_the_entry_point_stays_a_table_of_contents() -> None:
+    assert len((ROOT / "train.py").read_text().splitlines()) < 50
+
+
+@pytest.mark.parametrize("module", ["lockstep", "lockstep.config", "lockstep.rundir", "lockstep.errors"])
+def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert command(sys.executable, "-c", code).code == 0

@@ -1,0 +1,130 @@
+"""Augmentations: what happens to a sample depends on its key, and is what the definition says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
+from lockstep.data.rng import sample_keys, uniform
+from lockstep.errors import InputError
+from lockstep.protocols import Augment
+
+ALL: list[Augment] = [Nothing(), CropFlip(), CropFlip(pad=1, flip=0.0), RandomResizedCrop()]
+
+
+def images(n: int, *shape: int) -> Tensor:
+    return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def keys(n: int) -> Tensor:
+    return sample_keys(3, 1, torch.arange(100, 100 + n))
+
+
+@pytest.mark.parametrize("augment", ALL, ids=repr)
+@pytest.mark.parametrize(("shape", "size"), [((3, 32, 32), (32, 32)), ((1, 8, 8), (13, 13)), ((3, 40, 30), (24, 24))])
+def test_a_sample_is_changed_alike_in_a_batch_and_alone(
+    augment: Augment, shape: tuple[int, ...], size: tuple[int, int]
+) -> None:
+    batch, each = images(19, *shape), keys(19)
+    together = augment.apply(batch, each, size)
+    alone = [augment.apply(batch[at : at + 1], each[at : at + 1], size) for at in range(19)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("augment", ALL, ids=repr)
+def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
+    batch, each, turned = images(7, 3, 16, 16), keys(7), torch.arange(6, -1, -1)
+    straight = augment.apply(batch, each, (16, 16))
+    assert torch.equal(augment.apply(batch[turned], each[turned], (16, 16)), straight[turned])
+
+
+def naive_crop_flip(image: Tensor, key: Tensor, pad: int, flip: float) -> Tensor:
+    """One image, step by step: pad with zeros, crop, mirror."""
+    height, width = image.shape[-2:]
+    top, left = (int(uniform(key, n) * (2 * pad + 1)) for n in (0, 1))
+    crop = F.pad(image, [pad] * 4)[:, top : top + height, left : left + width]
+    return crop.flip(-1) if uniform(key, 2) < flip else crop
+
+
+@pytest.mark.parametrize(("pad", "flip"), [(4, 0.5), (1, 0.0), (0, 1.0), (9, 0.3)])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12)])
+def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[int, ...]) -> None:
+    batch, each = images(64, *shape), keys(64)
+    expected = [naive_crop_flip(image, key, pad, flip) for image, key in zip(batch, each, strict=True)]
+    assert torch.equal(CropFlip(pad=pad, flip=flip).apply(batch, each, (9, 9)), torch.stack(expected))
+
+
+def test_crop_flip_reaches_every_shift_and_both_sides() -> None:
+    # One bright pixel in the middle tells where each image went.
+    image = torch.zeros(2000, 1, 9, 9, dtype=torch.uint8)
+    image[:, :, 4, 4] = 1
+    seen = CropFlip(pad=2, flip=0.0).apply(image, keys(2000), (9, 9)).nonzero()[:, 2:]
+    counts = torch.bincount((seen[:, 0] - 2) * 5 + seen[:, 1] - 2, minlength=25)
+    assert bool((counts - 80).abs().max() < 45)
+    row = torch.arange(9, dtype=torch.uint8).expand(2000, 1, 9, 9)
+    mirrored = CropFlip(pad=0, flip=0.25).apply(row, keys(2000), (9, 9))[:, 0, 0, 0] == 8
+    assert mirrored.float().mean().item() == pytest.approx(0.25, abs=0.04)
+
+
+def test_crop_flip_without_pad_and_mirror_changes_nothing() -> None:
+    batch = images(8, 3, 10, 10)
+    assert torch.equal(CropFlip(pad=0, flip=0.0).apply(batch, keys(8), (10, 10)), batch)
+
+
+def test_the_whole_box_of_a_resized_crop_is_the_image() -> None:
+    batch = images(8, 3, 20, 20)
+    whole = RandomResizedCrop(scale=[1.0, 1.0], ratio=[1.0, 1.0], flip=0.0)
+    torch.testing.assert_close(whole.apply(batch, keys(8), (20, 20)), batch.float(), atol=0.01, rtol=0)
+
+
+def test_a_certain_mirror_of_the_whole_box_is_the_mirror_image() -> None:
+    batch = images(8, 3, 20, 20)
+    mirror = RandomResizedCrop(scale=[1.0, 1.0], ratio=[1.0, 1.0], flip=1.0)
+    torch.testing.assert_close(mirror.apply(batch, keys(8), (20, 20)), batch.flip(-1).float(), atol=0.01, rtol=0)
+
+
+def test_a_resized_crop_has_the_size_of_the_model_and_the_range_of_pixels() -> None:
+    made = RandomResizedCrop().apply(images(32, 3, 40, 40), keys(32), (24, 16))
+    assert made.shape == (32, 3, 24, 16)
+    assert 0 <= made.min() < made.max() <= 255
+
+
+def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_for() -> None:
+    # Images whose pixels are their coordinates show the box that was cut.
+    side = torch.arange(256.0)
+    grid = torch.stack([side[None].expand(256, 256), side[:, None].expand(256, 256)]).to(torch.uint8)
+    augment = RandomResizedCrop(scale=[0.2, 0.4], ratio=[0.8, 1.25], flip=0.0)
+    made = augment.apply(grid.expand(400, 2, 256, 256), keys(400), (32, 32))
+    extent = (made.amax((2, 3)) - made.amin((2, 3))) * 32 / 31 / 256
+    width, height = extent[:, 0], extent[:, 1]
+    area, ratio = width * height, width / height
+    assert 0.19 < area.min() < 0.22
+    assert 0.38 < area.max() < 0.41
+    assert 0.78 < ratio.min() < 0.83
+    assert 1.2 < ratio.max() < 1.28
+    # Along both axes the boxes reach from one edge to the other.
+    assert (made.amin((2, 3)).amin(0) < 8).all()
+    assert (made.amax((2, 3)).amax(0) > 247).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (CropFlip, {"pad": -1}, "augment.pad is -1"),
+        (CropFlip, {"flip": 1.5}, "augment.flip is 1.5"),
+        (RandomResizedCrop, {"flip": -0.1}, "augment.flip is -0.1"),
+        (RandomResizedCrop, {"scale": [0.5, 0.1]}, "augment.scale is"),
+        (RandomResizedCrop, {"scale": [0.5, 2.0]}, "at most 1"),
+        (RandomResizedCrop, {"scale": []}, "augment.scale is"),
+        (RandomResizedCrop, {"ratio": [0.0, 1.0]}, "augment.ratio is"),
+        (RandomResizedCrop, {"ratio": [1.0]}, "augment.ratio is"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_key(make: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        make(**options)

@@ -1,0 +1,173 @@
+"""Batch norm over the ranks of the CPU, in a process group of one: there it must be torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+
+from lockstep.strategy.batchnorm import (
+    CPUSyncBatchNorm,
+    CPUSyncBatchNormAct,
+    convert_sync_batchnorm,
+    has_batchnorm,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def pair(norm: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A layer of torch in float64 with weights of its own, and the same converted."""
+    generator = torch.Generator().manual_seed(0)
+    norm.double()
+    with torch.no_grad():
+        for tensor in norm.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) + 0.5)
+    twin = type(norm)(*_arguments(norm)).double()
+    twin.load_state_dict(norm.state_dict())
+    return norm, convert_sync_batchnorm(nn.Sequential(twin), CPU)[0]
+
+
+def _arguments(norm: nn.Module) -> tuple[object, ...]:
+    assert isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    return norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+
+
+def values(*shape: int) -> Tensor:
+    return 3 + 2 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def passed(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Two training passes: the output, the gradients of the second and what the layer keeps."""
+    layer.train()
+    for _ in range(2):
+        layer.zero_grad()
+        entering = x.clone().requires_grad_()
+        output = layer(entering)
+        (output * torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin()).sum().backward()
+    assert entering.grad is not None
+    gradients = {f"gradient of {name}": each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    return {"output": output.detach(), "gradient": entering.grad, **gradients, **layer.state_dict()}
+
+
+def assert_alike(norm: nn.Module, x: Tensor) -> None:
+    reference, ours = pair(norm)
+    assert isinstance(ours, CPUSyncBatchNorm)
+    expected, found = passed(reference, x), passed(ours, x)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(ours.eval()(x), reference.eval()(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+@pytest.mark.parametrize("affine", [True, False])
+def test_it_is_batch_norm_forward_backward_and_in_its_statistics(momentum: float | None, affine: bool) -> None:
+    assert_alike(nn.BatchNorm2d(3, momentum=momentum, affine=affine), values(5, 3, 4, 6))
+
+
+def test_it_is_batch_norm_of_vectors_and_of_sequences() -> None:
+    assert_alike(nn.BatchNorm1d(3), values(8, 3))
+    assert_alike(nn.BatchNorm1d(3), values(4, 3, 7))
+
+
+def test_it_is_batch_norm_of_volumes() -> None:
+    assert_alike(nn.BatchNorm3d(2), values(3, 2, 2, 3, 2))
+
+
+def test_it_is_batch_norm_without_running_statistics() -> None:
+    assert_alike(nn.BatchNorm2d(3, track_running_stats=False), values(5, 3, 4, 4))
+
+
+def test_float32_keeps_its_digits_where_the_mean_is_large() -> None:
+    x = 1000 + values(5, 3, 4, 4)
+    ours, reference = CPUSyncBatchNorm(3).train(), nn.BatchNorm2d(3).double()
+    # Mean square minus squared mean would be wrong by a hundredth here.
+    torch.testing.assert_close(ours(x.float()).double(), reference(x), rtol=0, atol=3e-4)
+
+
+def test_its_gradient_is_the_derivative_of_its_output() -> None:
+    layer = CPUSyncBatchNorm(2).double().train()
+    assert torch.autograd.gradcheck(layer, values(3, 2, 2, 2).requires_grad_())
+
+
+def test_an_empty_input_passes_and_changes_no_statistics() -> None:
+    layer = CPUSyncBatchNorm(3).train()
+    entering = torch.empty(0, 3, 4, 4, requires_grad=True)
+    output = layer(entering)
+    output.sum().backward()
+    assert output.shape == (0, 3, 4, 4)
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    assert torch.equal(layer.running_var, torch.ones(3))
+    assert torch.equal(layer.weight.grad, torch.zeros(3))
+
+
+def test_short_activations_are_counted_in_the_precision_of_the_layer() -> None:
+    layer = CPUSyncBatchNorm(3).train()
+    x = values(64, 3, 8, 8)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(layer.running_mean, 0.1 * x.bfloat16().float().mean((0, 2, 3)))
+
+
+def test_an_input_without_channels_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least 2 dimensions, got 1"):
+        CPUSyncBatchNorm(3).eval()(torch.zeros(3))
+
+
+def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
+    torch.manual_seed(0)
+    fused = BatchNormAct2d(3, act_layer=nn.SiLU).double()
+    twin = BatchNormAct2d(3, act_layer=nn.SiLU).double()
+    converted = convert_sync_batchnorm(nn.Sequential(twin), CPU)[0]
+    assert isinstance(converted, CPUSyncBatchNormAct)
+    expected, found = passed(fused, values(5, 3, 4, 4)), passed(converted, values(5, 3, 4, 4))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "efficientnet_b0"])
+def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> None:
+    model = timm.create_model(name, num_classes=3)
+    keys, parameters = list(model.state_dict()), [id(each) for each in model.parameters()]
+    converted = convert_sync_batchnorm(model, CPU)
+    layers = [each for each in converted.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    assert layers
+    assert all(isinstance(each, CPUSyncBatchNorm) for each in layers)
+    assert list(converted.state_dict()) == keys
+    assert [id(each) for each in converted.parameters()] == parameters
+
+
+def test_a_converted_model_gives_the_same_logits() -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=3).double()
+    x = values(4, 3, 16, 16)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = model.train()(x)
+    model.load_state_dict(state)
+    torch.testing.assert_close(convert_sync_batchnorm(model, CPU)(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_lone_layer_is_converted_too() -> None:
+    assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(3), CPU), CPUSyncBatchNorm)
+
+
+def test_the_mode_of_a_layer_is_kept() -> None:
+    assert not convert_sync_batchnorm(nn.BatchNorm2d(3).eval(), CPU).training
+
+
+def test_a_model_is_known_by_its_batch_norm() -> None:
+    assert has_batchnorm(timm.create_model("resnet10t"))
+    assert not has_batchnorm(timm.create_model("vit_tiny_patch16_224"))

@@ -1,0 +1,396 @@
+"""Checkpoints: whole or refused, the newest good one is found, and a failed write does not end a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpointer
+from lockstep.errors import InputError, StorageError
+from lockstep.optim import SGD, AdamW, Timm, averaged
+from lockstep.rundir import RunDir
+
+FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
+IDENTITY = {"model": "Net()", "batch": 64}
+
+
+@dataclass
+class Parts:
+    """What a checkpoint is made of."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: AveragedModel
+    scaler: torch.amp.GradScaler
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 1, 6, 6)).square().mean().backward()
+            self.optimizer.step()
+            self.ema.update_parameters(self.model)
+
+    def everything(self) -> list[Any]:
+        """The state of all parts, copied."""
+        states = (
+            self.model.state_dict(),
+            self.ema.state_dict(),
+            self.optimizer.state_dict(),
+            self.scaler.state_dict(),
+        )
+        return [checkpoint._copied_tree(dict(state)) for state in states]
+
+
+def parts(seed: int = 0, optimizer: Any = None) -> Parts:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 3))
+    return Parts(model, (optimizer or AdamW()).build(model), averaged(model, 0.9), scaler)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.at(tmp_path / "run")
+
+
+def writer(run: RunDir, **options: Any) -> Checkpointer:
+    return Checkpointer(run_dir=run, **{"identity": IDENTITY, "keep": 3, "writes": True, **options})
+
+
+def save(target: Checkpointer, step: int, made: Parts | None = None, best: bool = False) -> None:
+    made = made or parts()
+    target.save(
+        model=made.model,
+        ema=made.ema,
+        optimizer=made.optimizer,
+        scaler=made.scaler,
+        progress={"step": step, "best": 12.5, "best_step": 1},
+        best=best,
+    )
+
+
+def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
+    """Checkpoints of these steps, the last of them the best."""
+    target = writer(run, **options)
+    for step in steps:
+        save(target, step, best=step == steps[-1])
+    target.close()
+    return [run.checkpoints / f"step-{step:08}" for step in steps]
+
+
+def restore(path: Path, made: Parts) -> dict[str, Any]:
+    loaded = checkpoint.load(path)
+    return checkpoint.restore(loaded, model=made.model, ema=made.ema, optimizer=made.optimizer, scaler=made.scaler)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [AdamW(), SGD(momentum=0.9), Timm(opt="lamb"), Timm(opt="muon", lr=0.01)], ids=repr
+)
+def test_everything_comes_back_as_it_was(run: RunDir, optimizer: Any) -> None:
+    trained = parts(0, optimizer)
+    trained.train(3)
+    target = writer(run)
+    save(target, 3, trained)
+    target.close()
+    other = parts(1, optimizer)
+    assert restore(run.checkpoints / "step-00000003", other) == {"step": 3, "best": 12.5, "best_step": 1}
+    assert same(other.everything(), trained.everything())
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(run: RunDir) -> None:
+    trained = parts()
+    trained.train(2)
+    target = writer(run)
+    save(target, 2, trained)
+    target.close()
+    other = parts(1)
+    restore(run.checkpoints / "step-00000002", other)
+    for each in (trained, other):
+        torch.manual_seed(5)
+        each.train(3)
+    assert same(other.everything(), trained.everything())
+
+
+def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run: RunDir) -> None:
+    trained, target = parts(), writer(run)
+    before = trained.everything()
+    target.pool.submit(time.sleep, 0.2)  # the write behind it comes after the next step
+    save(target, 1, trained)
+    trained.train(1)
+    target.close()
+    other = parts(1)
+    restore(run.checkpoints / "step-00000001", other)
+    assert same(other.everything(), before)
+
+
+def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
+    model[2].weight = model[1].weight
+    target, made = writer(run), parts()
+    target.save(model=model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress={"step": 1}, best=True)
+    target.close()
+    assert same(load_file(run.weights), dict(model.state_dict()))
+
+
+def test_everything_loads_with_weights_only(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    state = torch.load(path / "state.pt", weights_only=True)
+    assert state.keys() == {"optimizer", "scaler", "ema_updates"}
+    assert load_file(path / "model.safetensors").keys() == parts().model.state_dict().keys()
+
+
+def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
+    (path,) = saved(run, 7)
+    assert checkpoint.read_facts(path) == {
+        "format": 1,
+        "identity": IDENTITY,
+        "progress": {"step": 7, "best": 12.5, "best_step": 1},
+    }
+
+
+def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    assert checkpoint.damage(path) == ""
+    assert {each.name for each in path.iterdir()} == set(FILES)
+    assert {each.name for each in run.checkpoints.iterdir()} == {path.name, "last", "best"}
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    bits = 8 * (path / name).stat().st_size
+    for bit in {*range(0, bits, max(1, bits // 200)), *range(64), *range(bits - 64, bits)}:
+        flip(path / name, bit)
+        assert checkpoint.damage(path), f"bit {bit} of {name}"
+        flip(path / name, bit)
+    assert checkpoint.damage(path) == ""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cut_short_is_found(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    (path / name).write_bytes((path / name).read_bytes()[:-8])
+    assert checkpoint.damage(path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    (path / name).unlink()
+    assert name in checkpoint.damage(path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', "null"])
+def test_a_manifest_that_is_none_is_damage(run: RunDir, content: str) -> None:
+    (path,) = saved(run, 1)
+    (path / "manifest.json").write_text(content)
+    assert checkpoint.damage(path)
+
+
+def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    flip(path / "model.safetensors", 999)
+    with pytest.raises(InputError, match=r"is damaged \(model.safetensors does not match its sha256\); name another"):
+        checkpoint.load(path)
+    (path / "facts.json").write_text("{")
+    with pytest.raises(InputError, match=r"is damaged \(facts.json"):
+        checkpoint.check_identity(IDENTITY, path)
+
+
+def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = saved(run, 9, 10, 11)
+    assert checkpoint.newest_good(run.checkpoints) == third
+    flip(third / "state.pt", 100)
+    (second / "facts.json").unlink()
+    assert checkpoint.newest_good(run.checkpoints) == first
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == (
+        f"warning: checkpoint {third} is damaged (state.pt does not match its sha256); trying the one before it"
+    )
+    assert f"checkpoint {second} is damaged" in said[1]
+    flip(first / "ema.safetensors", 100)
+    assert checkpoint.newest_good(run.checkpoints) is None
+
+
+def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:
+    assert not writer(run).overdue()
+    assert not writer(run, every_s=3600.0).overdue()
+    target = writer(run, every_s=0.05)
+    time.sleep(0.06)
+    assert target.overdue()
+    assert not writer(run, every_s=0.0, writes=False).overdue()
+    save(target, 1)
+    assert not target.overdue()
+    target.close()
+
+
+def test_a_folder_without_checkpoints_has_no_good_one(tmp_path: Path) -> None:
+    assert checkpoint.newest_good(tmp_path) is None
+    assert checkpoint.newest_good(tmp_path / "none") is None
+
+
+def test_the_newest_and_the_best_are_kept(run: RunDir) -> None:
+    target = writer(run, keep=2)
+    for step in range(1, 7):
+        save(target, step, best=step in (1, 3))
+    target.close()
+    assert [path.name[-1] for path in checkpoint.candidates(run.checkpoints)] == ["6", "5", "3"]
+    assert (run.checkpoints / "last").read_text() == "step-00000006"
+    assert (run.checkpoints / "best").read_text() == "step-00000003"
+
+
+def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
+    target, averages = writer(run), []
+    for step, best in ((1, True), (2, False), (3, True), (4, False)):
+        made = parts(step)
+        made.train(2)
+        averages.append(checkpoint._copied_tree(made.ema.module.state_dict()))
+        save(target, step, made, best=best)
+    target.close()
+    assert same(load_file(run.weights), averages[2])
+
+
+def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:
+    made, target = parts(), writer(run)
+    target.save(
+        model=made.model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress={"step": 1}, best=True
+    )
+    target.close()
+    assert same(load_file(run.weights), dict(made.model.state_dict()))
+    with pytest.raises(InputError, match=r"has no averaged weights; use train\.ema=null"):
+        restore(run.checkpoints / "step-00000001", made)
+
+
+def test_a_rank_that_does_not_write_leaves_nothing(run: RunDir) -> None:
+    saved(run, 1, writes=False)
+    assert list(run.checkpoints.iterdir()) == []
+
+
+FullDisk = Callable[[int], AbstractContextManager[None]]
+
+
+# Too little for the weights (1.6 kB), and too little for the optimizer's state (1.8 kB) only.
+@pytest.mark.parametrize("room", [100, 1700])
+def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
+    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], room: int
+) -> None:
+    target = writer(run)
+    with full_disk(room):
+        save(target, 1)
+        target.wait()
+    assert "a checkpoint could not be written" in capsys.readouterr().out
+    assert checkpoint.newest_good(run.checkpoints) is None
+    with pytest.raises(StorageError, match="the last checkpoint could not be written"):
+        target.close()
+
+
+def test_a_failed_write_leaves_the_checkpoint_before_it_and_the_next_one_is_tried(
+    run: RunDir, full_disk: FullDisk
+) -> None:
+    target = writer(run)
+    save(target, 1)
+    target.wait()
+    with full_disk(100):
+        save(target, 2)
+        target.wait()
+    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000001"
+    save(target, 3)
+    target.close()
+    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000003"
+
+
+def test_a_folder_that_went_away_is_a_storage_error(run: RunDir) -> None:
+    target = writer(run)
+    run.checkpoints.rmdir()
+    save(target, 1)
+    with pytest.raises(StorageError, match=str(run.path)):
+        target.close()
+
+
+def test_what_a_torn_write_left_behind_is_written_over(run: RunDir) -> None:
+    torn = run.checkpoints / ".step-00000001.tmp"
+    torn.mkdir()
+    (torn / "junk").write_text("half")
+    (path,) = saved(run, 1)
+    assert {each.name for each in path.iterdir()} == set(FILES)
+    assert not torn.exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    checkpoint.check_identity(IDENTITY, path)
+    with pytest.raises(
+        InputError, match=r"\(batch: here 32, there 64\); resume with the same values.*init_from=PATH"
+    ):
+        checkpoint.check_identity({**IDENTITY, "batch": 32}, path)
+
+
+def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    other = parts()
+    other.model = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="does not fit this model"):
+        restore(path, other)
+
+
+@pytest.mark.parametrize("place", ["run folder", "checkpoint", "file"])
+def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, place: str) -> None:
+    (path,) = saved(run, 1)
+    found = {"run folder": run.path, "checkpoint": path, "file": path / "model.safetensors"}[place]
+    model = parts(3).model
+    checkpoint.load_weights(model, found)
+    assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
+
+
+def test_weights_of_another_model_are_refused_by_the_names_of_their_tensors(run: RunDir) -> None:
+    saved(run, 1)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
+    with pytest.raises(InputError) as caught:
+        checkpoint.load_weights(model, run.path)
+    assert "is of another model: 2 tensors differ, e.g. 0.bias (here (8,), there (4,)), 0.weight (here" in str(
+        caught.value
+    )
+
+
+def test_weights_that_are_not_there_or_broken_are_refused(run: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there are no weights at"):
+        checkpoint.load_weights(parts().model, tmp_path / "none")
+    run.weights.write_bytes(b"no tensors")
+    with pytest.raises(InputError, match=r"model.safetensors cannot be read"):
+        checkpoint.load_weights(parts().model, run.path)
+
+
+def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    assert json.loads((path / "manifest.json").read_text())["sha256"].keys() == set(FILES) - {"manifest.json"}

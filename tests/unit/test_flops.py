@@ -1,0 +1,56 @@
+"""How much arithmetic a step is, and what a GPU could do."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from lockstep.telemetry.flops import peak_flops, training_flops
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_training_on_an_example_is_three_times_the_published_forward_of_resnet18() -> None:
+    found = training_flops(timm.create_model("resnet18"), (3, 224, 224), CPU)
+    assert found == pytest.approx(3 * 2 * 1.82e9, rel=0.02)
+
+
+def test_a_linear_layer_is_counted_exactly() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+    assert training_flops(model, (1, 8, 8), CPU) == 3 * 2 * 64 * 10
+
+
+def test_counting_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    training_flops(model, (1, 8, 8), CPU)
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tf32", "expected"),
+    [
+        ("NVIDIA H200", torch.bfloat16, False, 989e12),
+        ("NVIDIA H100 80GB HBM3", torch.float16, False, 989e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, False, 756e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, True, 156e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5e12),
+        ("NVIDIA L4", torch.bfloat16, False, 121e12),
+        ("NVIDIA L40S", torch.bfloat16, False, 366e12),
+        ("NVIDIA L40", torch.bfloat16, False, 0),
+        ("NVIDIA H200", torch.float64, False, 0),
+        ("Some GPU", torch.bfloat16, False, 0),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_or_unknown(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, tf32: bool, expected: float
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(CUDA, dtype, tf32=tf32) == pytest.approx(expected)
+
+
+def test_a_cpu_has_no_known_peak() -> None:
+    assert peak_flops(CPU, torch.float32, tf32=False) == 0

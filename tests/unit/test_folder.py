@@ -1,0 +1,111 @@
+"""Image files in class folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lockstep.data.folder import Folder, ImageNet
+from lockstep.errors import InputError
+
+
+def fill(folder: Path, **levels: list[int]) -> None:
+    """Make a class folder for each name, with an image of one grey level for each number."""
+    for name, numbers in levels.items():
+        (folder / name).mkdir(parents=True)
+        for number in numbers:
+            Image.fromarray(np.full((12, 16, 3), number, dtype=np.uint8)).save(folder / name / f"{number:03}.png")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three classes to train on, of which the evaluation split has two."""
+    fill(tmp_path / "train", zebra=[10, 20], ant=[30], cat=[40, 50, 60])
+    fill(tmp_path / "val", zebra=[70], cat=[80])
+    return tmp_path
+
+
+def test_classes_are_the_sorted_names_of_the_training_folders(root: Path) -> None:
+    folder = Folder(path=str(root), decode_size=8)
+    assert folder.classes == 3
+    split = folder.train()
+    assert split.labels.tolist() == [0, 1, 1, 1, 2, 2]
+    assert split.fetch(list(range(6)))[:, 0, 0, 0].tolist() == [30, 40, 50, 60, 10, 20]
+
+
+def test_the_order_of_the_disk_does_not_matter(tmp_path: Path) -> None:
+    names = [chr(97 + (7 * number) % 26) * 3 for number in range(26)]
+    for split in ("train", "val"):
+        fill(tmp_path / split, **{name: [ord(name[0]), 3, 2] for name in names})
+    split = Folder(path=str(tmp_path), decode_size=8).train()
+    assert split.labels.tolist() == [number for number in range(26) for _ in range(3)]
+    levels = split.fetch(list(range(78)))[:, 0, 0, 0].tolist()
+    assert levels == [level for letter in range(97, 123) for level in (2, 3, letter)]
+
+
+def test_the_evaluation_split_numbers_its_classes_as_the_training_split_does(root: Path) -> None:
+    split = Folder(path=str(root), decode_size=8).eval()
+    assert split.labels.tolist() == [1, 2]
+    assert split.fetch([0, 1])[:, 0, 0, 0].tolist() == [80, 70]
+
+
+def test_images_have_the_decode_size_and_the_model_its_own(root: Path) -> None:
+    folder = Folder(path=str(root), decode_size=10, input_size=8, crop=0.8)
+    assert folder.image_shape == (3, 10, 10)
+    assert folder.input_shape == (3, 8, 8)
+    assert folder.eval_crop == 0.8
+    assert folder.train().fetch([0]).shape == (1, 3, 10, 10)
+    assert Folder(path=str(root), decode_size=10).input_shape == (3, 10, 10)
+
+
+def test_the_splits_may_have_other_names(root: Path) -> None:
+    (root / "val").rename(root / "test")
+    assert len(Folder(path=str(root), val_folder="test", decode_size=8).eval()) == 2
+
+
+def test_files_that_are_no_images_are_left_out(root: Path) -> None:
+    (root / "train" / "ant" / "notes.txt").write_text("about ants")
+    (root / "train" / "list.csv").write_text("a,b")
+    folder = Folder(path=str(root), decode_size=8)
+    folder.prepare()
+    assert len(folder.train()) == 6
+
+
+def test_imagenet_is_stored_at_256_and_seen_at_224() -> None:
+    imagenet = ImageNet(path="nowhere")
+    assert imagenet.image_shape == (3, 256, 256)
+    assert imagenet.input_shape == (3, 224, 224)
+    assert round(256 * imagenet.eval_crop) == 224
+
+
+def test_a_missing_folder_is_named_with_the_key_that_moves_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"there is no folder {tmp_path}/none/train.*dataset.path=FOLDER"):
+        Folder(path=str(tmp_path / "none")).prepare()
+
+
+def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(InputError, match="has no subfolders, expected one per class"):
+        Folder(path=str(tmp_path)).prepare()
+
+
+def test_a_class_without_images_is_refused(root: Path) -> None:
+    (root / "train" / "dog").mkdir()
+    with pytest.raises(InputError, match=r"train/dog has no images \(.*\.jpg"):
+        Folder(path=str(root)).prepare()
+
+
+def test_a_class_that_only_the_evaluation_split_has_is_refused(root: Path) -> None:
+    fill(root / "val", yak=[1])
+    with pytest.raises(InputError, match=r"val/yak is a class that .*/train does not have"):
+        Folder(path=str(root)).prepare()
+
+
+@pytest.mark.parametrize("options", [{"decode_size": 0}, {"input_size": 0}, {"crop": 0.0}, {"crop": 1.2}])
+def test_a_size_or_share_out_of_range_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"dataset.{next(iter(options))}"):
+        Folder(path="nowhere", **options)

@@ -1,0 +1,180 @@
+"""GPU figures through NVML, which is replaced by a small machine of two GPUs: most test machines have none.
+
+What is replaced are the calls of `pynvml` and of `torch.cuda`; the monitor, its thread and its file are real.
+"""
+
+# ruff: noqa: N802 (NVML's own names)
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from lockstep.telemetry import gpu
+
+
+class Machine:
+    """NVML of a machine whose GPUs have the utilisations `load`, by UUID. The calls have NVML's names."""
+
+    NVMLError = pynvml.NVMLError
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
+
+    def __init__(self) -> None:
+        self.load = {"GPU-aa": 10, "GPU-bb": 90}
+        self.calls = 0
+        self.fails_after: int | None = None
+        self.absent = False
+        self.shut = False
+
+    def nvmlInit(self) -> None:
+        if self.absent:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    def nvmlShutdown(self) -> None:
+        self.shut = True
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in self.load:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return uuid
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        self.calls += 1
+        if self.fails_after is not None and self.calls > self.fails_after:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return SimpleNamespace(gpu=self.load[handle])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(used=2_500_000_000)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return 350_000
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        return 55
+
+    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
+        return 1980
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.lines.append((step, dict(scalars)))
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(gpu, "pynvml", made)
+    return made
+
+
+def watch(path: Path, uuids: list[str], sink: Kept, *, seconds: float = 0.2) -> dict[str, float]:
+    """Run a monitor for a while; returns the means it closes with."""
+    monitor = gpu.Monitor(uuids=uuids, path=path / "gpu.jsonl", sinks=[sink], step=lambda: 7, period=0.02)
+    monitor.start()
+    time.sleep(seconds)
+    return monitor.close()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "gpu.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("machine")
+def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
+    sink = Kept()
+    means = watch(tmp_path, ["GPU-bb", "GPU-aa"], sink)
+    written = lines(tmp_path)
+    assert [(line["local_rank"], line["uuid"], line["util"]) for line in written[:2]] == [
+        (0, "GPU-bb", 90),
+        (1, "GPU-aa", 10),
+    ]
+    assert {line["step"] for line in written} == {7}
+    assert (written[0]["mem_gb"], written[0]["power_w"], written[0]["temp_c"], written[0]["sm"]) == (
+        2.5,
+        350,
+        55,
+        1980,
+    )
+    assert sink.lines[0] == (
+        7,
+        {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in means},
+    )
+    assert means == pytest.approx({"util": 50, "mem_gb": 2.5, "power_w": 350, "temp_c": 55, "sm": 1980})
+    assert len(written) == 2 * len(sink.lines) >= 4
+
+
+def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # CUDA_VISIBLE_DEVICES=1: CUDA's only GPU, number 0, is NVML's number 1.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["bb"][index]))
+    assert gpu.cuda_uuids(1) == ["GPU-bb"]
+    made = gpu.monitor(wanted=True, gpus=1, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    assert isinstance(made, gpu.Monitor)
+    assert made.handles == ["GPU-bb"]
+    made.close()
+    assert machine.shut
+
+
+@pytest.mark.parametrize("calls", [0, 1, 4, 5])
+def test_nvml_that_stops_answering_is_said_once_and_ends_the_figures_only(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: int
+) -> None:
+    machine.fails_after = calls
+    sink = Kept()
+    means = watch(tmp_path, ["GPU-aa", "GPU-bb"], sink)
+    assert len(sink.lines) == calls // 2
+    assert len(lines(tmp_path)) == 2 * (calls // 2)
+    assert means.get("util") == (50 if calls > 1 else None)
+    assert capsys.readouterr().out.count("NVML stopped answering") == 1
+    assert machine.shut
+
+
+def test_a_monitor_that_never_started_closes(machine: Machine, tmp_path: Path) -> None:
+    assert gpu.Monitor(uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0).close() == {}
+
+
+def test_closing_does_not_wait_for_the_next_sample(machine: Machine, tmp_path: Path) -> None:
+    monitor = gpu.Monitor(uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0, period=60)
+    monitor.start()
+    before = time.perf_counter()
+    assert monitor.close() == {}
+    assert time.perf_counter() - before < 5
+
+
+def test_without_nvml_the_run_goes_on_with_a_warning(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.absent = True
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="aa"))
+    made = gpu.monitor(wanted=True, gpus=1, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    made.start()
+    assert made.close() == {}
+    assert "NVML is not available" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("wanted", "gpus"), [(False, 2), (True, 0), (False, 0)])
+def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
+    tmp_path: Path, wanted: bool, gpus: int
+) -> None:
+    made = gpu.monitor(wanted=wanted, gpus=gpus, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    assert type(made) is gpu.NoMonitor
+    assert not (tmp_path / "gpu.jsonl").exists()

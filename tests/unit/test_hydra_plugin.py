@@ -1,0 +1,65 @@
+"""`model=NAME` for every name of timm, without a file."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.errors import MissingConfigException
+from hydra.plugins.config_source import ConfigLoadError
+
+from helpers import ROOT, composed
+from hydra_plugins.lockstep import TimmConfigSource
+from lockstep import config
+from lockstep.models import Timm
+
+
+@pytest.fixture
+def source() -> TimmConfigSource:
+    return TimmConfigSource(provider="timm", path="timm://")
+
+
+@pytest.mark.parametrize("name", ["resnet50d", "resnet50d.ra2_in1k", "vit_tiny_patch16_224"])
+def test_a_name_of_timm_composes_and_builds(name: str) -> None:
+    node = composed(f"model={name}", "model.drop_rate=0.1")["model"]
+    assert config.build("model", node) == Timm(name=name, drop_rate=0.1)
+
+
+def test_the_node_of_a_name_has_every_field_of_the_class() -> None:
+    node = composed("model=resnet50d")["model"]
+    assert node == config.node(Timm(name="resnet50d"))
+
+
+def test_a_file_of_the_project_wins_over_a_name_of_timm() -> None:
+    assert composed("model=resnet34")["model"]["_target_"] == "lockstep.models.ResNet34"
+
+
+def test_a_name_that_neither_has_is_missing() -> None:
+    with pytest.raises(MissingConfigException):
+        composed("model=resnet50e")
+
+
+def test_files_and_names_are_listed_together_for_completion() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        options = GlobalHydra.instance().config_loader().get_group_options("model")
+    assert {"digitnet", "resnet34", "resnet50d", "vit_tiny_patch16_224"} <= set(options)
+    assert len(options) == len(set(options))
+
+
+def test_the_source_lists_names_for_the_model_group_only(source: TimmConfigSource) -> None:
+    assert "resnet50d" in source.list("model", ObjectType.CONFIG)
+    assert source.list("model", ObjectType.GROUP) == []
+    assert source.list("", ObjectType.GROUP) == ["model"]
+    assert source.list("dataset", None) == []
+    assert source.is_group("model")
+    assert not source.is_group("dataset")
+
+
+def test_the_source_answers_for_models_only(source: TimmConfigSource) -> None:
+    assert source.is_config("model/resnet50d")
+    assert source.is_config("model/resnet50d.yaml")
+    assert not source.is_config("dataset/resnet50d")
+    assert not source.is_config("model/no_such")
+    with pytest.raises(ConfigLoadError, match="model/no_such"):
+        source.load_config("model/no_such")

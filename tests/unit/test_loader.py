@@ -1,0 +1,206 @@
+"""How images reach the device: both loaders give the same shards, and leave nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.data.folder import Folder
+from lockstep.data.loader import Auto, Loader, Resident, Shard, Streaming, available_memory, cores
+from lockstep.data.sources import Digits
+from lockstep.errors import InputError
+from lockstep.plan import Plan
+from lockstep.protocols import Source
+from lockstep.world import World
+
+PLAN = Plan(examples=50, batch=16, total_steps=9, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    """A rank's identity; a loader needs no process group."""
+    return World(rank=rank, local_rank=rank, size=size, local_size=size, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Fifty small images in two classes, and ten to evaluate."""
+    root = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 25), ("val", 5)):
+        for label in ("a", "b"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / label / f"{number:02}.png")
+    return Folder(path=str(root), decode_size=8)
+
+
+def loader(source: Source, kind: Any, where: World | None = None) -> Loader:
+    here = where or world()
+    train, held_out = source.train(), source.eval()
+    return Loader(
+        world=here,
+        plan=PLAN,
+        seed=0,
+        eval_batch=4,
+        train_labels=train.labels,
+        eval_labels=held_out.labels,
+        train_feed=kind.feed(train, here, once=True),
+        eval_feed=kind.feed(held_out, here, once=False),
+    )
+
+
+def equal(one: Shard, other: Shard) -> bool:
+    """Whether two shards are the same in every field."""
+    tensors = all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("images", "labels", "indices"))
+    return tensors and (one.step, one.epoch, one.count) == (other.step, other.epoch, other.count)
+
+
+@pytest.fixture(params=["array", "folder"])
+def source(request: pytest.FixtureRequest, folder: Folder) -> Source:
+    return folder if request.param == "folder" else Digits()
+
+
+@pytest.mark.parametrize("where", [world(), world(1, 3)], ids=["one rank", "rank 1 of 3"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streaming_gives_the_shards_of_resident(source: Source, workers: int, where: World) -> None:
+    for after in (0, 5):
+        pairs = zip(
+            loader(source, Resident(), where).train(after),
+            loader(source, Streaming(workers=workers), where).train(after),
+            strict=True,
+        )
+        steps = [one.step for one, other in pairs if equal(one, other)]
+        assert steps == list(range(after + 1, 10))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_streaming_evaluates_the_blocks_of_resident_again_and_again(source: Source, workers: int) -> None:
+    resident, streaming = loader(source, Resident()), loader(source, Streaming(workers=workers))
+    for _ in range(2):
+        blocks = list(zip(resident.eval(), streaming.eval(), strict=True))
+        assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in blocks)
+        assert sum(len(labels) for (_, labels), _ in blocks) == len(source.eval())
+
+
+def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> None:
+    split = source.train()
+    for shard in loader(source, Resident()).train(after=0):
+        assert torch.equal(shard.images, split.fetch(shard.indices.tolist()))
+        assert torch.equal(shard.labels, split.labels[shard.indices])
+        assert shard.images.dtype == torch.uint8
+
+
+def test_the_last_batch_of_an_epoch_may_leave_a_rank_with_nothing() -> None:
+    for kind in (Resident(), Streaming(workers=0)):
+        shards = list(loader(Digits(), kind, world(0, 3)).train(after=0))
+        assert [len(shard.labels) for shard in shards] == [5, 5, 5, 0, 5, 5, 5, 0, 5]
+        assert [shard.count for shard in shards] == [16, 16, 16, 2, 16, 16, 16, 2, 16]
+        assert shards[3].images.shape == (0, 1, 8, 8)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_the_micro_batches_of_a_shard_are_the_shard(parts: int) -> None:
+    shard = next(loader(Digits(), Resident(), world(0, 3)).train(after=0))
+    pieces = list(shard.micro_batches(parts))
+    for name in ("images", "labels", "indices"):
+        assert torch.equal(torch.cat([getattr(piece, name) for piece, _ in pieces]), getattr(shard, name))
+    assert [last for _, last in pieces] == [False] * (parts - 1) + [True]
+    assert {(piece.step, piece.epoch, piece.count) for piece, _ in pieces} == {(1, 0, 16)}
+    sizes = [len(piece.labels) for piece, _ in pieces]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_ranks_together_evaluate_every_example_once() -> None:
+    seen = [labels for rank in range(3) for _, labels in loader(Digits(), Resident(), world(rank, 3)).eval()]
+    assert torch.equal(torch.cat(seen).sort().values, Digits().eval().labels.sort().values)
+
+
+def test_auto_keeps_small_data_on_the_device_and_streams_large_data() -> None:
+    splits = [Digits().train(), Digits().eval()]
+    kind, reason = Auto(resident_gb=1.0).choose(splits, (1, 8, 8), world())
+    assert isinstance(kind, Resident)
+    assert reason == "0.00 GB fit in 1.0 GB"
+    kind, reason = Auto(resident_gb=1.0, workers=3, prefetch=4).choose(splits, (3, 2000, 2000), world())
+    assert kind == Streaming(workers=3, prefetch=4)
+    assert reason == "21.6 GB do not fit in 1.0 GB"
+
+
+def test_auto_leaves_half_of_a_ranks_share_of_the_memory_free() -> None:
+    splits, needed = [Digits().train(), Digits().eval()], 0.6 * available_memory()
+    side = int((needed / 1797) ** 0.5)
+    assert isinstance(Auto(resident_gb=1e6).choose(splits, (1, side, side), world())[0], Streaming)
+    assert isinstance(Auto(resident_gb=1e6).choose(splits, (1, side // 2, side // 2), world())[0], Resident)
+    assert isinstance(Auto(resident_gb=1e6).choose(splits, (1, side // 2, side // 2), world(0, 4))[0], Streaming)
+
+
+def test_auto_workers_are_for_decoding_only(folder: Folder) -> None:
+    assert Streaming().count(Digits().train(), world()) == 0
+    assert Streaming().count(folder.train(), world()) == cores()
+    assert Streaming().count(folder.train(), world(0, 1000)) == 1
+    assert Streaming(workers=3).count(Digits().train(), world()) == 3
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Iterator[Folder]:
+    """Two images of which one cannot be decoded."""
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / split / "a" / "0.png")
+        (tmp_path / split / "a" / "1.png").write_bytes(b"no image")
+    return Folder(path=str(tmp_path), decode_size=8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(damaged: Folder, workers: int) -> None:
+    feed = Streaming(workers=workers).feed(damaged.train(), world(), once=True)
+    with pytest.raises(InputError, match=r"^dataset: image 1, .*/train/a/1\.png, cannot be decoded"):
+        list(feed([[0], [0, 1]]))
+    assert multiprocessing.active_children() == []
+
+
+def test_an_unreadable_image_is_an_error_of_the_resident_loader_too(damaged: Folder) -> None:
+    with pytest.raises(InputError, match=r"^dataset: image 1, .*cannot be decoded"):
+        Resident().feed(damaged.train(), world(), once=True)
+
+
+def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -> None:
+    streaming = loader(folder, Streaming(workers=2))
+    shards = streaming.train(after=0)
+    next(shards)
+    assert len(multiprocessing.active_children()) == 2
+    shards.close()  # type: ignore[attr-defined]
+    assert multiprocessing.active_children() == []
+    list(streaming.train(after=7))
+    assert multiprocessing.active_children() == []
+
+
+def test_the_workers_of_evaluation_stay_until_the_loader_goes(folder: Folder) -> None:
+    streaming = loader(folder, Streaming(workers=2))
+    list(streaming.eval())
+    workers = multiprocessing.active_children()
+    list(streaming.eval())
+    assert multiprocessing.active_children() == workers
+    assert len(workers) == 2
+    del streaming
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"workers": -1}, "loader.workers is -1"),
+        ({"workers": "two"}, "'two'"),
+        ({"prefetch": 0}, "loader.prefetch is 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Streaming(**options)

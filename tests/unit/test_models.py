@@ -1,0 +1,118 @@
+"""The networks: our own by their published sizes, timm's by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
+from lockstep.models.zoo import Stem
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def logits(model: nn.Module, *shape: int) -> torch.Tensor:
+    return model.eval()(torch.zeros(2, *shape))
+
+
+def test_basicnet_is_the_network_of_the_tutorials() -> None:
+    model = BasicNet().build(10, (1, 28, 28))
+    linear = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
+    assert parameters(model) == 1_199_882
+    assert linear.in_features == 9216
+    assert [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)] == [0.25, 0.5]
+    assert logits(model, 1, 28, 28).shape == (2, 10)
+
+
+def test_basicnet_takes_other_images_too() -> None:
+    assert logits(BasicNet().build(7, (3, 20, 32)), 3, 20, 32).shape == (2, 7)
+
+
+def test_basicnet_refuses_images_that_its_convolutions_would_swallow() -> None:
+    assert logits(BasicNet().build(10, (1, 6, 6)), 1, 6, 6).shape == (2, 10)
+    with pytest.raises(InputError, match=r"the data set gives 5x5; use dataset\.input_size=28"):
+        BasicNet().build(10, (1, 5, 5))
+
+
+@pytest.mark.parametrize("side", [2, 4, 8, 28])
+def test_digitnet_takes_images_down_to_2x2(side: int) -> None:
+    assert logits(DigitNet().build(10, (1, side, side)), 1, side, side).shape == (2, 10)
+
+
+def test_digitnet_has_as_many_channels_as_its_width_says() -> None:
+    model = DigitNet(width=16).build(10, (1, 8, 8))
+    assert [layer.out_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: DigitNet(width=0), "model.width is 0, expected a multiple of 8"),
+        (lambda: DigitNet(width=12), "model.width is 12, expected a multiple of 8"),
+        (lambda: DigitNet(dropout=1.5), "model.dropout is 1.5"),
+        (lambda: DigitNet().build(10, (1, 1, 1)), "the data set gives 1x1; use dataset.input_size=8"),
+    ],
+)
+def test_digitnet_refuses_what_it_cannot_be(make: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        make()
+
+
+def test_resnet34_enters_with_a_large_or_a_small_stem() -> None:
+    large = ResNet34().build(10, (3, 64, 64))
+    small = ResNet34(stem=Stem.cifar).build(10, (3, 32, 32))
+    assert large.conv1.weight.shape == (64, 3, 7, 7)
+    assert isinstance(large.maxpool, nn.MaxPool2d)
+    assert small.conv1.weight.shape == (64, 3, 3, 3)
+    assert isinstance(small.maxpool, nn.Identity)
+    assert small.forward_features(torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+    assert parameters(large) == 21_289_802
+    assert logits(small, 3, 32, 32).shape == (2, 10)
+
+
+def test_timm_builds_for_the_channels_and_classes_of_the_data_set() -> None:
+    model = Timm(name="resnet18").build(7, (1, 32, 32))
+    assert model.conv1.in_channels == 1
+    assert logits(model, 1, 32, 32).shape == (2, 7)
+
+
+def test_a_model_of_fixed_size_gets_that_of_the_data_set() -> None:
+    model = Timm(name="vit_tiny_patch16_224").build(10, (3, 32, 48))
+    assert model.patch_embed.img_size == (32, 48)
+    assert logits(model, 3, 32, 48).shape == (2, 10)
+
+
+def test_the_options_of_a_model_of_timm_reach_it() -> None:
+    options = {"img_size": 64, "patch_size": 8}
+    model = Timm(name="vit_tiny_patch16_224", drop_path_rate=0.1, options=options).build(10, (3, 64, 64))
+    assert model.patch_embed.grid_size == (8, 8)
+    assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)
+
+
+def test_a_name_that_timm_has_passes_with_and_without_a_tag() -> None:
+    Timm(name="resnet18").check()
+    Timm(name="resnet18.a1_in1k").check()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("resnet5d", r"model.name is 'resnet5d', which timm does not have\. Did you mean '"),
+        ("resnet18.no_such", "timm has no such weights of resnet18. It has .*resnet18.a1_in1k"),
+        ("", "which timm does not have"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_those_close_to_it(name: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Timm(name=name).check()
+
+
+def test_a_model_that_does_not_fit_the_images_is_refused() -> None:
+    with pytest.raises(InputError, match=r"model=resnet18 cannot be built for images of 1x8x8 \(TypeError"):
+        Timm(name="resnet18", options={"no_such": 1}).build(10, (1, 8, 8))

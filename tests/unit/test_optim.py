@@ -1,0 +1,158 @@
+"""Optimizers: which parameters decay, whose rate is smaller, and the average of weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.optim import SGD, Adam, AdamW, Timm, averaged, gradient_norm, set_learning_rate
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 1, 8, 8)).square().sum().backward()
+    optimizer.step()
+
+
+def test_biases_and_norms_do_not_decay() -> None:
+    model = network()
+    decay, plain = SGD(weight_decay=0.1).build(model).param_groups
+    assert decay["weight_decay"] == 0.1
+    assert plain["weight_decay"] == 0
+    assert {id(each) for each in decay["params"]} == {id(each) for each in model.parameters() if each.dim() > 1}
+    assert {id(each) for each in plain["params"]} == {id(each) for each in model.parameters() if each.dim() == 1}
+
+
+def test_all_parameters_decay_where_it_is_asked_for() -> None:
+    (group,) = SGD(weight_decay=0.1, decay_all=True).build(network()).param_groups
+    assert group["weight_decay"] == 0.1
+    assert len(group["params"]) == 6
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = network()
+    next(model.parameters()).requires_grad_(requires_grad=False)
+    groups = SGD(weight_decay=0.1).build(model).param_groups
+    assert sum(len(group["params"]) for group in groups) == 5
+
+
+def test_the_rate_of_each_layer_is_the_decay_times_that_of_the_next() -> None:
+    model = timm.create_model("resnet18", num_classes=3, in_chans=1)
+    optimizer = AdamW(lr=1.0, weight_decay=0.1, layer_decay=0.5).build(model)
+    set_learning_rate(optimizer, 0.8)
+    rates = {id(each): group["lr"] for group in optimizer.param_groups for each in group["params"]}
+    assert len(rates) == len(list(model.parameters()))
+    assert rates[id(model.fc.weight)] == pytest.approx(0.8)
+    assert rates[id(model.layer4[1].conv2.weight)] == pytest.approx(0.4)
+    assert rates[id(model.conv1.weight)] == min(rates.values()) < 0.02
+    decays = {group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == {0.0, 0.1}
+
+
+def test_layer_decay_and_decay_all_go_together() -> None:
+    model = timm.create_model("resnet18", num_classes=3)
+    groups = AdamW(weight_decay=0.1, layer_decay=0.5, decay_all=True).build(model).param_groups
+    assert {group["weight_decay"] for group in groups} == {0.1}
+
+
+def test_layer_decay_of_a_model_whose_layers_are_not_known_is_refused() -> None:
+    with pytest.raises(InputError, match=r"the layers of this model are not known; use optimizer\.layer_decay=null"):
+        SGD(layer_decay=0.5).build(network())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGD(lr=0.01, momentum=0.9, nesterov=True), lambda p: torch.optim.SGD(p, 0.01, momentum=0.9, nesterov=True)),
+        (Adam(lr=0.01), lambda p: torch.optim.Adam(p, 0.01)),
+        (
+            AdamW(lr=0.01, weight_decay=0.1, decay_all=True, betas=[0.8, 0.9], eps=1e-6),
+            lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+        ),
+    ],
+    ids=["sgd", "adam", "adamw"],
+)
+def test_the_usual_three_are_those_of_torch(ours: Any, theirs: Any) -> None:
+    one, other = network(), network()
+    optimizers = [(one, ours.build(one)), (other, theirs(other.parameters()))]
+    for _ in range(3):
+        for model, optimizer in optimizers:
+            one_step(model, optimizer)
+    for mine, reference in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, reference)
+
+
+@pytest.mark.parametrize("opt", ["lamb", "lion", "muon", "adafactor", "nadamw", "sgdw"])
+def test_an_optimizer_of_timm_answers_to_its_name(opt: str) -> None:
+    model = network()
+    optimizer = Timm(opt=opt, lr=0.01, weight_decay=0.1).build(model)
+    before = [each.detach().clone() for each in model.parameters()]
+    one_step(model, optimizer)
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_the_options_of_an_optimizer_of_timm_reach_it() -> None:
+    optimizer = Timm(opt="lamb", options={"trust_clip": True}).build(network())
+    assert all(group["trust_clip"] for group in optimizer.param_groups)
+
+
+def test_an_unknown_name_is_refused_with_the_names_close_to_it() -> None:
+    with pytest.raises(InputError, match=r"optimizer.opt is 'lmb', which timm does not have\. Did you mean 'lamb'"):
+        Timm(opt="lmb")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: SGD(lr=0), "optimizer.lr is 0, expected a number above 0"),
+        (lambda: SGD(lr=float("nan")), "optimizer.lr is nan"),
+        (lambda: SGD(weight_decay=-1), "optimizer.weight_decay is -1"),
+        (lambda: SGD(layer_decay=1.5), "optimizer.layer_decay is 1.5"),
+        (lambda: Adam(betas=[0.9]).build(network()), "optimizer.betas is"),
+        (lambda: Adam(betas=[0.9, 1.0]).build(network()), "optimizer.betas is"),
+        (lambda: SGD(momentum=0.0, nesterov=True).build(network()), "optimizer=sgd cannot be built: Nesterov"),
+        (lambda: AdamW(eps=-1.0).build(network()), "optimizer=adamw cannot be built"),
+        (lambda: Timm(options={"no_such": 1}).build(network()), "optimizer=timm cannot be built"),
+        (lambda: Timm(opt="adahessian"), "needs second derivatives"),
+    ],
+)
+def test_a_value_that_cannot_be_is_the_users_mistake(make: Any, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        make()
+
+
+def test_the_average_follows_parameters_and_running_statistics() -> None:
+    model = network()
+    ema = averaged(model, 0.9)
+    ema.update_parameters(model)
+    first = {name: each.clone() for name, each in model.state_dict().items()}
+    one_step(model, SGD(lr=0.1).build(model))
+    ema.update_parameters(model)
+    for name, now in model.state_dict().items():
+        if now.is_floating_point():
+            torch.testing.assert_close(ema.module.state_dict()[name], 0.9 * first[name] + 0.1 * now)
+    assert not torch.equal(first["1.running_mean"], model.state_dict()["1.running_mean"])
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, 2.0])
+def test_a_decay_of_the_average_outside_0_to_1_is_refused(decay: float) -> None:
+    with pytest.raises(InputError, match=r"train\.ema is"):
+        averaged(network(), decay)
+
+
+def test_the_gradient_norm_is_that_of_all_gradients_together() -> None:
+    model = network()
+    model(torch.ones(2, 1, 8, 8)).sum().backward()
+    every = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    torch.testing.assert_close(gradient_norm(model), every.norm())

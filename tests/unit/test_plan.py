@@ -1,0 +1,108 @@
+"""Durations become steps in one place, and events fall on steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import InputError
+from lockstep.plan import Event, Plan, make_plan, seconds, steps
+
+ASKED: dict[str, Any] = {
+    "examples": 100,
+    "batch": 30,
+    "epochs": 5,
+    "total_steps": None,
+    "micro_batches": 1,
+    "log_every": 3,
+    "eval_every": "1ep",
+    "save_every": "50%",
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("30s", 30), ("10min", 600), ("2h", 7200), ("1.5h", 5400), (45, 45), ("45", 45), ("2 h", 7200)],
+)
+def test_a_time_is_in_seconds_minutes_or_hours(value: str, expected: float) -> None:
+    assert seconds("key", value) == expected
+
+
+@pytest.mark.parametrize("value", ["", "0s", "-3s", "3 days", "abc", "1e3", "nan"])
+def test_what_is_no_time_is_refused_by_its_key(value: str) -> None:
+    with pytest.raises(InputError, match=r"launcher.timeout is .*, expected a time such as 30s, 10min or 2h"):
+        seconds("launcher.timeout", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(100, 100), ("100", 100), ("2ep", 80), ("0.5ep", 20), ("5%", 10), ("2.5 %", 5), ("1 ep", 40), (0, 0)],
+)
+def test_a_duration_is_in_steps_epochs_or_a_share_of_the_run(value: int | str, expected: int) -> None:
+    assert steps("key", value, steps_per_epoch=40, total_steps=200) == expected
+
+
+@pytest.mark.parametrize("value", ["", "ep", "-1", -1, "1e3", "5 percent", "two", "1.5", 0.5])
+def test_what_is_no_duration_is_refused_by_its_key(value: Any) -> None:
+    with pytest.raises(InputError, match=r"schedule.warmup is .*, expected steps \(100\), epochs \(2ep\) or"):
+        steps("schedule.warmup", value, steps_per_epoch=40, total_steps=200)
+
+
+def test_epochs_end_with_a_short_batch() -> None:
+    plan = make_plan(**ASKED)
+    assert plan.steps_per_epoch == 4
+    assert plan.total_steps == 20
+    assert (plan.log_every, plan.eval_every, plan.save_every) == (3, 4, 10)
+
+
+def test_steps_win_over_epochs() -> None:
+    assert make_plan(**{**ASKED, "total_steps": 7}).total_steps == 7
+
+
+def test_checkpoints_may_go_by_the_clock() -> None:
+    plan = make_plan(**{**ASKED, "save_every": "10min"})
+    assert plan.save_every_s == 600
+    assert [step for step in range(1, 21) if plan.due("save", step)] == [20]
+    assert make_plan(**ASKED).save_every_s is None
+
+
+def test_a_share_too_small_for_a_step_is_a_step() -> None:
+    assert make_plan(**{**ASKED, "log_every": "0.1%"}).log_every == 1
+
+
+def test_an_event_falls_on_its_multiples_and_on_the_last_step() -> None:
+    plan = make_plan(**{**ASKED, "total_steps": 10})
+    events: list[Event] = ["log", "eval", "save"]
+    falls = {event: [step for step in range(1, 11) if plan.due(event, step)] for event in events}
+    assert falls == {"log": [3, 6, 9, 10], "eval": [4, 8, 10], "save": [5, 10]}
+
+
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 1000))
+def test_a_step_is_at_one_place_of_one_epoch(examples: int, batch: int, step: int) -> None:
+    plan = Plan(
+        examples=examples, batch=batch, total_steps=1000, micro_batches=1, log_every=1, eval_every=1, save_every=1
+    )
+    assert plan.epoch(step) * plan.steps_per_epoch + plan.position(step) == step - 1
+    assert 0 <= plan.position(step) * batch < examples
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch": 0}, "batch is 0, expected at least 1"),
+        ({"epochs": 0}, "epochs is 0, expected at least 1"),
+        ({"total_steps": 0}, "steps is 0, expected at least 1"),
+        ({"micro_batches": 0}, "train.micro_batches is 0, expected at least 1"),
+        ({"micro_batches": 31}, "use train.micro_batches=30 or less"),
+        ({"batch": 101}, "use batch=100 or less"),
+        ({"eval_every": 0}, "train.eval_every is 0, expected more than 0"),
+        ({"save_every": "0ep"}, "checkpoint.every is '0ep', expected more than 0"),
+        ({"log_every": "often"}, "telemetry.interval is 'often'"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_by_its_key(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        make_plan(**{**ASKED, **change})

@@ -1,0 +1,90 @@
+"""The number formats: what they need, what they compute in, and whether they scale the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.precision import BF16, FP16, FP32, FP64, TF32
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def _matmul() -> Iterator[None]:
+    """No test changes the products of the next."""
+    before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.allow_tf32 = cudnn
+
+
+@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16()], ids=repr)
+def test_the_formats_of_the_cpu_are_allowed_there(precision: FP32) -> None:
+    precision.check("cpu")
+
+
+@pytest.mark.parametrize(
+    ("precision", "says"),
+    [
+        (TF32(), "precision=tf32 needs a CUDA GPU, but device is cpu; use precision=fp32"),
+        (FP16(), "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16 or precision=fp32"),
+    ],
+)
+def test_the_formats_of_gpus_are_refused_on_the_cpu(precision: FP32, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        precision.check("cpu")
+
+
+def test_a_gpu_without_bf16_is_told_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    with pytest.raises(InputError, match="use precision=fp16 or precision=fp32"):
+        BF16().check("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    BF16().check("cuda")
+
+
+@pytest.mark.parametrize(
+    ("precision", "storage", "products"),
+    [
+        (FP32(), torch.float32, torch.float32),
+        (TF32(), torch.float32, torch.float32),
+        (FP64(), torch.float64, torch.float64),
+        (BF16(), torch.float32, torch.bfloat16),
+        (FP16(), torch.float32, torch.float16),
+    ],
+    ids=repr,
+)
+def test_products_and_parameters_have_the_formats_of_the_precision(
+    precision: FP32, storage: torch.dtype, products: torch.dtype
+) -> None:
+    assert (precision.storage, precision.dtype) == (storage, products)
+    layer = nn.Linear(4, 4).to(precision.storage)
+    with precision.autocast(CPU):
+        assert layer(torch.ones(2, 4, dtype=storage)).dtype == products
+    assert layer.weight.dtype == storage
+
+
+@pytest.mark.parametrize("precision", [FP32(), FP64(), TF32(), BF16()], ids=repr)
+def test_the_loss_is_scaled_by_nothing_where_no_scaler_is_needed(precision: FP32) -> None:
+    scaler = precision.scaler(CPU)
+    assert not scaler.is_enabled()
+    assert scaler.scale(torch.tensor(3.0)) == 3
+
+
+def test_float16_scales_the_loss() -> None:
+    scaler = FP16().scaler(CPU)
+    assert scaler.is_enabled()
+    assert scaler.scale(torch.tensor(1.0)) == scaler.get_scale() > 1
+
+
+@pytest.mark.usefixtures("_matmul")
+def test_only_tf32_shortens_the_products_of_float32() -> None:
+    for precision, name, cudnn in ((TF32(), "high", True), (FP32(), "highest", False), (BF16(), "highest", False)):
+        precision.configure()
+        assert torch.get_float32_matmul_precision() == name
+        assert torch.backends.cudnn.allow_tf32 is cudnn

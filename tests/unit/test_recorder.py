@@ -1,0 +1,161 @@
+"""Counting while training, and the figures of a window."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from lockstep.plan import Plan
+from lockstep.telemetry import Telemetry, Window
+from lockstep.telemetry.display import Display
+from lockstep.world import World
+
+PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+
+
+@dataclass
+class Kept:
+    """A sink that keeps what it is given."""
+
+    lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    closed: bool = False
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.lines.append((step, dict(scalars)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Watched(Display):
+    """A display that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.windows: list[Window] = []
+        self.closed = False
+
+    def advance(self, step: int) -> None:
+        self.steps.append(step)
+
+    def window(self, window: Window) -> None:
+        self.windows.append(window)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """What belongs to one step of a run."""
+
+    step: int
+
+
+def recorder(sink: Kept, *, step: int = 0, flops: float = 0.0, peak: float = 0.0) -> Telemetry:
+    return Telemetry(
+        world=World.solo(), plan=PLAN, sinks=[sink], display=Watched(), step=step, flops=flops, peak=peak
+    )
+
+
+def count(telemetry: Telemetry, losses: list[float], hits: list[bool]) -> None:
+    """Record one micro-batch with these losses and hits."""
+    labels = torch.zeros(len(hits), dtype=torch.int64)
+    logits = torch.tensor([[1.0, 0.0] if hit else [0.0, 1.0] for hit in hits])
+    telemetry.record(torch.tensor(sum(losses)), logits, labels)
+
+
+def test_a_window_is_the_mean_over_its_examples() -> None:
+    sink = Kept()
+    telemetry = recorder(sink)
+    count(telemetry, [1.0, 2.0, 3.0], [True, True, False])
+    count(telemetry, [6.0], [False])
+    window = telemetry.flush(2, {"optim/lr": 0.1, "optim/grad_norm": torch.tensor(2.0)})
+    assert (window.first, window.last, window.examples) == (1, 2, 4)
+    assert window.loss == pytest.approx(3)
+    assert window.top1 == pytest.approx(50)
+    (line,) = sink.lines
+    assert line[0] == 2
+    assert line[1]["loss/train"] == pytest.approx(3)
+    assert line[1]["acc/train_top1"] == pytest.approx(50)
+    assert (line[1]["optim/lr"], line[1]["optim/grad_norm"]) == (0.1, 2.0)
+
+
+def test_a_window_starts_behind_the_one_before() -> None:
+    telemetry = recorder(Kept(), step=10)
+    count(telemetry, [1.0], [True])
+    telemetry.flush(12, {})
+    count(telemetry, [5.0], [False])
+    window = telemetry.flush(15, {})
+    assert (window.first, window.last, window.examples, window.loss, window.top1) == (13, 15, 1, 5, 0)
+
+
+def test_a_million_small_losses_are_summed_without_loss() -> None:
+    telemetry = recorder(Kept())
+    telemetry.totals += torch.tensor([2.0**24, 0, 1])
+    for _ in range(100):
+        count(telemetry, [0.01], [True])
+    assert float(telemetry.totals[0]) == pytest.approx(2.0**24 + 1, abs=1e-4)
+
+
+def test_waiting_for_data_is_measured_and_pauses_are_left_out() -> None:
+    def slowly() -> Iterator[Step]:
+        for step in (1, 2):
+            time.sleep(0.1)
+            yield Step(step)
+
+    sink = Kept()
+    telemetry = recorder(sink)
+    for _ in telemetry.watch(slowly()):
+        time.sleep(0.05)
+        count(telemetry, [1.0], [True])
+        with telemetry.pause():
+            time.sleep(0.3)
+    window = telemetry.flush(2, {})
+    assert 0.2 <= window.waited < 0.35
+    assert 0.3 <= window.seconds < 0.55
+    figures = sink.lines[0][1]
+    assert figures["perf/data_wait_pct"] == pytest.approx(100 * window.waited / window.seconds)
+    assert figures["perf/step_ms"] == pytest.approx(500 * window.seconds)
+    assert figures["perf/img_per_s"] == pytest.approx(2 / window.seconds)
+    totals = telemetry.totals_of_run()
+    assert totals["img_per_s"] == pytest.approx(window.rate)
+    assert totals["data_wait_pct"] == pytest.approx(window.wait_share)
+
+
+def test_the_steps_that_pass_are_shown_and_known() -> None:
+    telemetry = recorder(Kept())
+    assert [each.step for each in telemetry.watch(iter([Step(4), Step(5)]))] == [4, 5]
+    assert telemetry.step == 5
+    assert isinstance(telemetry.display, Watched)
+    assert telemetry.display.steps == [4, 5]
+
+
+def test_utilisation_is_shown_where_the_peak_is_known() -> None:
+    for peak, shown in ((0.0, False), (1e6, True)):
+        sink = Kept()
+        telemetry = recorder(sink, flops=100.0, peak=peak)
+        count(telemetry, [1.0], [True])
+        window = telemetry.flush(1, {})
+        assert ("perf/mfu_pct" in sink.lines[0][1]) is shown
+        if shown:
+            assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate * 100 / 1e6)
+
+
+def test_an_evaluation_reaches_the_sinks_and_closing_closes_them() -> None:
+    sink = Kept()
+    telemetry = recorder(sink)
+    telemetry.evaluated(7, {"acc/val_top1": 90.0})
+    telemetry.close()
+    assert sink.lines == [(7, {"acc/val_top1": 90.0})]
+    assert sink.closed
+    assert isinstance(telemetry.display, Watched)
+    assert telemetry.display.closed
+
+
+def test_a_run_without_a_window_has_no_rate() -> None:
+    assert recorder(Kept()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}

@@ -1,0 +1,172 @@
+"""The run folder: its name, its birth, and what is left of a job that was refused."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import InputError, NumericalError, Stopped
+from lockstep.rundir import NAME_LIMIT, RunDir, slug, write_atomic
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("digits-resnet18", "digits-resnet18"),
+        ("model=resnet18,seed=1", "model=resnet18,seed=1"),
+        ("../../../etc/passwd", "etc_passwd"),
+        ("a b\n[c]", "a_b_c"),
+        ("..", "job"),
+        ("", "job"),
+    ],
+)
+def test_a_name_becomes_one_safe_folder_name(text: str, expected: str) -> None:
+    assert slug(text) == expected
+
+
+@given(st.text())
+def test_no_text_leaves_its_folder_hides_or_grows_too_long(text: str) -> None:
+    name = slug(text)
+    assert Path("root", name).parent == Path("root")
+    assert Path("root", name).resolve().parent == Path("root").resolve()
+    assert not name.startswith(".")
+    assert 0 < len(name.encode()) <= NAME_LIMIT
+
+
+def test_two_long_names_stay_two() -> None:
+    assert len({slug("x" * 200), slug("x" * 201), slug("x" * 200 + "/"), slug("訓練" * 60), slug("訓練" * 61)}) == 5
+
+
+def test_a_folder_of_any_name_can_be_made(tmp_path: Path) -> None:
+    for name in ("x" * 300, "訓練" * 100, "../../x", "con\0fig"):
+        assert RunDir.create(tmp_path, name).path.parent == tmp_path
+
+
+def test_twenty_jobs_that_start_at_once_get_twenty_folders(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        made = list(pool.map(lambda _: RunDir.create(tmp_path / "new" / "root", "job"), range(20)))
+    assert len({run.path for run in made}) == 20
+    assert all(run.path.name.split("-", 2)[2].startswith("job-") for run in made)
+    assert all(folder.is_dir() for run in made for folder in (run.logs, run.checkpoints, run.hydra))
+
+
+def test_a_folder_that_exists_is_not_new(tmp_path: Path) -> None:
+    RunDir.at(tmp_path / "run", new=True)
+    assert RunDir.at(tmp_path / "run") == RunDir(tmp_path / "run")
+    with pytest.raises(FileExistsError):
+        RunDir.at(tmp_path / "run", new=True)
+
+
+def test_a_file_in_the_way_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for attempt in (
+        lambda: RunDir.create(tmp_path / "file", "job"),
+        lambda: RunDir.create(tmp_path / "file" / "below", "job"),
+        lambda: RunDir.at(tmp_path / "file"),
+    ):
+        with pytest.raises(InputError, match=r"output_root: .*file"):
+            attempt()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_its_remedy() -> None:
+    with pytest.raises(InputError, match=r"/proc/none/.* cannot be written .*output_root=FOLDER"):
+        RunDir.create(Path("/proc/none"), "job")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", "one")
+    write_atomic(tmp_path / "file", "two")
+    assert (tmp_path / "file").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_summary_is_changed_and_added_to(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    assert run.read_summary() == {}
+    run.write_summary(status="running", step=0)
+    run.write_summary(status="completed", objective=98.5)
+    assert json.loads(run.summary.read_text()) == {"status": "completed", "step": 0, "objective": 98.5}
+
+
+def test_a_number_that_json_does_not_have_never_reaches_the_summary(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.write_summary(objective=float("nan"))
+    assert run.read_summary() == {}
+
+
+def begun(path: Path) -> RunDir:
+    """A folder with all that is written before training starts."""
+    run = RunDir.at(path)
+    for file in (run.config, run.command, run.environment, run.overrides, run.hydra / "config.yaml"):
+        file.write_text("written")
+    for file in (run.hydra / "hydra.yaml", run.log, run.rank_log(0), run.rank_log(1), run.rank_error(0)):
+        file.write_text("written")
+    run.write_summary(status="running")
+    return run
+
+
+def test_nothing_is_left_of_a_job_that_was_refused_before_it_began(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.close(InputError("the model does not fit"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_user_had_in_the_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious.bin").write_text("precious")
+    begun(tmp_path).close(InputError("the model does not fit"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "precious.bin"]
+
+
+def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path) -> None:
+    for number, (error, status, code, sentence) in enumerate(
+        [
+            (InputError("no"), "failed", 2, "no"),
+            (Stopped("stopped at step 3"), "stopped", 75, "stopped at step 3"),
+            (NumericalError("the loss is nan"), "failed", 76, "the loss is nan"),
+            (ValueError("odd"), "failed", 70, "ValueError: odd"),
+            (KeyboardInterrupt(), "failed", 70, "KeyboardInterrupt: "),
+        ]
+    ):
+        run = begun(tmp_path / str(number))
+        run.metrics.write_text("")
+        run.close(error)
+        assert run.read_summary() == {"status": status, "exit_code": code, "error": sentence}
+
+
+def test_a_fault_before_training_keeps_its_folder_too(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.close(ValueError("odd"))
+    assert run.read_summary()["error"] == "ValueError: odd"
+
+
+def test_a_run_that_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.metrics.write_text("")
+    run.write_summary(status="completed")
+    again = RunDir.at(run.path).begin({run.config: "other", run.command: "other"})
+    assert run.config.read_text() == "other"
+    again.close(InputError("nothing is left to do"))
+    assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
+    assert run.read_summary() == {"status": "completed"}
+
+
+def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        RunDir.at(tmp_path / name).mark_latest(tmp_path)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+    assert (tmp_path / "latest").readlink() == Path("two")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
+
+
+def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    RunDir.at(tmp_path / "run").mark_latest(tmp_path)
+    assert not (tmp_path / "latest").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]

@@ -1,0 +1,178 @@
+"""Where scalars go."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from lockstep.errors import StorageError
+from lockstep.plan import Plan
+from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard
+
+PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
+FullDisk = Callable[[int], AbstractContextManager[None]]
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+    before = time.time()
+    sink.write(3, {"loss/train": 0.5, "optim/lr": 0.1})
+    (line,) = lines(tmp_path / "metrics.jsonl")  # on disk at once, although the sink is open
+    sink.close()
+    assert line["step"] == 3
+    assert before - 1 < float(str(line["time"])) < time.time() + 1
+    assert (line["loss/train"], line["optim/lr"]) == (0.5, 0.1)
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+    sink.write(1, {"a": math.nan, "b": math.inf, "c": 1.0})
+    sink.close()
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
+
+
+@pytest.mark.parametrize("rest", ["", '{"step": 4, "loss', "{", "\x00\x00"])
+def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path, 0)
+    for step in (1, 2, 3, 4, 5):
+        sink.write(step, {"loss/train": float(step)})
+    sink.close()
+    path.write_text(path.read_text() + rest)
+    again = JsonLines(path, 3)
+    again.write(4, {"loss/train": 40.0})
+    again.close()
+    assert [(line["step"], line["loss/train"]) for line in lines(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: FullDisk) -> None:
+    sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), Table(tmp_path / "metrics.csv", PLAN, 0)
+    with full_disk(1):
+        for each in (sink, table):
+            with pytest.raises(StorageError, match=r"metrics\.\w+ cannot be written \(File too large\)"):
+                each.write(1, {"acc/val_top1": 0.5})
+    sink.close()
+    table.close()
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path) -> None:
+    table = Table(tmp_path / "metrics.csv", PLAN, 0)
+    table.write(10, {"loss/train": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
+    table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
+    table.close()
+    (row,) = rows(tmp_path / "metrics.csv")
+    assert list(row) == ["step", "epoch", *COLUMNS.values()]
+    assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123457", "90")
+    assert row["img_per_s"] == ""
+
+
+@pytest.mark.parametrize("rest", ["", "1", "30,3,0.5"])
+def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, rest: str) -> None:
+    path = tmp_path / "metrics.csv"
+    table = Table(path, PLAN, 0)
+    for step in (10, 20, 30):
+        table.write(step, {"acc/val_top1": float(step)})
+    table.close()
+    path.write_text(path.read_text() + rest)
+    again = Table(path, PLAN, 20)
+    again.write(30, {"acc/val_top1": 99.0})
+    again.close()
+    assert [(row["step"], row["val_top1"]) for row in rows(path)] == [("10", "10"), ("20", "20"), ("30", "99")]
+
+
+def events(folder: Path) -> EventAccumulator:
+    """What TensorBoard reads in a folder."""
+    return EventAccumulator(str(folder)).Reload()
+
+
+def test_a_run_is_one_event_file_with_scalars_layout_and_hyperparameters(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path, 0, FACTS)
+    for step in (1, 2):
+        sink.write(step, {"loss/train": 1 / step, "acc/val_top1": 10.0 * step})
+    sink.close()
+    (file,) = tmp_path.rglob("*")
+    assert file.name.startswith("events.out.tfevents")
+    read = events(tmp_path)
+    assert [(each.step, each.value) for each in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
+    assert {"loss/train", "acc/val_top1"} <= set(read.Tags()["scalars"])
+
+
+def test_the_layout_shows_every_category(tmp_path: Path) -> None:
+    TensorBoard(tmp_path, 0, FACTS).close()
+    stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    layout = layout_pb2.Layout.FromString(stored)
+    assert [each.title for each in layout.category] == list(LAYOUT)
+    assert [each.title for each in layout.category[0].chart] == ["loss", "accuracy"]
+
+
+def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
+    TensorBoard(tmp_path, 0, FACTS).close()
+    read = events(tmp_path)
+    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    found = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found.keys() == FACTS.keys()
+    assert found["model"].string_value == "DigitNet()"
+    assert found["lr"].number_value == 0.1
+
+
+def test_a_resumed_run_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    first = TensorBoard(tmp_path, 0, FACTS)
+    for step in range(1, 6):
+        first.write(step, {"loss/train": 1.0})
+    first.close()
+    second = TensorBoard(tmp_path, 3, FACTS)
+    second.write(4, {"loss/train": 2.0})
+    second.close()
+    assert [(each.step, each.value) for each in events(tmp_path).Scalars("loss/train")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 1.0),
+        (4, 2.0),
+    ]
+
+
+@pytest.fixture
+def _writer_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """TensorBoard's writer dies with a traceback of its own; none of it reaches the next test."""
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+
+
+@pytest.mark.usefixtures("_writer_threads")
+@pytest.mark.parametrize("writes", [0, 1, 2000])
+def test_a_full_disk_is_said_once_and_ends_nothing(
+    tmp_path: Path, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], writes: int
+) -> None:
+    with full_disk(300):
+        sink = TensorBoard(tmp_path, 0, FACTS)
+        for step in range(1, writes):
+            sink.write(step, {"loss/train": 1.0})
+        sink.close()
+    said = capsys.readouterr().out
+    assert said.count("TensorBoard's file cannot be written") == 1
+    assert "the run goes on without it" in said

@@ -1,0 +1,301 @@
+"""The data sets: what they hold, how they are read, and how a missing one is fetched."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import multiprocessing
+import os
+import pickle
+import shutil
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision import datasets
+
+from helpers import ROOT
+from lockstep.data.sources import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
+from lockstep.errors import InputError
+
+REAL = ROOT.parent / "shared" / "data"
+NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An array of bytes in the format of MNIST's files."""
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def small_mnist(classes: int = 10) -> dict[str, np.ndarray]:
+    """Twelve training images and four others; image i is of grey level i."""
+    images = np.broadcast_to(np.arange(12, dtype=np.uint8)[:, None, None], (12, 28, 28))
+    labels = (np.arange(12) % classes).astype(np.uint8)
+    return dict(zip(NAMES, (images, labels, images[:4], labels[:4]), strict=True))
+
+
+def write_mnist(root: Path, **changed: np.ndarray) -> Path:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for name, array in {**small_mnist(), **{key.replace("_", "-"): value for key, value in changed.items()}}.items():
+        (raw / f"{name}-ubyte").write_bytes(idx(array))
+    return root
+
+
+def test_digits_has_1442_examples_to_train_on_and_355_to_evaluate() -> None:
+    train, held_out = Digits().train(), Digits().eval()
+    assert train.images.shape == (1442, 1, 8, 8)
+    assert held_out.images.shape == (355, 1, 8, 8)
+    assert train.images.dtype == torch.uint8
+    assert train.labels.dtype == torch.int64
+
+
+def test_digits_holds_out_a_fifth_of_each_class() -> None:
+    train, held_out = (torch.bincount(split.labels) for split in (Digits().train(), Digits().eval()))
+    assert torch.equal(held_out, (train + held_out) // 5)
+
+
+def test_digits_is_every_image_of_scikit_learn_once() -> None:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    ours = torch.cat([Digits().train().images, Digits().eval().images]).flatten(1).tolist()
+    theirs = (bunch.images * (255 / 16)).astype(np.uint8).reshape(len(bunch.images), -1).tolist()
+    assert Counter(map(tuple, ours)) == Counter(map(tuple, theirs))
+
+
+def test_the_mean_and_deviation_of_digits_are_those_of_its_training_split() -> None:
+    pixels = Digits().train().images.double() / 255
+    assert pixels.mean().item() == pytest.approx(Digits.mean[0], abs=2e-3)
+    assert pixels.std().item() == pytest.approx(Digits.std[0], abs=2e-3)
+
+
+def test_the_input_size_changes_what_the_model_sees_and_not_what_is_stored() -> None:
+    assert Digits(input_size=20).input_shape == (1, 20, 20)
+    assert Digits(input_size=20).image_shape == (1, 8, 8)
+    assert CIFAR10().input_shape == (3, 32, 32)
+    with pytest.raises(InputError, match=r"dataset\.input_size is 0"):
+        Digits(input_size=0)
+
+
+def test_a_split_is_read_once_per_process() -> None:
+    assert Digits().train() is Digits().train()
+
+
+def test_mnist_reads_small_files_of_its_format(tmp_path: Path) -> None:
+    source = MNIST(root=str(write_mnist(tmp_path)))
+    source.prepare()
+    assert source.train().images.shape == (12, 1, 28, 28)
+    assert source.train().images[:, 0, 0, 0].tolist() == list(range(12))
+    assert source.train().labels.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert len(source.eval()) == 4
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real files of MNIST are not beside this checkout")
+def test_mnist_reads_the_real_files(tmp_path: Path) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in NAMES:
+        with gzip.open(REAL / f"{name}-ubyte.gz") as packed, (raw / f"{name}-ubyte").open("wb") as file:
+            shutil.copyfileobj(packed, file)
+    source = MNIST(root=str(tmp_path))
+    source.prepare()
+    train, held_out = source.train(), source.eval()
+    assert train.images.shape == (60_000, 1, 28, 28)
+    assert held_out.images.shape == (10_000, 1, 28, 28)
+    assert train.labels[:5].tolist() == [5, 0, 4, 1, 9]
+    pixels = train.images.double() / 255
+    assert pixels.mean().item() == pytest.approx(MNIST.mean[0], abs=1e-4)
+    assert pixels.std().item() == pytest.approx(MNIST.std[0], abs=1e-4)
+
+
+def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
+    wrong = np.array([0, 1, 10] + [0] * 9, dtype=np.uint8)
+    source = MNIST(root=str(write_mnist(tmp_path, train_labels_idx1=wrong)))
+    with pytest.raises(InputError, match="example 2 of the training split has label 10, expected 0 to 9"):
+        source.train()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train_labels_idx1": np.zeros(5, dtype=np.uint8)},
+        {"train_images_idx3": np.zeros((12, 20, 20), dtype=np.uint8)},
+    ],
+    ids=["fewer labels", "other images"],
+)
+def test_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, changed: dict[str, np.ndarray]) -> None:
+    with pytest.raises(InputError, match="expected as many of each, and images of 1x28x28"):
+        MNIST(root=str(write_mnist(tmp_path, **changed))).train()
+
+
+@pytest.mark.parametrize("size", [0, 3, 10, 1000])
+def test_a_file_cut_short_is_an_error_with_the_folder_in_it(tmp_path: Path, size: int) -> None:
+    file = write_mnist(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    file.write_bytes(file.read_bytes()[:size])
+    for attempt in (MNIST(root=str(tmp_path)).train, MNIST(root=str(tmp_path)).prepare):
+        with pytest.raises(InputError, match=f"data_root: MNIST cannot be read from {tmp_path}"):
+            attempt()
+
+
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, factory: type[Any], key: str) -> None:
+    """Small files in the original pickle format.
+
+    torchvision refuses other bytes than the originals by their md5, so its lists of md5 are replaced.
+    """
+    folder = root / factory.base_folder
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+
+    def write(name: str, content: dict[str, Any]) -> list[str]:
+        data = pickle.dumps(content, protocol=2)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]
+
+    for split in ("train_list", "test_list"):
+        entries = [
+            write(name, {"data": generator.integers(0, 256, (3, 3072), dtype=np.uint8), key: [0, 1, 2]})
+            for name, _ in getattr(factory, split)
+        ]
+        monkeypatch.setattr(factory, split, entries)
+    meta = factory.meta
+    _, digest = write(meta["filename"], {meta["key"]: [str(number) for number in range(100)]})
+    monkeypatch.setattr(factory, "meta", {**meta, "md5": digest})
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "files"), [(CIFAR10, "labels", 5), (CIFAR100, "fine_labels", 1)], ids=["CIFAR10", "CIFAR100"]
+)
+def test_cifar_reads_small_files_of_its_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: type[CIFAR10], key: str, files: int
+) -> None:
+    factory = getattr(datasets, source.factory)
+    write_cifar(tmp_path, monkeypatch, factory, key)
+    made = source(root=str(tmp_path))
+    made.prepare()
+    assert made.train().images.shape == (3 * files, 3, 32, 32)
+    assert made.train().labels.tolist() == [0, 1, 2] * files
+    first = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8).reshape(3, 3, 32, 32)
+    assert torch.equal(made.train().images[:3], torch.from_numpy(first))
+    assert made.train().images.is_contiguous()
+    assert made.eval().images.shape == (3, 3, 32, 32)
+
+
+def test_the_classes_and_shapes_of_the_data_sets_are_the_published_ones() -> None:
+    assert (CIFAR10.classes, CIFAR100.classes, MNIST.classes, FashionMNIST.classes) == (10, 100, 10, 10)
+    assert CIFAR100().image_shape == (3, 32, 32)
+    assert FashionMNIST().image_shape == (1, 28, 28)
+
+
+def test_fake_images_are_the_same_every_time() -> None:
+    source = Fake(examples=20, classes=3, channels=2, size=4)
+    source.prepare()
+    assert source.train().images.shape == (20, 2, 4, 4)
+    assert source.eval().images.shape == (5, 2, 4, 4)
+    assert torch.equal(source.train().images, source.train().images)
+    assert not torch.equal(source.train().images[:5], source.eval().images)
+    assert set(source.train().labels.tolist()) == {0, 1, 2}
+    assert len(source.mean) == len(source.std) == 2
+    with pytest.raises(InputError, match=r"dataset\.classes is 0"):
+        Fake(classes=0)
+
+
+class Mirror:
+    """A web server for the packed files of a small MNIST, which counts what is asked of it.
+
+    It answers nothing before all who want the data have arrived, so that they do meet.
+    """
+
+    def __init__(self, arrivals: Path, expected: int) -> None:
+        self.files = {f"{name}-ubyte.gz": gzip.compress(idx(array)) for name, array in small_mnist().items()}
+        self.asked: list[str] = []
+        mirror = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                name = self.path.rpartition("/")[2]
+                if self.headers.get("Method") != "HEAD":  # torchvision's question whether it is sent elsewhere
+                    mirror.asked.append(name)
+                end = time.monotonic() + 60
+                while len(list(arrivals.iterdir())) < expected and time.monotonic() < end:
+                    time.sleep(0.02)
+                self.send_response(200 if name in mirror.files else 404)
+                self.end_headers()
+                self.wfile.write(mirror.files.get(name, b""))
+
+            def log_message(self, *args: object) -> None:
+                """Nothing on the terminal."""
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/"
+
+    @property
+    def resources(self) -> list[tuple[str, str]]:
+        return [(name, hashlib.md5(data).hexdigest()) for name, data in self.files.items()]
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[Mirror]:
+    (tmp_path / "arrivals").mkdir()
+    served = Mirror(tmp_path / "arrivals", expected=2)
+    yield served
+    served.close()
+
+
+def point_at(url: str, resources: list[tuple[str, str]]) -> None:
+    """Have torchvision's MNIST fetch its files from `url`."""
+    os.environ["no_proxy"] = "127.0.0.1"
+    datasets.MNIST.mirrors = [url]
+    datasets.MNIST.resources = resources
+
+
+def prepare_in_a_process(root: Path, arrival: Path, url: str, resources: list[tuple[str, str]]) -> None:
+    """What each of several ranks of different machines with one data folder does."""
+    point_at(url, resources)
+    arrival.touch()
+    source = MNIST(root=str(root))
+    source.prepare()
+    assert len(source.train()) == 12
+
+
+def test_two_processes_that_want_a_missing_data_set_at_once_download_it_once(tmp_path: Path, mirror: Mirror) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(
+            target=prepare_in_a_process,
+            args=(tmp_path / "data", tmp_path / "arrivals" / str(number), mirror.url, mirror.resources),
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert sorted(mirror.asked) == sorted(mirror.files)
+
+
+def test_a_data_set_that_cannot_be_downloaded_is_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["file:///nowhere/"])
+    with pytest.raises(InputError) as caught:
+        MNIST(root=str(tmp_path / "data")).prepare()
+    assert f"MNIST cannot be read from {tmp_path / 'data'} and cannot be downloaded" in str(caught.value)
+    assert "data_root=FOLDER" in str(caught.value)

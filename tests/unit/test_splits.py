@@ -1,0 +1,133 @@
+"""The two kinds of split, and the decoding of image files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as T
+
+from lockstep.data.splits import ArraySplit, FileSplit, check_labels, check_shapes
+from lockstep.errors import InputError
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+
+
+def decoded(path: Path, size: int = 20) -> Tensor:
+    """The file as its split gives it."""
+    return FileSplit([path], torch.tensor([0]), size).fetch([0])[0]
+
+
+def centre(image: Image.Image) -> Tensor:
+    """The central 20x20 of a 20x30 image, decoded by Pillow."""
+    return T.center_crop(T.pil_to_tensor(image.convert("RGB")), [20, 20])
+
+
+def test_an_array_split_gives_its_images_in_the_order_asked_for() -> None:
+    images = torch.arange(12, dtype=torch.uint8).view(3, 1, 2, 2)
+    split = ArraySplit(images, torch.tensor([5, 6, 7]))
+    assert len(split) == 3
+    assert torch.equal(split.fetch([2, 0, 2]), images[[2, 0, 2]])
+    assert split.fetch([]).shape == (0, 1, 2, 2)
+
+
+@pytest.mark.parametrize("suffix", ["png", "bmp", "ppm", "tif", "tiff", "PNG"])
+def test_a_lossless_file_is_decoded_to_its_pixels(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"image.{suffix}"
+    Image.fromarray(PIXELS).save(path)
+    assert torch.equal(decoded(path), centre(Image.fromarray(PIXELS)))
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "jpeg", "webp", "gif"])
+def test_a_lossy_file_is_decoded_as_pillow_decodes_it(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"image.{suffix}"
+    Image.fromarray(PIXELS).save(path)
+    with Image.open(path) as image:
+        difference = decoded(path).int() - centre(image).int()
+    assert difference.abs().max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [
+        ("L", "jpg"),
+        ("CMYK", "jpg"),
+        ("L", "png"),
+        ("LA", "png"),
+        ("RGBA", "png"),
+        ("P", "png"),
+        ("1", "png"),
+        ("L", "bmp"),
+    ],
+)
+def test_every_kind_of_pixel_becomes_rgb(tmp_path: Path, mode: str, suffix: str) -> None:
+    path = tmp_path / f"image.{suffix}"
+    Image.fromarray(PIXELS).convert(mode).save(path)
+    with Image.open(path) as image:
+        difference = decoded(path).int() - centre(image).int()
+    assert difference.abs().max() <= 2
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_sixteen_bits_become_the_upper_eight(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"image.{suffix}"
+    levels = np.random.default_rng(0).integers(0, 2**16, (20, 20), dtype=np.uint16)
+    Image.fromarray(levels).save(path)
+    assert torch.equal(decoded(path), torch.from_numpy((levels >> 8).astype(np.uint8)).expand(3, 20, 20))
+
+
+def test_an_animation_is_its_first_frame(tmp_path: Path) -> None:
+    frames = [Image.fromarray(np.full((20, 20), level, dtype=np.uint8)) for level in (10, 200)]
+    frames[0].save(tmp_path / "image.gif", save_all=True, append_images=frames[1:])
+    assert torch.equal(decoded(tmp_path / "image.gif"), torch.full((3, 20, 20), 10, dtype=torch.uint8))
+
+
+def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    Image.fromarray(PIXELS).save(path)
+    whole = T.resize(T.pil_to_tensor(Image.fromarray(PIXELS)), [8], antialias=True)
+    assert whole.shape == (3, 8, 12)
+    assert torch.equal(decoded(path, size=8), T.center_crop(whole, [8, 8]))
+
+
+def test_files_come_in_the_order_asked_for(tmp_path: Path) -> None:
+    for level in (0, 100, 200):
+        Image.fromarray(np.full((4, 4, 3), level, dtype=np.uint8)).save(tmp_path / f"{level}.png")
+    split = FileSplit(sorted(tmp_path.iterdir()), torch.arange(3), 4)
+    assert split.fetch([1, 2, 0])[:, 0, 0, 0].tolist() == [100, 200, 0]
+    assert split.fetch([]).shape == (0, 3, 4, 4)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "missing", "other bytes"])
+def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, suffix: str, damage: str) -> None:
+    good, bad = tmp_path / f"good.{suffix}", tmp_path / f"bad.{suffix}"
+    Image.fromarray(PIXELS).save(good)
+    content = {"cut": good.read_bytes()[:300], "empty": b"", "other bytes": b"no image " * 9}
+    if damage in content:
+        bad.write_bytes(content[damage])
+    split = FileSplit([good, bad], torch.tensor([0, 0]), 20)
+    split.fetch([0])
+    with pytest.raises(InputError) as caught:
+        split.fetch([0, 1])
+    sentence = str(caught.value)
+    assert sentence.startswith(f"dataset: image 1, {bad}, cannot be decoded (")
+    assert "remove or replace the file" in sentence
+    assert ".cpp" not in sentence
+
+
+def test_a_label_that_is_no_class_is_named() -> None:
+    check_labels(torch.tensor([0, 9]), 10, "the training split")
+    for wrong in (10, -1):
+        with pytest.raises(InputError, match=rf"example 2 of the training split has label {wrong}, expected 0 to 9"):
+            check_labels(torch.tensor([0, 9, wrong, 11]), 10, "the training split")
+
+
+@pytest.mark.parametrize(("images", "labels"), [((3, 1, 8, 8), 2), ((3, 1, 9, 8), 3), ((3, 3, 8, 8), 3)])
+def test_images_of_another_shape_or_without_labels_are_refused(images: tuple[int, ...], labels: int) -> None:
+    with pytest.raises(InputError, match="expected as many of each, and images of 1x8x8"):
+        check_shapes(torch.zeros(images), torch.zeros(labels), (1, 8, 8), "the training split")

@@ -1,0 +1,120 @@
+"""What the strategies refuse, say and wrap; that they train alike is tested on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.plan import Plan
+from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Auto, DataParallel, Single
+from lockstep.strategy.allreduce import HookedReplica
+from lockstep.strategy.base import batchnorm_note
+from lockstep.world import World
+
+
+def plan(micro_batches: int = 1) -> Plan:
+    return Plan(
+        examples=100,
+        batch=10,
+        total_steps=10,
+        micro_batches=micro_batches,
+        log_every=1,
+        eval_every=1,
+        save_every=1,
+    )
+
+
+def world(size: int) -> World:
+    return World(rank=0, local_rank=0, size=size, local_size=size, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("strategy", [Single(), DataParallel()], ids=repr)
+def test_one_process_refuses_several_ranks(strategy: Single) -> None:
+    strategy.check(1, "cpu")
+    with pytest.raises(InputError, match=r"launcher\.ranks is 2, but this strategy has one rank; use strategy=ddp"):
+        strategy.check(2, "cpu")
+
+
+@pytest.mark.parametrize("strategy", [DDP(), AllReduce(), AllReduceHooks()], ids=repr)
+def test_a_distributed_strategy_takes_all_gpus_or_two_ranks(strategy: Single) -> None:
+    assert (strategy.ranks(8), strategy.ranks(0)) == (8, 2)
+    strategy.check(1, "cpu")
+    strategy.check(5, "cpu")
+    with pytest.raises(InputError, match=r"launcher\.ranks is 0"):
+        strategy.check(0, "cpu")
+
+
+def test_auto_takes_all_gpus_or_one_rank() -> None:
+    assert (Auto().ranks(8), Auto().ranks(0)) == (8, 1)
+    assert Single().ranks(8) == 1
+
+
+@pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
+def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
+    model = nn.Linear(2, 2)
+    replica = strategy.wrap(model, World.solo(), plan())
+    assert replica is model
+    for last in (False, True):
+        with strategy.accumulate(replica, last):
+            replica(torch.ones(1, 2)).sum().backward()
+    strategy.reduce(replica)
+    assert model.bias.grad.tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("strategy", [DDP(), AllReduce(), AllReduceHooks()], ids=repr)
+def test_the_last_micro_batch_leaves_the_sum_of_all(strategy: DDP) -> None:
+    model = nn.Linear(2, 2)
+    replica = strategy.replicate(model, plan(micro_batches=2))
+    for last in (False, True):
+        with strategy.accumulate(replica, last):
+            replica(torch.ones(1, 2)).sum().backward()
+    strategy.reduce(replica)
+    assert model.bias.grad.tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("_group")
+def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
+    replica = AllReduceHooks().replicate(nn.Linear(2, 2), plan(micro_batches=2))
+    assert isinstance(replica, HookedReplica)
+    pending = []
+    for last in (False, True):
+        with AllReduceHooks().accumulate(replica, last):
+            replica(torch.ones(1, 2)).sum().backward()
+        pending.append(len(replica.pending))
+    AllReduceHooks().reduce(replica)
+    assert pending == [0, 2]
+    assert replica.pending == []
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_static_graph_is_refused_with_accumulation() -> None:
+    with pytest.raises(InputError, match=r"use strategy\.static_graph=null"):
+        DDP(static_graph=True).replicate(nn.Linear(2, 2), plan(micro_batches=2))
+
+
+def test_batch_norm_that_makes_a_run_differ_is_said() -> None:
+    normed, plain = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
+    assert "batch norm counts per rank" in batchnorm_note(normed, DDP(sync_batchnorm=False), world(2), plan())
+    assert "batch norm counts per micro-batch" in batchnorm_note(normed, DDP(), world(2), plan(2))
+    assert batchnorm_note(normed, DDP(), world(2), plan()) == ""
+    assert batchnorm_note(normed, Single(), world(1), plan()) == ""
+    assert batchnorm_note(plain, DDP(sync_batchnorm=False), world(2), plan(2)) == ""
+
+
+def test_dp_says_what_holds_it_back_and_the_others_say_nothing() -> None:
+    assert "strategy=ddp has none of these" in DataParallel().note(World.solo())
+    assert [strategy.note(World.solo()) for strategy in (Single(), DDP(), AllReduce())] == ["", "", ""]

@@ -1,0 +1,61 @@
+"""Who a process is; the collectives of several ranks are tested on real ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.world import Vote, World, join, launched_rank
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    solo = World.solo()
+    tensor = torch.ones(2)
+    assert solo.is_main
+    assert (solo.rank, solo.size, solo.local_rank, solo.local_size) == (0, 1, 0, 1)
+    assert solo.sum(tensor) is tensor
+    assert solo.broadcast("word") == "word"
+    solo.barrier()
+    solo.share_buffers(nn.BatchNorm2d(2))
+
+
+def test_only_rank_0_is_main() -> None:
+    worlds = [World(rank=rank, local_rank=0, size=3, local_size=1, device=torch.device("cpu")) for rank in range(3)]
+    assert [world.is_main for world in worlds] == [True, False, False]
+
+
+def test_alone_a_wish_is_heard_at_once() -> None:
+    vote = Vote(World.solo())
+    assert [vote(False, True), vote(True, False)] == [[False, True], [True, False]]
+    vote.close()
+
+
+def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert launched_rank() is None
+    monkeypatch.setenv("RANK", "3")
+    assert launched_rank() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched_rank() == 3
+
+
+def test_joining_without_a_launcher_is_a_world_of_one() -> None:
+    with join(device="cpu", backend="gloo", timeout=10, threads=1) as world:
+        assert world == World.solo()
+        assert torch.get_num_threads() == 1
+        assert not dist.is_initialized()
+
+
+def test_a_rank_joins_its_group_and_leaves_it() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(store.port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with join(device="cpu", backend="gloo", timeout=10, threads=1) as world:
+        assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
