@@ -8,7 +8,7 @@ from __future__ import annotations
 import hydra
 from omegaconf import DictConfig
 
-from lockstep import config
+from lockstep import config, refusals
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -23,7 +23,7 @@ def main(composed: DictConfig) -> float | None:
     invocation = config.Invocation.current()
 
     def job() -> float | None:
-        with once(lambda: prepare(config.to_dict(composed), invocation), config.say) as run_dir:
+        with once(lambda: prepare(config.to_dict(composed), invocation), refusals.say) as run_dir:
             launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
             return launcher.launch(worker.main, run_dir)
 
@@ -33,5 +33,5 @@ def main(composed: DictConfig) -> float | None:
 config.register()
 
 if __name__ == "__main__":
-    with config.command_line():
+    with refusals.command_line():
         main()

@@ -305,6 +305,17 @@ class Checkpointer:
                 shutil.rmtree(path)
 
 
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Take over what the optimizer gathered for each parameter; its options stay those that this run asked for."""
+    asked = [
+        {key: value for key, value in group.items() if key in optimizer.defaults or key == "scale"}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(state)
+    for group, options in zip(optimizer.param_groups, asked, strict=True):
+        group.update(options)
+
+
 def restore(
     loaded: Loaded,
     *,
@@ -320,7 +331,7 @@ def restore(
     """
     try:
         model.load_state_dict(loaded.model)
-        optimizer.load_state_dict(loaded.state["optimizer"])
+        _load_optimizer(optimizer, loaded.state["optimizer"])
     except (RuntimeError, ValueError, KeyError) as error:
         raise InputError(f"resume: {loaded.path} does not fit this model ({error})") from error
     scaler.load_state_dict(loaded.state["scaler"])

@@ -52,6 +52,6 @@ def identity(job: Job, examples: int) -> dict[str, Any]:
         "examples": examples,
         "batch": job.batch,
         "seed": job.seed,
-        "optimizer": type(job.optimizer).__name__,
+        "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "average": job.train.ema is not None,
     }

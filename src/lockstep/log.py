@@ -37,11 +37,14 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
+    level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
         yield
     finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()

@@ -23,7 +23,7 @@ from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline
 from lockstep.launcher.base import Backend
 from lockstep.optim import check_decay
-from lockstep.rundir import RunDir, slug
+from lockstep.rundir import RunDir, latest, slug
 from lockstep.strategy import DDP, Single
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.world import launched_rank
@@ -104,14 +104,18 @@ def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
         return None
     if invocation.sweep:
         raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
-    latest = job["resume"] == "latest"
-    wanted = Path(job["output_root"], "latest") if latest else Path(job["resume"]).expanduser()
+    if job["resume"] == "latest":
+        newest = latest(Path(job["output_root"]))
+        if newest is None:
+            raise InputError(f"resume=latest: no run has been started in {job['output_root']} yet")
+        wanted = newest.path
+    else:
+        wanted = Path(job["resume"]).expanduser()
     if (wanted / checkpoint.MANIFEST).is_file():
         return None
     if RunDir(wanted).overrides.is_file():
         return wanted.resolve()
-    hint = "no run has been started there yet" if latest else "it is neither a run folder nor a checkpoint"
-    raise InputError(f"resume: {wanted} cannot be resumed ({hint}); name one with resume=PATH")
+    raise InputError(f"resume: {wanted} is neither a run folder nor a checkpoint; name one with resume=PATH")
 
 
 def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:

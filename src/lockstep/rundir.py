@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.errors import InputError, LockstepError, Stopped
 
 NAME_LIMIT = 100
+LATEST = "latest"
 
 
 def slug(text: str) -> str:
@@ -205,10 +206,12 @@ class RunDir:
         return self.metrics.exists()
 
     def mark_latest(self, root: Path) -> None:
-        """Point `root/latest` at this folder. A file system without links goes without."""
-        link = root / f".latest.{os.getpid()}"
-        try:
-            link.symlink_to(os.path.relpath(self.path, root), target_is_directory=True)
-            link.replace(root / "latest")
-        except OSError:
-            link.unlink(missing_ok=True)
+        """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""
+        with contextlib.suppress(IsADirectoryError):  # a run of that name: hydra.run.dir=outputs/latest
+            write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
+
+
+def latest(root: Path) -> RunDir | None:
+    """The run that was started last under `root`, if any was."""
+    named = _text(root / LATEST) if (root / LATEST).is_file() else None
+    return None if named is None else RunDir((root / named.strip()).resolve())

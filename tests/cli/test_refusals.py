@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, train_here
-from lockstep import config, resolve
+from lockstep import config, refusals, resolve
 from lockstep.config import Invocation
 from lockstep.errors import InputError
 from lockstep.rundir import RunDir
@@ -34,7 +34,7 @@ def refusal(output_root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` ends with; nothing is made."""
     with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
         prepared(f"output_root={output_root}", *overrides)
-    said = config.translate(raised.value) or config.translate_before_job(raised.value)
+    said = refusals.translate(raised.value) or refusals.translate_before_job(raised.value)
     assert isinstance(said, InputError), repr(raised.value)
     assert not output_root.exists()
     return str(said)
@@ -123,11 +123,11 @@ PLACES = [
         "dataset=folder dataset.path=/nowhere",
         "dataset.path: there is no folder /nowhere/train, expected one subfolder",
     ),
-    ("resume=latest", "latest cannot be resumed (no run has been started there yet); name one with resume=PATH"),
+    ("resume=latest", "resume=latest: no run has been started in "),
     ("init_from=/nowhere.safetensors", "init_from: there are no weights at /nowhere.safetensors, expected a"),
     ("init_from=/etc/passwd", "init_from: there are no weights at /etc/passwd, expected a .safetensors file"),
-    ("resume=/nowhere", "/nowhere cannot be resumed (it is neither a run folder nor a checkpoint)"),
-    ("resume=/etc/passwd", "/etc/passwd cannot be resumed (it is neither a run folder nor a checkpoint)"),
+    ("resume=/nowhere", "/nowhere is neither a run folder nor a checkpoint"),
+    ("resume=/etc/passwd", "/etc/passwd is neither a run folder nor a checkpoint"),
 ]
 HOSTILE = [
     ("model._target_=os.system", "model._target_ is 'os.system', expected a class of lockstep.models"),

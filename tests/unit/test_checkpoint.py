@@ -134,6 +134,18 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(run: RunDir
     assert same(other.everything(), trained.everything())
 
 
+def test_the_options_of_an_optimizer_are_those_of_the_run_that_goes_on(run: RunDir) -> None:
+    trained, target = parts(0, SGD(momentum=0.9, weight_decay=0.1)), writer(run)
+    trained.train(2)
+    save(target, 2, trained)
+    target.close()
+    other = parts(1, SGD(momentum=0.5, weight_decay=0.2))
+    restore(run.checkpoints / "step-00000002", other)
+    groups = other.optimizer.param_groups
+    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [(0.5, 0.2), (0.5, 0.0)]
+    assert same(other.everything()[2]["state"], trained.everything()[2]["state"])
+
+
 def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run: RunDir) -> None:
     trained, target = parts(), writer(run)
     before = trained.everything()

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers import ROOT, built, composed
-from lockstep import config
+from lockstep import config, refusals
 from lockstep.config import GROUPS, Job
 from lockstep.data.augment import CropFlip
 from lockstep.data.loader import Auto, Resident
@@ -30,7 +30,7 @@ def failure(*overrides: str) -> Exception:
         try:
             config.to_dict(compose("config", overrides=["name=test", *overrides]))
         except Exception as error:
-            return config.translate(error) or error
+            return refusals.translate(error) or error
     raise AssertionError(f"{overrides} compose")
 
 
@@ -187,15 +187,15 @@ def test_what_hydra_refuses_becomes_one_sentence_about_the_override(override: st
 
 
 def test_what_is_no_mistake_of_the_user_is_not_translated() -> None:
-    assert config.translate(ValueError("odd")) is None
+    assert refusals.translate(ValueError("odd")) is None
     refused = InputError("no")
-    assert config.translate(refused) is refused
+    assert refusals.translate(refused) is refused
 
 
 def test_an_error_is_shown_line_by_line_behind_the_name_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    config.say(InputError("one\ntwo"))
+    refusals.say(InputError("one\ntwo"))
     assert capsys.readouterr().err == "lockstep: one\nlockstep: two\n"
-    config.say(RankFailed("rank 1 failed", "Traceback\n  here\n"))
+    refusals.say(RankFailed("rank 1 failed", "Traceback\n  here\n"))
     assert capsys.readouterr().err == "Traceback\n  here\nlockstep: rank 1 failed\n"
 
 

@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.table import Table
 
-from lockstep import config, log
+from lockstep import config, log, refusals
 from lockstep.errors import InputError, Interrupted, LockstepError, Stopped
 
 LEDGER = "jobs.jsonl"
@@ -37,18 +37,18 @@ class Outcome:
 def guarded(job: Callable[[], float | None], invocation: config.Invocation) -> float | None:
     """Run a job; one of a sweep that fails is reported and gives NaN, so that the sweep goes on."""
     if not invocation.sweep or invocation.folder is None:
-        with config.past_hydra():
+        with refusals.past_hydra():
             return job()
     error: LockstepError | None = None
     objective: float | None = None
     try:
         objective = job()
     except Exception as raised:
-        error = config.translate(raised)
+        error = refusals.translate(raised)
         if error is None:
             traceback.print_exc()
             error = LockstepError(f"{type(raised).__name__}: {raised}")
-        config.say(type(error)(f"job {invocation.number}: {error}", *error.args[1:]))
+        refusals.say(type(error)(f"job {invocation.number}: {error}", *error.args[1:]))
     outcome = Outcome(
         number=invocation.number,
         overrides=invocation.overrides,
@@ -73,7 +73,7 @@ def _refuse_under_torchrun() -> None:
     def refuse() -> NoReturn:
         raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
 
-    with once(refuse, config.say):
+    with once(refuse, refusals.say):
         raise AssertionError("a refusal ends every rank")
 
 

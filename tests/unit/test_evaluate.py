@@ -1,0 +1,91 @@
+"""Exact evaluation: the numbers of a plain loop over every example."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.data.augment import CropFlip
+from lockstep.data.loader import Loader, Resident, Streaming
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.sources import Digits, Fake
+from lockstep.evaluate import evaluate
+from lockstep.models import DigitNet
+from lockstep.plan import Plan
+from lockstep.precision import FP32, FP64
+from lockstep.world import World
+
+PLAN = Plan(examples=100, batch=10, total_steps=10, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+
+
+def scores(model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, precision: FP32 | None = None) -> Any:
+    world, chosen = World.solo(), kind or Resident()
+    train, held_out = source.train(), source.eval()
+    format_ = precision or FP64()
+    return evaluate(
+        model,
+        loader=Loader(
+            world=world,
+            plan=PLAN,
+            seed=0,
+            eval_batch=block,
+            train_labels=train.labels,
+            eval_labels=held_out.labels,
+            train_feed=chosen.feed(train, world, once=True),
+            eval_feed=chosen.feed(held_out, world, once=False),
+        ),
+        pipeline=Pipeline.of(
+            source, CropFlip(), device=world.device, dtype=format_.storage, channels_last=False, seed=0
+        ),
+        precision=format_,
+        world=world,
+    )
+
+
+def digitnet(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return DigitNet(dropout=0.5).build(10, (1, 8, 8)).double()
+
+
+def test_the_scores_are_those_of_one_plain_pass() -> None:
+    model, split = digitnet(), Digits().eval()
+    pixels = (split.images.double() / 255 - Digits.mean[0]) / Digits.std[0]
+    with torch.no_grad():
+        logits = model.eval()(pixels)
+    ranked = logits.argsort(1, descending=True) == split.labels[:, None]
+    found = scores(model.train(), Digits())
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, split.labels).item(), rel=1e-12)
+    assert found["top1"] == pytest.approx(100 * ranked[:, 0].double().mean().item())
+    assert found["top5"] == pytest.approx(100 * ranked[:, :5].any(1).double().mean().item())
+
+
+@pytest.mark.parametrize("block", [1, 7, 355, 1000])
+def test_the_size_of_a_block_does_not_matter(block: int) -> None:
+    model = digitnet()
+    assert scores(model, Digits(), block=block) == pytest.approx(scores(model, Digits()), rel=1e-12)
+
+
+def test_both_loaders_score_alike_to_the_bit() -> None:
+    model = digitnet()
+    assert scores(model, Digits(), kind=Streaming(workers=0)) == scores(model, Digits())
+
+
+def test_evaluation_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10)).train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scores(model, Digits(), precision=FP32())
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    scores(model.eval(), Digits(), precision=FP32())
+    assert not model.training
+
+
+def test_with_fewer_than_five_classes_every_example_is_among_the_top_five() -> None:
+    source = Fake(examples=40, classes=3, channels=1, size=8)
+    model = DigitNet().build(3, (1, 8, 8)).double()
+    assert scores(model, source)["top5"] == 100

@@ -1,0 +1,61 @@
+"""What a job is: on what a checkpoint and the run that goes on from it must agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import built
+from lockstep.identity import describe, identity, plan_of
+from lockstep.models import DigitNet, Timm
+
+
+def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
+    assert describe(DigitNet()) == "DigitNet()"
+    assert describe(DigitNet(width=64, compile=True)) == "DigitNet(compile=True, width=64)"
+    assert describe(DigitNet(width=64, compile=True), frozenset({"compile"})) == "DigitNet(width=64)"
+    assert describe(Timm(options={"img_size": 64})) == "Timm(options={'img_size': 64})"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.compile=true",
+        "model.channels_last=true",
+        "epochs=99",
+        "strategy=ddp",
+        "precision=bf16",
+        "loader=streaming",
+        "optimizer.lr=0.5",
+        "train.micro_batches=4",
+        "data_root=elsewhere",
+    ],
+)
+def test_how_a_job_is_run_is_not_what_it_is(change: str) -> None:
+    assert identity(built(change), 1442) == identity(built(), 1442)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("model.width=64", "model"),
+        ("model=resnet18", "model"),
+        ("dataset.input_size=16", "input_shape"),
+        ("batch=32", "batch"),
+        ("seed=1", "seed"),
+        ("optimizer=sgd", "optimizer"),
+        ("train.ema=0.99", "average"),
+    ],
+)
+def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) -> None:
+    here, there = identity(built(), 1442), identity(built(change), 1442)
+    assert [name for name in here if here[name] != there[name]] == [key]
+
+
+def test_two_optimizers_of_timm_are_two() -> None:
+    one, other = (identity(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
+    assert (one["optimizer"], other["optimizer"]) == ("lamb", "lion")
+
+
+def test_the_plan_of_a_job_is_in_steps() -> None:
+    plan = plan_of(built("epochs=2", "checkpoint.every=50%"), 1442)
+    assert (plan.steps_per_epoch, plan.total_steps, plan.eval_every, plan.save_every) == (23, 46, 23, 23)
