@@ -37,14 +37,15 @@ def sweep(root: Path, *overrides: str) -> Done:
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     root = tmp_path_factory.mktemp("seeds")
-    return root, sweep(root, "seed=1,2", "strategy=ddp")
+    return root, sweep(root, "model=digitnet,basicnet", "seed=1,2", "strategy=ddp")
 
 
 def test_each_job_of_a_sweep_has_a_folder_that_says_what_it_is(seeds: tuple[Path, Done]) -> None:
     root, done = seeds
     assert done.code == 0, done.err
     rest = "strategy=ddp,steps=3,device=cpu,telemetry.tensorboard=False"
-    assert jobs(root) == [f"000-seed=1,{rest}", f"001-seed=2,{rest}"]
+    four = [f"model={model},seed={seed}" for model in ("digitnet", "basicnet") for seed in (1, 2)]
+    assert jobs(root) == [f"{number:03}-{varied},{rest}" for number, varied in enumerate(four)]
     for summary in root.glob("sweeps/*/*/summary.json"):
         assert json.loads(summary.read_text())["status"] == "completed"
 
@@ -53,8 +54,17 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(seeds: tuple[Path, Done]) -> None
     root, done = seeds
     (folder,) = (root / "sweeps").iterdir()
     table = done.out[done.out.index(f"sweep in {folder}") :]
-    for number in range(2):
-        assert re.search(rf"^│ {number} +│ .*seed={number + 1} .*│ +\d+\.\d\d +│ done +│$", table, re.MULTILINE)
+    for number in range(4):
+        assert re.search(rf"^│ {number} +│ .*seed={number % 2 + 1} .*│ +\d+\.\d\d +│ done +│$", table, re.MULTILINE)
+
+
+def test_ranks_are_told_the_run_folder_and_parse_no_command_line(seeds: tuple[Path, Done]) -> None:
+    root, _ = seeds
+    for run in root.glob("sweeps/*/0*"):
+        assert "ranks  2 by DDP" in (run / "train.log").read_text()
+        assert sorted(each.name for each in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+        # What only a parser of the command line could know is in the folder already, resolved.
+        assert "${" not in (run / "config.yaml").read_text()
 
 
 def test_no_process_of_a_sweep_stays_alive(seeds: tuple[Path, Done]) -> None:
