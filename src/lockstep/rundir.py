@@ -40,8 +40,12 @@ def _text(path: Path) -> str | None:
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step: a reader sees the old file or the new one, never a half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,9 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out() -> None:
         with telemetry.pause():
             time.sleep(0.3)
     window = telemetry.flush(2, {})
-    assert 0.2 <= window.waited < 0.35
-    assert 0.3 <= window.seconds < 0.55
+    # Generous above, for a busy machine: what is left out is twice as long.
+    assert 0.2 <= window.waited <= window.seconds - 0.1
+    assert 0.3 <= window.seconds < 0.8
     figures = sink.lines[0][1]
     assert figures["perf/data_wait_pct"] == pytest.approx(100 * window.waited / window.seconds)
     assert figures["perf/step_ms"] == pytest.approx(500 * window.seconds)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,16 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     write_atomic(tmp_path / "file", "one")
     write_atomic(tmp_path / "file", "two")
     assert (tmp_path / "file").read_text() == "two"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_replacement_that_fails_leaves_the_file_and_nothing_else(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    write_atomic(tmp_path / "file", "one")
+    with full_disk(100), pytest.raises(OSError, match="File too large"):
+        write_atomic(tmp_path / "file", "x" * 1000)
+    assert (tmp_path / "file").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -170,3 +182,4 @@ def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
     RunDir.at(tmp_path / "run").mark_latest(tmp_path)
     assert latest(tmp_path) is None
     assert (tmp_path / "latest").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]

@@ -115,7 +115,7 @@ def _scan(folder: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
             f"dataset.path: there is no folder {folder}, expected one subfolder per class in it; "
             "name another with dataset.path=FOLDER"
         )
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
     if not names:
         raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
     return tuple(

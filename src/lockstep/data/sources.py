@@ -123,17 +123,16 @@ class _TorchvisionSource(_ArraySource):
                 self._open(True, download=True)
                 self._open(False, download=True)
         except Exception as error:  # torchvision passes on whatever its download met
+            self._tidy()
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
                 f"({type(error).__name__}: {' '.join(str(error).split())}); put its files there or name "
                 "another folder with data_root=FOLDER"
             ) from error
-        finally:
-            self._tidy()
         super().prepare()
 
     def _tidy(self) -> None:
-        """Remove the lock, and the folders of a download that brought nothing."""
+        """Remove what a failed download leaves: the lock, which others may wait for after a good one, and folders."""
         (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
         for folder in (f"{self.factory}/raw", self.factory, "."):
             with contextlib.suppress(OSError):  # not empty, or never made

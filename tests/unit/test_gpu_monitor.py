@@ -85,11 +85,13 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def watch(path: Path, uuids: list[str], sink: Kept, *, seconds: float = 0.2) -> dict[str, float]:
-    """Run a monitor for a while; returns the means it closes with."""
+def watch(path: Path, uuids: list[str], sink: Kept) -> dict[str, float]:
+    """Run a monitor for a few samples, or until it gives up; returns the means it closes with."""
     monitor = gpu.Monitor(uuids=uuids, path=path / "gpu.jsonl", sinks=[sink], step=lambda: 7, period=0.02)
     monitor.start()
-    time.sleep(seconds)
+    end = time.monotonic() + 30
+    while len(sink.lines) < 4 and monitor.thread.is_alive() and time.monotonic() < end:
+        time.sleep(0.01)
     return monitor.close()
 
 
