@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -123,7 +123,9 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
             exit_code=0,
             objective=progress.best,
             seconds=round(seconds, 3),
-            **asdict(progress),
+            step=progress.step,
+            best=progress.best,
+            best_step=progress.best_step,
             **{key: round(value, 3) for key, value in figures.items()},
         )
         report.closing(run_dir=run_dir, progress=progress, plan=plan, seconds=seconds, figures=figures)
@@ -236,6 +238,7 @@ def _observers(
         sinks=[*files, *board],
         display=display(plan, progress.step, is_main=world.is_main),
         step=progress.step,
+        window=progress.window,
         flops=network.flops,
         peak=network.peak,
     )

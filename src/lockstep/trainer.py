@@ -21,17 +21,18 @@ from lockstep.evaluate import evaluate
 from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Schedule, Strategy
-from lockstep.telemetry import Telemetry
+from lockstep.telemetry import OpenWindow, Telemetry
 from lockstep.world import Vote, World
 
 
 @dataclass
 class Progress:
-    """How far a run has come: the last finished step, and the best evaluation (top-1 in percent)."""
+    """How far a run has come: the last finished step, the best evaluation (top-1 in percent), the open window."""
 
     step: int = 0
     best: float | None = None
     best_step: int = 0
+    window: OpenWindow | None = None
 
 
 @dataclass(kw_only=True)
@@ -151,6 +152,7 @@ class Trainer:
     def save(self, best: bool) -> None:
         """Keep the state as of the last finished step; training waits for the copy to host memory only."""
         with self.telemetry.pause():
+            self.progress.window = self.telemetry.open_window()
             self.checkpointer.save(
                 model=self.model,
                 ema=self.ema,

@@ -63,6 +63,15 @@ def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Pat
     assert [row.split(",")[0] for row in rows[1:]] == ["5", "10"]
 
 
+@pytest.mark.parametrize("stop", [2, 5, 6])
+def test_a_log_point_counts_the_steps_before_the_stop_too(tmp_path: Path, stop: int) -> None:
+    job = (*COMMON, "telemetry.interval=4")
+    expected = train_here(tmp_path / "whole", *job)
+    run = train_here(tmp_path / "run", *job, stop_at=stop).path
+    train_here(run, *job)
+    assert losses(run) == losses(expected)
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +90,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
 def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_order(tmp_path: Path) -> None:
     exact = ("precision=fp64", "model.dropout=0")
     here, two = (*COMMON, *exact), (*COMMON, *exact, "strategy=ddp")
-    paths = {name: tmp_path / name for name in ("whole", "stopped", "elastic")}
+    paths = {name: tmp_path / name for name in ("whole", "stopped", "elastic", "rare", "rare stopped")}
     gang(
         tmp_path / "gang",
         2,
@@ -89,9 +98,13 @@ def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_orde
             Case(paths["whole"], two),
             Case(paths["stopped"], two, stop_at=3),
             Case(paths["elastic"], two, stop_at=6),
+            Case(paths["rare"], (*two, "telemetry.interval=4")),
+            Case(paths["rare stopped"], (*two, "telemetry.interval=4"), stop_at=5),
         ],
     )
-    gang(tmp_path / "again", 2, [Case(paths["stopped"], two)])
+    again = [Case(paths["stopped"], two), Case(paths["rare stopped"], (*two, "telemetry.interval=4"))]
+    gang(tmp_path / "again", 2, again)
+    assert losses(paths["rare stopped"]) == losses(paths["rare"])
     assert state(paths["stopped"]) == state(paths["whole"])
     assert losses(paths["stopped"]) == losses(paths["whole"])
     train_here(paths["elastic"], *here)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,13 @@ from lockstep.world import World
 S = TypeVar("S", bound=Stepped)
 
 
+class OpenWindow(TypedDict):
+    """The last log point, and the sums of loss, hits and examples behind it, a row for each rank."""
+
+    flushed: int
+    totals: list[list[float]]
+
+
 class Telemetry:
     """Gathers figures without syncing the device, and spreads them at log points.
 
@@ -29,6 +36,7 @@ class Telemetry:
         sinks: where scalars go.
         display: what the user watches.
         step: the last step that is already done.
+        window: what a checkpoint kept of the window that was open then (`open_window`); null for none.
         flops: of one example's forward and backward pass; 0 where no figure is wanted.
         peak: floating-point operations per second of all devices; 0 where it is not known.
     """
@@ -41,19 +49,39 @@ class Telemetry:
         sinks: list[Sink],
         display: Display,
         step: int,
+        window: OpenWindow | None = None,
         flops: float,
         peak: float,
     ) -> None:
         self.world, self.plan, self.sinks, self.display = world, plan, sinks, display
-        self.step = self.flushed = step
+        self.step = self.flushed = self.resumed = step
         self.flops, self.peak = flops, peak
         # Sums of loss, hits and examples since the last log point.
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.carried = 0
+        if window is not None:
+            self._reopen(window)
         self.began = self.mark = time.perf_counter()
         self.waited = self.paused = 0.0
         self.examples = 0
         self.busy = self.waited_in_all = 0.0
         self.last: Window | None = None
+
+    def open_window(self) -> OpenWindow:
+        """What has gathered since the last log point, of every rank, for a checkpoint. Collective."""
+        gathered = torch.zeros((self.world.size, 3), dtype=torch.float64, device=self.world.device)
+        gathered[self.world.rank] = self.totals
+        return {"flushed": self.flushed, "totals": self.world.sum(gathered).tolist()}
+
+    def _reopen(self, window: OpenWindow) -> None:
+        """Go on with a window: each rank with its own sums, or main with all of another number of ranks."""
+        self.flushed = window["flushed"]
+        sums = torch.tensor(window["totals"], dtype=torch.float64, device=self.world.device)
+        if len(sums) == self.world.size:
+            self.totals += sums[self.world.rank]
+        elif self.world.is_main:
+            self.totals += sums.sum(0)
+        self.carried = int(sums[:, 2].sum())
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, timing how long each is waited for."""
@@ -79,16 +107,18 @@ class Telemetry:
         loss, hits, examples = self.world.sum(self.totals).tolist()
         now = time.perf_counter()
         seconds = max(now - self.mark - self.paused, 1e-9)
+        steps = step - max(self.flushed, self.resumed)
         window = Window(
             first=self.flushed + 1,
             last=step,
             loss=loss / examples,
             top1=100 * hits / examples,
-            examples=int(examples),
+            examples=int(examples) - self.carried,
             seconds=seconds,
             waited=self.waited,
         )
         self.totals.zero_()
+        self.carried = 0
         self.examples += window.examples
         self.busy += seconds
         self.waited_in_all += self.waited
@@ -99,7 +129,7 @@ class Telemetry:
             **{key: float(value) for key, value in scalars.items()},
             "perf/img_per_s": window.rate,
             "perf/data_wait_pct": window.wait_share,
-            "perf/step_ms": 1000 * seconds / (step - window.first + 1),
+            "perf/step_ms": 1000 * seconds / steps,
         }
         if self.peak:
             figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class Window:
     """Over all ranks: `loss` is the mean over examples, `top1` in percent.
 
+    `examples` are those of this process: of a window that a resume went on with, the rest.
+
     `seconds` are without evaluations and saves; `waited` is the part of them, on main, in which the loop
     waited for data.
     """
