@@ -119,3 +119,12 @@ def test_a_checkpoint_by_the_clock_is_written_at_a_step_that_all_ranks_agree_on(
     gang(tmp_path / "gang", 2, [Case(tmp_path / "run", job)])
     saved = [path.name for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")]
     assert len(saved) == STEPS - 1, "a wish is heard one step later, and the last step is always saved"
+
+
+def test_a_network_with_batch_norm_in_nhwc_resumes_to_the_bit_under_adamw(tmp_path: Path) -> None:
+    job = ("model=resnet10t", "model.channels_last=true", "dataset.input_size=16", "batch=300", "steps=4")
+    expected = weights(train_here(tmp_path / "whole", *job))
+    run = train_here(tmp_path / "run", *job, stop_at=2).path
+    train_here(run, *job)
+    found = weights(run)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
