@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ ParamGroups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Optimizer:
+class _Optimizer(ABC):
     """What all have: the base learning rate, and which parameters decay how.
 
     Fields:
@@ -78,9 +79,9 @@ class _Optimizer:
         except (TypeError, ValueError, AssertionError) as error:
             raise InputError(f"optimizer={type(self).__name__.lower()} cannot be built: {error}") from error
 
+    @abstractmethod
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         """The same over parameter groups, with the errors of its library."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

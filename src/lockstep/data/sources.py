@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ __all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "FashionMNIST", "Fo
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ArraySource:
+class _ArraySource(ABC):
     """A data set that fits in memory.
 
     Fields:
@@ -48,9 +49,9 @@ class _ArraySource:
         channels, height, width = self.image_shape
         return (channels, self.input_size or height, self.input_size or width)
 
+    @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
         """uint8 images (N, C, H, W) and int64 labels (N,) of one split."""
-        raise NotImplementedError
 
     def prepare(self) -> None:
         _arrays(self, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,7 +14,7 @@ NORM_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(ABC):
     """What every model has.
 
     Fields:
@@ -24,12 +25,12 @@ class Network:
     channels_last: bool = False
     compile: bool = False
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027, most models exist by being a class
         """Raise InputError for a model that does not exist, without building one."""
 
+    @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

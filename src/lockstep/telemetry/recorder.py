@@ -74,13 +74,14 @@ class Telemetry:
         return {"flushed": self.flushed, "totals": self.world.sum(gathered).tolist()}
 
     def _reopen(self, window: OpenWindow) -> None:
-        """Go on with a window: each rank with its own sums, or main with all of another number of ranks."""
+        """Go on with a window: each rank with its own sums, or the first with those of another number of ranks."""
         self.flushed = window["flushed"]
         sums = torch.tensor(window["totals"], dtype=torch.float64, device=self.world.device)
-        if len(sums) == self.world.size:
-            self.totals += sums[self.world.rank]
-        elif self.world.is_main:
-            self.totals += sums.sum(0)
+        own = sums
+        if len(sums) != self.world.size:
+            own = sums.new_zeros((self.world.size, 3))
+            own[0] = sums.sum(0)
+        self.totals += own[self.world.rank]
         self.carried = int(sums[:, 2].sum())
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
