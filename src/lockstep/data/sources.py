@@ -124,16 +124,17 @@ class _TorchvisionSource(_ArraySource):
                 self._open(True, download=True)
                 self._open(False, download=True)
         except Exception as error:  # torchvision passes on whatever its download met
-            self._tidy()
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
                 f"({type(error).__name__}: {' '.join(str(error).split())}); put its files there or name "
                 "another folder with data_root=FOLDER"
             ) from error
+        finally:
+            self._tidy()
         super().prepare()
 
     def _tidy(self) -> None:
-        """Remove what a failed download leaves: the lock, which others may wait for after a good one, and folders."""
+        """Remove the lock (whoever still waits for it finds the files there), and folders that got no file."""
         (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
         for folder in (f"{self.factory}/raw", self.factory, "."):
             with contextlib.suppress(OSError):  # not empty, or never made
