@@ -13,6 +13,8 @@ import torch
 
 from helpers import Case, gang, losses, records, train_here, weights
 
+pytestmark = pytest.mark.slow
+
 # 1,442 examples in batches of 60: 25 steps an epoch, the last of two examples, so that of three ranks one
 # has an empty shard. 27 steps cross into the second epoch.
 COMMON = (

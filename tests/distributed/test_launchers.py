@@ -167,6 +167,7 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     wait_for(lambda: not processes(folder), 6)
 
 
+@pytest.mark.slow
 def test_six_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
     jobs = [
         start(tmp_path / str(number), *TWO, "steps=1", *(("launcher=spawn",) if number % 2 else ()))
