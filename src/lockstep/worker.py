@@ -28,14 +28,15 @@ PR_SET_PDEATHSIG = 1
 def main(path: Path) -> None:
     """Be one rank of the job in `path`; raises what ended it."""
     run_dir = RunDir(path)
-    launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
+    resolved = config.load(run_dir.config)
+    launcher = config.build("launcher", resolved["launcher"])
     rank = world.launched_rank()
     with (
         log.rank_logging(run_dir, rank or 0, separate=rank is not None),
         _recorded(run_dir, rank or 0),
         stop_signals() as stop,
         world.join(
-            device=config.load(run_dir.config)["device"],
+            device=resolved["device"],
             backend=launcher.backend.value,
             timeout=plan.seconds("launcher.timeout", launcher.timeout),
             threads=launcher.threads,

@@ -134,16 +134,12 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
         timeout=timedelta(seconds=timeout),
         device_id=on_device if backend == "nccl" else None,
     )
-    try:
-        yield World(
-            rank=dist.get_rank(),
-            local_rank=local_rank,
-            size=dist.get_world_size(),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
-            device=on_device,
-            control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)),
-        )
-    except BaseException:
-        raise
-    else:
-        dist.destroy_process_group()
+    yield World(
+        rank=dist.get_rank(),
+        local_rank=local_rank,
+        size=dist.get_world_size(),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        device=on_device,
+        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)),
+    )
+    dist.destroy_process_group()  # not reached after an error, which is raised at the yield

@@ -162,7 +162,7 @@ def damaged(tmp_path: Path) -> Iterator[Folder]:
 def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(damaged: Folder, workers: int) -> None:
     feed = Streaming(workers=workers).feed(damaged.train(), world(), once=True)
     with pytest.raises(InputError, match=r"^dataset: image 1, .*/train/a/1\.png, cannot be decoded"):
-        list(feed([[0], [0, 1]]))
+        list(feed([torch.tensor([0]), torch.tensor([0, 1])]))
     assert multiprocessing.active_children() == []
 
 

@@ -62,15 +62,20 @@ def test_auto_takes_all_gpus_or_one_rank() -> None:
     assert Single().ranks(8) == 1
 
 
+def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
+    """Forward and backward of two micro-batches of one example, and the reduction behind them."""
+    for last in (False, True):
+        with strategy.accumulate(replica, last):
+            replica(torch.ones(1, 2)).sum().backward()
+    strategy.reduce(replica)
+
+
 @pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
 def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
     model = nn.Linear(2, 2)
     replica = strategy.wrap(model, World.solo(), plan())
     assert replica is model
-    for last in (False, True):
-        with strategy.accumulate(replica, last):
-            replica(torch.ones(1, 2)).sum().backward()
-    strategy.reduce(replica)
+    take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
 
 
@@ -79,10 +84,7 @@ def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
 def test_the_last_micro_batch_leaves_the_sum_of_all(strategy: DDP) -> None:
     model = nn.Linear(2, 2)
     replica = strategy.replicate(model, plan(micro_batches=2))
-    for last in (False, True):
-        with strategy.accumulate(replica, last):
-            replica(torch.ones(1, 2)).sum().backward()
-    strategy.reduce(replica)
+    take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
 
 

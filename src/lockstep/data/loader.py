@@ -51,8 +51,8 @@ class Shard:
             yield piece, part == parts - 1
 
 
-# Reads the images of many index lists, in order, onto the device.
-Feed = Callable[[Iterable[list[int]]], Iterator[Tensor]]
+# Reads the images of many batches of indices (int64, on the CPU), in order, onto the device.
+Feed = Callable[[Iterable[Tensor]], Iterator[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +72,11 @@ class Loader:
         """This rank's shards for every step behind `after`."""
         ahead: list[Batch] = []
 
-        def wanted() -> Iterator[list[int]]:
+        def wanted() -> Iterator[Tensor]:
             world = self.world
             for batch in batches(self.plan, self.seed, rank=world.rank, ranks=world.size, after=after):
                 ahead.append(batch)
-                yield batch.indices.tolist()
+                yield batch.indices
 
         for images in self.train_feed(wanted()):
             batch = ahead.pop(0)
@@ -87,7 +87,8 @@ class Loader:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
         world = self.world
         mine = blocks(len(self.eval_labels), self.eval_batch, rank=world.rank, ranks=world.size)
-        for block, images in zip(mine, self.eval_feed([list(each) for each in mine]), strict=True):
+        wanted = [torch.arange(block.start, block.stop) for block in mine]
+        for block, images in zip(mine, self.eval_feed(wanted), strict=True):
             yield images, self.eval_labels[block.start : block.stop]
 
 
@@ -98,9 +99,9 @@ class Resident:
     def feed(self, split: Split, world: World, *, once: bool) -> Feed:
         images = (_decode_all(split) if split.images is None else split.images).to(world.device)
 
-        def read(wanted: Iterable[list[int]]) -> Iterator[Tensor]:
+        def read(wanted: Iterable[Tensor]) -> Iterator[Tensor]:
             for indices in wanted:
-                yield images[torch.tensor(indices, dtype=torch.int64, device=images.device)]
+                yield images[indices.to(world.device, non_blocking=True)]
 
         return read
 
@@ -145,8 +146,9 @@ class Streaming:
             worker_init_fn=_worker_signals,
         )
 
-        def read(wanted: Iterable[list[int]]) -> Iterator[Tensor]:
-            queue.wanted = wanted
+        def read(wanted: Iterable[Tensor]) -> Iterator[Tensor]:
+            # Lists, because a tensor on its way to a worker costs a shared-memory file each.
+            queue.wanted = (indices.tolist() for indices in wanted)
             for images in loader:
                 if isinstance(images, InputError):
                     raise images

@@ -61,7 +61,7 @@ class Telemetry:
         self.carried = 0
         if window is not None:
             self._reopen(window)
-        self.began = self.mark = time.perf_counter()
+        self.mark = time.perf_counter()
         self.waited = self.paused = 0.0
         self.examples = 0
         self.busy = self.waited_in_all = 0.0
