@@ -79,8 +79,10 @@ def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     errors = [json.loads(path.read_text()) for path in run_dir.logs.glob("rank*.error.json")]
     if errors:
         first: dict[str, Any] = min(errors, key=lambda error: error["time"])
-        if known := BY_EXIT_CODE.get(first["exit_code"]):
-            return known(first["sentence"])
+        if kind := BY_EXIT_CODE.get(first["exit_code"]):
+            known = kind(first["sentence"])
+            known.add_note(f"rank {first['rank']}:\n{first['traceback']}")  # shown by HYDRA_FULL_ERROR=1 only
+            return known
         return RankFailed(f"rank {first['rank']} failed: {first['sentence']}", first["traceback"])
     killed = {rank: code for rank, code in exit_codes.items() if code}
     words = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(killed.items()))
