@@ -79,6 +79,7 @@ class Job:
     steps: int | None = None
     batch: int = 64
     seed: int = 0
+    repro: str = "exact"
     device: str = "auto"
     name: str = "job"
     data_root: str = "data"

@@ -35,9 +35,16 @@ class Stopped(LockstepError):
 
 
 class NumericalError(LockstepError):
-    """The numbers went bad: a loss is not finite."""
+    """The numbers went bad: a loss or a weight is not finite, or a loss is absurd.
+
+    `step` is the first that shows it.
+    """
 
     exit_code = 76
+
+    def __init__(self, sentence: str, step: int | None = None) -> None:
+        super().__init__(sentence)
+        self.step = step
 
 
 class Interrupted(LockstepError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,23 +11,26 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep import checkpoint, config, environment, report
+from lockstep import checkpoint, config, environment, incident, report
 from lockstep.checkpoint import Checkpointer
 from lockstep.config import Job
 from lockstep.data.loader import Auto, Loader
 from lockstep.data.pipeline import Pipeline
+from lockstep.errors import NumericalError
 from lockstep.identity import identity, plan_of
 from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
 from lockstep.rundir import RunDir, write_atomic
-from lockstep.strategy.base import batchnorm_note
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.telemetry.gpu import NoMonitor, monitor
 from lockstep.trainer import Progress, Trainer
 from lockstep.world import World
+
+# A loss of so many times that of guessing (the logarithm of the classes) is not one of training any more.
+LOST = 1000
 
 
 def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) -> None:
@@ -57,7 +61,7 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
     progress, origin = _restore(job, network, checkpointer)
 
     if world.is_main:
-        notes = [job.strategy.note(world), batchnorm_note(network.model, job.strategy, world, plan)]
+        note = job.strategy.note(network.model, world, plan)
         report.banner(
             job=job,
             run_dir=run_dir,
@@ -69,7 +73,7 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
             loader_reason=reason,
             origin=origin,
             step=progress.step,
-            notes=[note for note in notes if note],
+            notes=[note] if note else [],
         )
     # A resident one reads every image here, and one may be broken: only then is it a run.
     loader = _loader(job, train, held_out, plan, world)
@@ -111,6 +115,10 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
     watcher.start()
     try:
         trainer.fit()
+    except NumericalError as error:
+        if world.is_main:
+            incident.keep(error, trainer, run_dir)
+        raise
     finally:
         gpu = watcher.close()
         recorder.close()
@@ -184,7 +192,8 @@ def _network(job: Job, world: World, plan: Plan) -> Network:
         checkpoint.load_weights(model, Path(job.init_from))
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
     flops = training_flops(model, shape, world.device) if peak else 0.0
-    replica = strategy.wrap(model, world, plan)
+    example = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(memory_format=layout)
+    replica = strategy.wrap(model, world, plan, example)
     if job.model.compile:
         model.compile()
     return Network(
@@ -241,6 +250,7 @@ def _observers(
         window=progress.window,
         flops=network.flops,
         peak=network.peak,
+        loss_limit=LOST * math.log(max(2, job.dataset.classes)),
     )
     watcher = monitor(
         wanted=job.telemetry.gpu and world.is_main,

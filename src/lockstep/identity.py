@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.config import Job
 from lockstep.plan import Plan, make_plan
+from lockstep.strategy import Strict
 
 # Fields of a model that change how it computes and not what it is: a resume may change them.
 HOW = frozenset({"channels_last", "compile", "pretrained"})
@@ -54,4 +55,5 @@ def identity(job: Job, examples: int) -> dict[str, Any]:
         "seed": job.seed,
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "average": job.train.ema is not None,
+        "repro": describe(job.strategy) if isinstance(job.strategy, Strict) else "exact",
     }

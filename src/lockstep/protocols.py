@@ -26,16 +26,22 @@ class Strategy(Protocol):
     def check(self, ranks: int, device: str) -> None:
         """Raise InputError where the strategy cannot work with so many ranks on that kind of device."""
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
-        """The replica: the module to call in training. Every rank starts from main's weights."""
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+        """The replica: the module to call in training. Every rank starts from main's weights.
+
+        `example` is an input of two blank images, for strategies that must see a pass before the first step.
+        """
+
+    def divisor(self, world: World) -> int:
+        """By what `reduce` divides the sum of the ranks' gradients."""
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
 
     def reduce(self, replica: nn.Module) -> None:
-        """After the last backward: every rank's gradient is the mean over the ranks when this returns."""
+        """After the last backward: every rank's gradient is the sum over the ranks by `divisor` when this returns."""
 
-    def note(self, world: World) -> str:
+    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
         """A sentence that the user should read before the run, or an empty string."""
 
 

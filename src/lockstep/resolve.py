@@ -24,7 +24,7 @@ from lockstep.launcher import Elastic, Inline
 from lockstep.launcher.base import Backend
 from lockstep.optim import check_decay
 from lockstep.rundir import RunDir, latest, slug
-from lockstep.strategy import DDP, Single
+from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.world import launched_rank
 
@@ -127,7 +127,7 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
     built = config.build_all(job)
     device = _device(built.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    launcher, strategy = built.launcher, built.strategy
+    launcher, strategy = built.launcher, _strategy(built)
     ranks = _ranks(launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
@@ -142,7 +142,7 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
             f"launcher=inline has one rank, but {wants} asks for {ranks}; use launcher=elastic, or launcher.ranks=1"
         )
     launcher = replace(
-        launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks)
+        launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
     )
     absolute = {key: _absolute(job[key]) for key in ("data_root", "output_root", "init_from")}
     data_paths = {"root", "path"} & set(job["dataset"])
@@ -153,6 +153,8 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
         "dataset": {**job["dataset"], **{key: _absolute(job["dataset"][key]) for key in data_paths}},
         "resume": resume if resume and Path(resume, checkpoint.MANIFEST).is_file() else None,
         "device": device,
+        "repro": "strict" if isinstance(strategy, Strict) else "exact",
+        "train": {**job["train"], "micro_batches": _micro_batches(built, strategy, ranks)},
         "strategy": config.node(strategy),
         "launcher": config.node(launcher),
     }
@@ -170,6 +172,32 @@ def _device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto")
     return wanted
+
+
+def _strategy(job: Job) -> Any:
+    """The strategy that was asked for, by its own name or by `repro=strict`."""
+    if job.repro not in ("exact", "strict"):
+        raise InputError(f"repro is {job.repro!r}, expected exact or strict")
+    if job.repro == "exact" or isinstance(job.strategy, Strict):
+        return job.strategy
+    if type(job.strategy) not in (AutoStrategy, Single):
+        raise InputError(
+            f"repro=strict adds gradients in an order of its own, which {type(job.strategy).__name__} does not keep; "
+            "leave out strategy=..., or use repro=exact"
+        )
+    return Strict()
+
+
+def _micro_batches(job: Job, strategy: Any, ranks: int) -> int:
+    """Under `repro=strict` each virtual shard is a micro-batch."""
+    if not isinstance(strategy, Strict):
+        return job.train.micro_batches
+    if job.train.micro_batches != 1:
+        raise InputError(
+            f"train.micro_batches is {job.train.micro_batches}, but under repro=strict the virtual shards are the "
+            f"micro-batches; use strategy=strict strategy.shards={2 * strategy.shards} for smaller ones"
+        )
+    return max(1, strategy.shards // ranks)
 
 
 def _ranks(launcher: Any, strategy: Any, gpus: int, device: str) -> int:
@@ -192,7 +220,9 @@ def _backend(wanted: Backend, device: str) -> Backend:
     return wanted
 
 
-def _threads(launcher: Any, ranks: int) -> int:
+def _threads(launcher: Any, ranks: int, strategy: Any) -> int:
+    if isinstance(strategy, Strict) and launcher.threads == "auto":
+        return 1  # another number of threads adds in another order
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return max(1, cores() // local) if launcher.threads == "auto" else int(launcher.threads)
 

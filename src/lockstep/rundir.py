@@ -150,6 +150,10 @@ class RunDir:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def incident(self) -> Path:
+        return self.path / "incident"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.data.rng import dropout_seed
 from lockstep.errors import NumericalError, Stopped
 from lockstep.evaluate import evaluate
+from lockstep.health import REMEDIES, check_finite, check_replicas
 from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Schedule, Strategy
@@ -68,13 +68,17 @@ class Trainer:
             NumericalError: a loss is not finite.
         """
         vote = Vote(self.world)
+        self.telemetry.stragglers.watch(self.replica)
         for shard in self.telemetry.watch(self.loader.train(after=self.progress.step)):
             scalars = self.step(shard)
             step = self.progress.step = shard.step
             if self.plan.due("log", step):
                 self.log(step, scalars)
             improved = self.plan.due("eval", step) and self.evaluate(step)
-            stop, overdue = vote(self.stop_requested(), self.checkpointer.overdue())
+            stop, overdue = vote(
+                self.stop_requested(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
+            )
+            self.telemetry.heard(vote.busy)
             if improved or stop or overdue or self.plan.due("save", step):
                 self.save(improved)
             if stop and step < self.plan.total_steps:
@@ -90,9 +94,9 @@ class Trainer:
         """One optimizer update on this rank's shard of a global batch."""
         set_learning_rate(self.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
         torch.manual_seed(dropout_seed(self.seed, shard.step, self.world.rank))
-        # Gradients are averaged over ranks: this makes the average that of the mean over the global batch,
-        # however unevenly it is cut into shards and micro-batches.
-        scale = self.world.size / shard.count
+        # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
+        # cut into shards and micro-batches.
+        scale = self.strategy.divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
             with self.strategy.accumulate(self.replica, last):
                 images = self.pipeline.train(micro.images, micro.indices, micro.epoch)
@@ -122,11 +126,15 @@ class Trainer:
         if self.scaler.is_enabled():
             scalars["optim/scale"] = self.scaler.get_scale()
         window = self.telemetry.flush(step, scalars)
-        if not math.isfinite(window.loss):
+        # A loss scaler answers a loss that overflows by skipping the step, until it has nothing left to halve.
+        tolerated = self.scaler.is_enabled() and scalars["optim/scale"] >= 1
+        if window.suspect is not None and not tolerated:
             raise NumericalError(
-                f"the loss is {window.loss} between steps {window.first} and {step}; a smaller optimizer.lr, "
-                "train.clip_norm=1 or schedule.warmup=5% are the usual remedies"
+                f"the loss is {window.loss:.4g} between steps {window.first} and {step}, first at step "
+                f"{window.suspect}; {REMEDIES}",
+                step=window.suspect,
             )
+        check_replicas(self.model, self.world, step)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
@@ -150,8 +158,14 @@ class Trainer:
         return evaluate(model, loader=self.loader, pipeline=self.pipeline, precision=self.precision, world=self.world)
 
     def save(self, best: bool) -> None:
-        """Keep the state as of the last finished step; training waits for the copy to host memory only."""
+        """Keep the state as of the last finished step; training waits for the copy to host memory only.
+
+        Raises:
+            NumericalError, LockstepError: the weights are not sound; the checkpoint before stays the last.
+        """
         with self.telemetry.pause():
+            check_replicas(self.model, self.world, self.progress.step)
+            check_finite(self.model, self.progress.step)
             self.progress.window = self.telemetry.open_window()
             self.checkpointer.save(
                 model=self.model,

@@ -73,15 +73,17 @@ class Vote:
     """Words that any rank can say and all hear at the same step, without making the step wait.
 
     The sum that is started at one step is read at the next, so a word takes effect one step later and the
-    ranks agree on the step.
+    ranks agree on the step. With its wishes each rank says how long it was busy; `busy` is what was heard of
+    all ranks, in seconds, and is empty where there is nothing to hear.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.busy: list[float] = []
         self.pending: Any = None
-        self.ballot = torch.zeros(0, dtype=torch.int32)
+        self.ballot = torch.zeros(0, dtype=torch.int64)
 
-    def __call__(self, *wishes: bool) -> list[bool]:
+    def __call__(self, *wishes: bool, busy: float = 0.0) -> list[bool]:
         """Cast this step's wishes; each is heard if any rank had it at the step before.
 
         In a world of one it is heard at once.
@@ -91,8 +93,11 @@ class Vote:
         heard = [False] * len(wishes)
         if self.pending is not None:
             self.pending.wait()
-            heard = [bool(votes) for votes in self.ballot.tolist()]
-        self.ballot = torch.tensor(wishes, dtype=torch.int32)
+            votes = self.ballot.tolist()
+            heard = [bool(vote) for vote in votes[: len(wishes)]]
+            self.busy = [microseconds / 1e6 for microseconds in votes[len(wishes) :]]
+        own = [int(1e6 * busy) if rank == self.world.rank else 0 for rank in range(self.world.size)]
+        self.ballot = torch.tensor([*wishes, *own], dtype=torch.int64)
         self.pending = dist.all_reduce(self.ballot, group=self.world.control, async_op=True)
         return heard
 

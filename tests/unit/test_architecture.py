@@ -23,10 +23,21 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"config", "refusals", "rundir", "world", "plan", "protocols", "log"}),
     # The groups: none of them knows another one.
     frozenset(
-        {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
+        {
+            "strategy",
+            "precision",
+            "optim",
+            "schedule",
+            "checkpoint",
+            "data",
+            "models",
+            "telemetry",
+            "environment",
+            "health",
+        }
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity"}),
+    frozenset({"experiment", "report", "identity", "incident"}),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep"}),
 )
@@ -41,6 +52,7 @@ WITHIN: dict[tuple[str, str], str] = {
     ("trainer", "evaluate"): "the loop evaluates",
     ("experiment", "identity"): "the root hands the identity to the checkpoints",
     ("experiment", "report"): "the root says what runs",
+    ("experiment", "incident"): "the root keeps what is needed to look at bad numbers",
     ("report", "identity"): "the banner describes components as the identity does",
     ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",
 }

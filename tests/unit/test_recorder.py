@@ -85,6 +85,19 @@ def test_a_window_is_the_mean_over_its_examples() -> None:
     assert (line[1]["optim/lr"], line[1]["optim/grad_norm"]) == (0.1, 2.0)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
+def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None:
+    telemetry = recorder(Kept(), step=3)
+    telemetry.loss_limit = 2000
+    for step, loss in ((4, 1.0), (5, bad), (6, 1.0), (7, bad)):
+        telemetry.step = step
+        count(telemetry, [loss], [True])
+    assert telemetry.flush(7, {}).suspect == 5
+    telemetry.step = 8
+    count(telemetry, [1.0], [True])
+    assert telemetry.flush(8, {}).suspect is None
+
+
 def test_a_window_starts_behind_the_one_before() -> None:
     telemetry = recorder(Kept(), step=10)
     count(telemetry, [1.0], [True])

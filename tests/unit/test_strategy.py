@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.errors import InputError
 from lockstep.plan import Plan
-from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Auto, DataParallel, Single
+from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Auto, DataParallel, Single, Strict
 from lockstep.strategy.allreduce import HookedReplica
-from lockstep.strategy.base import batchnorm_note
+from lockstep.strategy.strict import TreeReplica
 from lockstep.world import World
 
 
@@ -73,7 +73,7 @@ def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
 @pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
 def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
     model = nn.Linear(2, 2)
-    replica = strategy.wrap(model, World.solo(), plan())
+    replica = strategy.wrap(model, World.solo(), plan(), torch.zeros(2, 2))
     assert replica is model
     take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
@@ -83,14 +83,14 @@ def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
 @pytest.mark.parametrize("strategy", [DDP(), AllReduce(), AllReduceHooks()], ids=repr)
 def test_the_last_micro_batch_leaves_the_sum_of_all(strategy: DDP) -> None:
     model = nn.Linear(2, 2)
-    replica = strategy.replicate(model, plan(micro_batches=2))
+    replica = strategy.replicate(model, plan(micro_batches=2), torch.zeros(2, 2))
     take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
 
 
 @pytest.mark.usefixtures("_group")
 def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
-    replica = AllReduceHooks().replicate(nn.Linear(2, 2), plan(micro_batches=2))
+    replica = AllReduceHooks().replicate(nn.Linear(2, 2), plan(micro_batches=2), torch.zeros(2, 2))
     assert isinstance(replica, HookedReplica)
     pending = []
     for last in (False, True):
@@ -105,18 +105,58 @@ def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
 @pytest.mark.usefixtures("_group")
 def test_a_static_graph_is_refused_with_accumulation() -> None:
     with pytest.raises(InputError, match=r"use strategy\.static_graph=null"):
-        DDP(static_graph=True).replicate(nn.Linear(2, 2), plan(micro_batches=2))
+        DDP(static_graph=True).replicate(nn.Linear(2, 2), plan(micro_batches=2), torch.zeros(2, 2))
 
 
 def test_batch_norm_that_makes_a_run_differ_is_said() -> None:
     normed, plain = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
-    assert "batch norm counts per rank" in batchnorm_note(normed, DDP(sync_batchnorm=False), world(2), plan())
-    assert "batch norm counts per micro-batch" in batchnorm_note(normed, DDP(), world(2), plan(2))
-    assert batchnorm_note(normed, DDP(), world(2), plan()) == ""
-    assert batchnorm_note(normed, Single(), world(1), plan()) == ""
-    assert batchnorm_note(plain, DDP(sync_batchnorm=False), world(2), plan(2)) == ""
+    assert "batch norm counts per rank" in DDP(sync_batchnorm=False).note(normed, world(2), plan())
+    assert "batch norm counts per micro-batch" in DDP().note(normed, world(2), plan(2))
+    assert "one of 4 of the global batch" in Strict().note(normed, world(2), plan(2))
+    assert DDP().note(normed, world(2), plan()) == ""
+    assert Single().note(normed, world(1), plan()) == ""
+    assert DDP(sync_batchnorm=False).note(plain, world(2), plan(2)) == ""
+    assert Strict().note(plain, world(2), plan(2)) == ""
 
 
-def test_dp_says_what_holds_it_back_and_the_others_say_nothing() -> None:
-    assert "strategy=ddp has none of these" in DataParallel().note(World.solo())
-    assert [strategy.note(World.solo()) for strategy in (Single(), DDP(), AllReduce())] == ["", "", ""]
+def test_dp_says_what_holds_it_back() -> None:
+    assert "strategy=ddp has none of these" in DataParallel().note(nn.Linear(2, 2), World.solo(), plan())
+
+
+@pytest.mark.parametrize("ranks", [3, 8, 0])
+def test_strict_refuses_ranks_that_do_not_divide_its_shards(ranks: int) -> None:
+    for fitting in (1, 2, 4):
+        Strict().check(fitting, "cpu")
+    with pytest.raises(InputError, match=f"launcher.ranks is {ranks}, but repro=strict cuts"):
+        Strict().check(ranks, "cpu")
+
+
+def test_strict_takes_the_largest_power_of_two_of_gpus() -> None:
+    assert [Strict().ranks(gpus) for gpus in (0, 1, 3, 8)] == [1, 1, 2, 4]
+
+
+@pytest.mark.parametrize("shards", [0, 3])
+def test_strict_refuses_shards_that_make_no_tree(shards: int) -> None:
+    with pytest.raises(InputError, match=r"expected a power of two such as 4"):
+        Strict(shards=shards)
+
+
+def test_strict_adds_the_gradients_of_neighbours_first() -> None:
+    # In float32 the order shows: added one after another, each 1 is lost against 2 ** 24.
+    values = (2.0**24, 1.0, 1.0, 1.0)
+    replica = TreeReplica(nn.Linear(1, 1, bias=False))
+    for value in values:
+        replica(torch.tensor([[value]])).sum().backward()
+        replica.take(first=not replica.subtrees)
+    replica.finish()
+    assert replica.module.weight.grad.item() == 2.0**24 + 2
+
+
+def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
+    norm = nn.BatchNorm1d(1, momentum=None)
+    replica = TreeReplica(norm)
+    for value in (2.0, 6.0):
+        replica(torch.full((2, 1), value)).sum().backward()
+        replica.take(first=not replica.subtrees)
+    replica.finish()
+    assert (norm.running_mean.item(), int(norm.num_batches_tracked)) == (2, 1)

@@ -83,6 +83,13 @@ class Loader:
             indices = batch.indices.to(self.world.device, non_blocking=True)
             yield Shard(batch.step, batch.epoch, images, self.train_labels[indices], indices, batch.count)
 
+    def global_batch(self, step: int) -> Shard:
+        """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
+        batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
+        indices = batch.indices.to(self.world.device)
+        images = next(iter(self.train_feed([batch.indices])))
+        return Shard(step, batch.epoch, images, self.train_labels[indices], indices, batch.count)
+
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
         world = self.world

@@ -1,11 +1,12 @@
 """The strategies: how the gradients of several ranks or devices become one update.
 
-Each is a frozen value without state. What a strategy averages is always the mean over ranks; the trainer
-scales the loss of a shard so that this mean is the gradient of the global batch's mean loss.
+Each is a frozen value without state. What comes out is always the gradient of the global batch's mean loss: the
+trainer scales the loss by what the strategy divides the ranks' sum by.
 """
 
 from lockstep.strategy.allreduce import AllReduce, AllReduceHooks
 from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
+from lockstep.strategy.strict import Strict
 
-__all__ = ["DDP", "AllReduce", "AllReduceHooks", "Auto", "DataParallel", "Single"]
+__all__ = ["DDP", "AllReduce", "AllReduceHooks", "Auto", "DataParallel", "Single", "Strict"]

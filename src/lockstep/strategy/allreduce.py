@@ -60,8 +60,8 @@ class HookedReplica(nn.Module):
 class AllReduceHooks(Distributed):
     """One asynchronous all-reduce per gradient, started by a hook during backward."""
 
-    def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
-        return HookedReplica(super().replicate(model, plan))
+    def replicate(self, model: nn.Module, plan: Plan, example: Tensor) -> nn.Module:
+        return HookedReplica(model)
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         return _syncing(replica, last) if isinstance(replica, HookedReplica) else nullcontext()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.plan import Plan
@@ -28,8 +28,11 @@ class Single:
                 f"launcher.ranks is {ranks}, but this strategy has one rank; use strategy=ddp for several"
             )
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
         return model
+
+    def divisor(self, world: World) -> int:
+        return world.size
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -37,7 +40,9 @@ class Single:
     def reduce(self, replica: nn.Module) -> None:
         """One rank's gradient is the gradient."""
 
-    def note(self, world: World) -> str:
+    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+        if plan.micro_batches > 1 and has_batchnorm(model):
+            return "batch norm counts per micro-batch: train.micro_batches changes the run of this model"
         return ""
 
 
@@ -45,10 +50,10 @@ class Single:
 class DataParallel(Single):
     """`torch.nn.DataParallel`: one process that drives all visible GPUs with threads."""
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
         return nn.DataParallel(model)
 
-    def note(self, world: World) -> str:
+    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
         devices = torch.cuda.device_count()
         return (
             f"strategy=dp splits each batch over {devices} GPU{'s' * (devices != 1)} from one process: the "
@@ -74,36 +79,32 @@ class Distributed(Single):
         if ranks < 1:
             raise InputError(f"launcher.ranks is {ranks}, expected at least 1")
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
         if world.size == 1:
             return model
         if self.sync_batchnorm:
             model = convert_sync_batchnorm(model, world.device)
-        return self.replicate(model, plan)
+        share_weights(model)
+        return self.replicate(model, plan, example)
 
-    def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
-        """The replica of a job of several ranks, starting from main's parameters and buffers."""
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor, src=0)
+    def replicate(self, model: nn.Module, plan: Plan, example: Tensor) -> nn.Module:
+        """The replica of a job of several ranks."""
         return model
 
-    def note(self, world: World) -> str:
-        return ""
+    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+        if world.size > 1 and not self.sync_batchnorm and has_batchnorm(model):
+            return (
+                "batch norm counts per rank: this run differs from one on another number of ranks; "
+                "strategy.sync_batchnorm=true makes them the same"
+            )
+        return super().note(model, world, plan)
 
 
-def batchnorm_note(model: nn.Module, strategy: object, world: World, plan: Plan) -> str:
-    """Why a model with batch norm is not the same run on another number of ranks, where it is not."""
-    if not has_batchnorm(model):
-        return ""
-    if world.size > 1 and not getattr(strategy, "sync_batchnorm", True):
-        return (
-            "batch norm counts per rank: this run differs from one on another number of ranks; "
-            "strategy.sync_batchnorm=true makes them the same"
-        )
-    if plan.micro_batches > 1:
-        return "batch norm counts per micro-batch: train.micro_batches changes the run of this model"
-    return ""
+def share_weights(model: nn.Module) -> None:
+    """Give every rank main's parameters and buffers."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor, src=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,7 +59,7 @@ class DDP(Distributed):
         if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise InputError(f"strategy.bucket_mb is {self.bucket_mb}, expected a size above 0, or null")
 
-    def replicate(self, model: nn.Module, plan: Plan) -> nn.Module:
+    def replicate(self, model: nn.Module, plan: Plan, example: Tensor) -> nn.Module:
         legal = plan.micro_batches == 1
         if self.static_graph and not legal:
             raise InputError(
@@ -75,6 +76,7 @@ class DDP(Distributed):
             bucket_cap_mb=self.bucket_mb,
             **_NO_BUFFERS,
         )
+        _settle(replica, example)
         self._register_hook(replica)
         return replica
 
@@ -95,6 +97,21 @@ class DDP(Distributed):
         if last or not isinstance(replica, DistributedDataParallel):
             return nullcontext()
         return replica.no_sync()
+
+
+def _settle(replica: DistributedDataParallel, example: Tensor) -> None:
+    """Two passes that leave no trace, after which DDP's buckets are final.
+
+    DDP rebuilds them in the order of the first backward. On three or more ranks the order of a sum depends
+    on the bucket, so the first step behind a resume would otherwise not be the step it was.
+    """
+    buffers = [buffer.clone() for buffer in replica.buffers()]
+    for _ in range(2):
+        replica(example).sum().backward()
+    replica.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in zip(replica.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 __all__ = ["DDP", "CommHook"]

@@ -26,6 +26,9 @@ class Display:
     def evaluated(self, step: int, scores: Mapping[str, float], window: Window | None) -> None:
         """An evaluation is done."""
 
+    def warn(self, sentence: str) -> None:
+        """Something that the user should know."""
+
     def close(self) -> None:
         """Training is over."""
 
@@ -65,6 +68,9 @@ class Lines(Display):
             f"{figures(window) + '  ' if window else ''}"
             f"val loss {scores['loss/val']:.4f}  val top-1 {scores['acc/val_top1']:.2f} %{average}",
         )
+
+    def warn(self, sentence: str) -> None:
+        log.warn(sentence)
 
     def _line(self, step: int, text: str) -> None:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor
 from lockstep.plan import Plan
 from lockstep.protocols import Sink, Stepped
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.window import Window
 from lockstep.world import World
 
@@ -39,6 +41,7 @@ class Telemetry:
         window: what a checkpoint kept of the window that was open then (`open_window`); null for none.
         flops: of one example's forward and backward pass; 0 where no figure is wanted.
         peak: floating-point operations per second of all devices; 0 where it is not known.
+        loss_limit: a mean loss above it is not one of training any more.
     """
 
     def __init__(
@@ -52,15 +55,19 @@ class Telemetry:
         window: OpenWindow | None = None,
         flops: float,
         peak: float,
+        loss_limit: float = math.inf,
     ) -> None:
         self.world, self.plan, self.sinks, self.display = world, plan, sinks, display
         self.step = self.flushed = self.resumed = step
-        self.flops, self.peak = flops, peak
+        self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
+        # The loss of each micro-batch since then, left on the device: looked at only if their sum is not sound.
+        self.trail: list[tuple[int, Tensor, int]] = []
         # Sums of loss, hits and examples since the last log point.
         self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.carried = 0
         if window is not None:
             self._reopen(window)
+        self.stragglers = Stragglers()
         self.mark = time.perf_counter()
         self.waited = self.paused = 0.0
         self.examples = 0
@@ -88,6 +95,7 @@ class Telemetry:
         """Pass the shards on, timing how long each is waited for."""
         self.mark = time.perf_counter()
         while True:
+            self.stragglers.begin()
             asked = time.perf_counter()
             shard = next(shards, None)
             if shard is None:
@@ -100,6 +108,7 @@ class Telemetry:
     def record(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Count one micro-batch: its summed loss and its hits. Stays on the device."""
         self.totals[0] += loss
+        self.trail.append((self.step, loss, len(labels)))
         self.totals[1] += (logits.argmax(1) == labels).sum()
         self.totals[2] += len(labels)
 
@@ -117,8 +126,10 @@ class Telemetry:
             examples=int(examples) - self.carried,
             seconds=seconds,
             waited=self.waited,
+            suspect=None if loss / examples <= self.loss_limit else self._suspect(step),
         )
         self.totals.zero_()
+        self.trail.clear()
         self.carried = 0
         self.examples += window.examples
         self.busy += seconds
@@ -138,6 +149,14 @@ class Telemetry:
         self.display.window(window)
         return window
 
+    def _suspect(self, step: int) -> int:
+        """The first step of the window with an unsound loss on any rank; `step` if only their mean is. Collective."""
+        bad = (at for at, loss, examples in self.trail if examples and not loss.item() / examples <= self.loss_limit)
+        first = torch.full((self.world.size,), step, device=self.world.device)
+        first[self.world.rank] = next(bad, step)
+        others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
+        return int(self.world.sum(first.masked_fill(others, 0)).min())
+
     def evaluated(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the scores of an evaluation at `step`."""
         self.write(step, scalars)
@@ -154,6 +173,11 @@ class Telemetry:
         started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
+
+    def heard(self, busy: list[float]) -> None:
+        """Take the time that each rank was busy in a step, and say which one the others wait for."""
+        if sentence := self.stragglers.hear(busy):
+            self.display.warn(sentence)
 
     def totals_of_run(self) -> dict[str, float]:
         """Images per second and data-wait share (percent) over this process's part of the run."""

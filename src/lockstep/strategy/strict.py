@@ -1,0 +1,150 @@
+"""Bit-identical runs on one, two and four ranks: fixed virtual shards, summed by a fixed tree.
+
+Floating-point sums depend on their order. Here the order does not depend on the ranks: a global batch is always
+cut into the same `shards`, each has a gradient of its own, and neighbours are added in pairs, then pairs of
+pairs, first within a rank and then between ranks. Batch norm counts per virtual shard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.errors import InputError
+from lockstep.plan import Plan
+from lockstep.strategy.base import Single, share_weights
+from lockstep.strategy.batchnorm import has_batchnorm
+from lockstep.world import World
+
+
+class TreeReplica(nn.Module):
+    """A model whose gradients are added by a binary tree over the virtual shards."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        # The sums of complete subtrees that wait for their neighbour, with their heights: a binary counter.
+        self.subtrees: list[tuple[int, list[Tensor]]] = []
+        self.buffers_of_first: list[Tensor] = []
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def take(self, *, first: bool) -> None:
+        """Move the gradients of one virtual shard from the parameters into the tree."""
+        if first:
+            self.buffers_of_first = [buffer.clone() for buffer in self.module.buffers()]
+        height, gradients = 0, self._gradients()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        while self.subtrees and self.subtrees[-1][0] == height:
+            _, left = self.subtrees.pop()
+            torch._foreach_add_(left, gradients)
+            gradients, height = left, height + 1
+        self.subtrees.append((height, gradients))
+
+    def finish(self) -> None:
+        """Add the subtrees of all ranks, nearest first, and give the parameters the sum."""
+        ((_, gradients),) = self.subtrees
+        self.subtrees = []
+        if dist.is_initialized():
+            total = torch.cat([gradient.flatten() for gradient in gradients])
+            distance = 1
+            while distance < dist.get_world_size():
+                # Both partners add the same two numbers, and a + b is b + a to the bit.
+                total += _exchanged(total, dist.get_rank() ^ distance)
+                distance *= 2
+            pieces = total.split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+        with_gradient = [each for each in self.module.parameters() if each.requires_grad]
+        for parameter, gradient in zip(with_gradient, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            # Running statistics are those of the first virtual shard of each rank, whose first is main's.
+            for buffer, of_first in zip(self.module.buffers(), self.buffers_of_first, strict=True):
+                buffer.copy_(of_first)
+
+    def _gradients(self) -> list[Tensor]:
+        return [
+            torch.zeros_like(each) if each.grad is None else each.grad
+            for each in self.module.parameters()
+            if each.requires_grad
+        ]
+
+
+def _exchanged(tensor: Tensor, peer: int) -> Tensor:
+    """The tensor of `peer`, which gets ours."""
+    theirs = torch.empty_like(tensor)
+    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict(Single):
+    """What `repro=strict` makes of a job.
+
+    Fields:
+        shards: virtual shards of a global batch, a power of two; a run is the same on any number of ranks
+            that divides it.
+    """
+
+    shards: int = 4
+
+    def __post_init__(self) -> None:
+        if self.shards < 1 or self.shards & (self.shards - 1):
+            raise InputError(f"strategy.shards is {self.shards}, expected a power of two such as 4")
+
+    def ranks(self, gpus: int) -> int:
+        ranks = 1
+        while 2 * ranks <= min(gpus, self.shards):
+            ranks *= 2
+        return ranks
+
+    def check(self, ranks: int, device: str) -> None:
+        if ranks < 1 or self.shards % ranks:
+            raise InputError(
+                f"launcher.ranks is {ranks}, but repro=strict cuts a global batch into {self.shards} virtual shards "
+                f"and works on a number of ranks that divides them; use launcher.ranks={min(self.shards, 2)}"
+            )
+
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+        assert plan.micro_batches * world.size == self.shards
+        # cuBLAS reads this when it makes its first workspace.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        if world.size > 1:
+            share_weights(model)
+        return TreeReplica(model)
+
+    def divisor(self, world: World) -> int:
+        # Not even a factor of the loss may depend on the ranks: it would move underflow.
+        return 1
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        assert isinstance(replica, TreeReplica)
+        return _taking(replica)
+
+    def reduce(self, replica: nn.Module) -> None:
+        assert isinstance(replica, TreeReplica)
+        replica.finish()
+
+    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+        if has_batchnorm(model):
+            return f"repro=strict: batch norm counts per virtual shard, one of {self.shards} of the global batch"
+        return ""
+
+
+@contextmanager
+def _taking(replica: TreeReplica) -> Iterator[None]:
+    yield
+    replica.take(first=not replica.subtrees)

@@ -1,0 +1,194 @@
+"""Numbers that go bad, weights that come apart and a rank that is slow, in real ranks with the fault put in."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers import Case, records, run_dir, run_until
+from lockstep import checkpoint, log, world
+from lockstep.errors import LockstepError
+from lockstep.launcher.spawn import Spawn
+from lockstep.rundir import RunDir
+from lockstep.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+COMMON = (
+    "batch=100",
+    f"steps={STEPS}",
+    "optimizer=sgd",
+    "optimizer.lr=0.05",
+    "model.dropout=0",
+    "strategy=ddp",
+    "telemetry.interval=5",
+    "checkpoint.every=5",
+    "train.eval_every=100%",
+)
+AT = 8
+
+
+def nan_input_on_one_rank(trainer: Trainer, step: int) -> None:
+    if step == AT and trainer.world.rank == 1:
+        trainer.pipeline.scale.fill_(float("nan"))
+
+
+def nan_weight_behind_a_log_point(trainer: Trainer, step: int) -> None:
+    # Step 10 is logged and saved: its own loss is still sound, its weights are not.
+    if step == 10:
+        trainer.model.register_full_backward_hook(poison)
+
+
+def poison(module: torch.nn.Module, *_: object) -> None:
+    next(module.parameters()).data.view(-1)[0] = float("inf")
+
+
+def absurd_loss(trainer: Trainer, step: int) -> None:
+    if step == AT:
+        list(trainer.model.parameters())[-2].data.mul_(1e6)
+
+
+def flipped_bit(trainer: Trainer, step: int) -> None:
+    if step == AT and trainer.world.rank == 1:
+        word = next(trainer.model.parameters()).data.view(torch.int32).view(-1)
+        word[3] ^= 1 << 12
+
+
+def slow_rank(trainer: Trainer, step: int) -> None:
+    if trainer.world.rank == 1:
+        time.sleep(0.3)
+
+
+def nothing(trainer: Trainer, step: int) -> None:
+    """No fault."""
+
+
+FAULTS: dict[str, Callable[[Trainer, int], None]] = {
+    each.__name__: each
+    for each in (
+        nan_input_on_one_rank,
+        nan_weight_behind_a_log_point,
+        absurd_loss,
+        flipped_bit,
+        slow_rank,
+        nothing,
+    )
+}
+
+
+@contextmanager
+def injected(name: str) -> Iterator[None]:
+    """Every step of the trainers in this process begins with the fault."""
+    whole = Trainer.step
+
+    def step(self: Trainer, shard: object) -> dict[str, object]:
+        FAULTS[name](self, shard.step)
+        return whole(self, shard)
+
+    Trainer.step = step
+    try:
+        yield
+    finally:
+        Trainer.step = whole
+
+
+def entry(folder: Path) -> None:
+    """What a rank does: each fault in a job of its own, and word of how it ended."""
+    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as joined:
+        for name in FAULTS:
+            run = RunDir(folder / name)
+            ended = {"exit_code": 0, "sentence": ""}
+            try:
+                with injected(name), log.rank_logging(run, joined.rank, separate=False):
+                    run_until(joined, run, None)
+            except LockstepError as error:
+                ended = {"exit_code": error.exit_code, "sentence": str(error)}
+            (folder / f"{name}.rank{joined.rank}.json").write_text(json.dumps(ended))
+
+
+def exit_as_rank(folder: Path) -> None:
+    entry(folder)
+    sys.exit(0)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All faults on three ranks; returns the folder."""
+    folder = tmp_path_factory.mktemp("faults")
+    for name in FAULTS:
+        case = Case(folder / name, (*COMMON, *(("steps=15",) if name == "slow_rank" else ())))
+        run_dir(case.path, "launcher.ranks=3", "launcher.threads=1", *case.overrides)
+    Spawn(ranks=3, threads=1).run(entry, RunDir.at(folder))
+    return folder
+
+
+def words(folder: Path, name: str) -> list[tuple[int, str]]:
+    """Exit code and sentence of every rank."""
+    found = [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(3)]
+    return [(each["exit_code"], each["sentence"]) for each in found]
+
+
+def last_is_finite(run: Path) -> bool:
+    found = checkpoint.newest_good(run / "checkpoints")
+    assert found is not None
+    return all(bool(tensor.isfinite().all()) for tensor in load_file(found / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "sentence"),
+    [
+        ("nan_input_on_one_rank", AT, "the loss is nan between steps 6 and 10, first at step 8"),
+        ("nan_weight_behind_a_log_point", 10, "the weights are not finite behind step 10"),
+        ("absurd_loss", AT, "first at step 8"),
+    ],
+)
+def test_bad_numbers_end_all_ranks_alike_and_leave_what_shows_them(
+    ended: Path, name: str, step: int, sentence: str
+) -> None:
+    said = words(ended, name)
+    assert len(set(said)) == 1, "one decision on all ranks"
+    assert said[0][0] == 76
+    assert sentence in said[0][1]
+    assert last_is_finite(ended / name)
+    newest = checkpoint.newest_good(ended / name / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-00000005"
+    facts = json.loads((ended / name / "incident" / "incident.json").read_text())
+    assert (facts["step"], facts["checkpoint"]) == (step, "step-00000005")
+    batch = torch.load(ended / name / "incident" / "batch.pt", weights_only=True)
+    assert batch["indices"].tolist() == facts["samples"]
+    assert batch["images"].shape == (100, 1, 8, 8)
+    assert (ended / name / "incident" / "model.safetensors").is_file()
+
+
+def test_a_flipped_bit_is_found_by_the_next_log_point_and_never_saved(ended: Path) -> None:
+    said = words(ended, "flipped_bit")
+    assert len(set(said)) == 1
+    assert said[0][0] == 70
+    assert "the weights of rank 1 differ from the others' at step 10" in said[0][1]
+    newest = checkpoint.newest_good(ended / "flipped_bit" / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-00000005"
+
+
+def test_a_rank_that_is_slow_is_named_within_twenty_steps(ended: Path) -> None:
+    assert words(ended, "slow_rank")[0] == (0, "")
+    log = (ended / "slow_rank" / "train.log").read_text()
+    assert log.count("is slow: at each step the others wait") == 1
+    assert "rank 1 is slow" in log
+
+
+def test_no_rank_is_named_where_none_is_slow_and_nothing_is_kept(ended: Path) -> None:
+    assert words(ended, "nothing") == [(0, "")] * 3
+    assert records(ended / "nothing")[-1]["step"] == STEPS
+    assert "is slow" not in (ended / "nothing" / "train.log").read_text()
+    assert not (ended / "nothing" / "incident").exists()
