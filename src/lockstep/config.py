@@ -46,7 +46,7 @@ GROUPS: Mapping[str, str] = {
 class TrainBlock:
     """`train.*`: how a step is made of a global batch."""
 
-    micro_batches: int = 1
+    micro_batches: int | str = 1
     label_smoothing: float = 0.0
     clip_norm: float | None = None
     ema: float | None = None

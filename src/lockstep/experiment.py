@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep import checkpoint, config, environment, incident, report
+from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer
 from lockstep.config import Job
 from lockstep.data.loader import Auto, Loader
@@ -48,6 +49,8 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
     job.precision.configure()
 
     train, held_out = _splits(job, world)
+    if job.train.micro_batches == "auto":
+        job.train.micro_batches = memory.choose_micro_batches(job, world)
     plan = plan_of(job, len(train))
     reason = _choose_loader(job, [train, held_out], world)
     network = _network(job, world, plan)
@@ -78,7 +81,7 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
     # A resident one reads every image here, and one may be broken: only then is it a run.
     loader = _loader(job, train, held_out, plan, world)
     if world.is_main:
-        write_atomic(run_dir.config, config.dump({**resolved, "loader": config.node(job.loader)}))
+        write_atomic(run_dir.config, config.dump({**resolved, **_chosen(job)}))
         write_atomic(run_dir.environment, environment.as_json(world))
         run_dir.mark_latest(Path(job.output_root))
         run_dir.write_summary(status="running", started=started, step=progress.step)
@@ -118,6 +121,10 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
     except NumericalError as error:
         if world.is_main:
             incident.keep(error, trainer, run_dir)
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if memory.exhausted(error):
+            raise memory.explain(error, job, world, trainer.progress.step + 1) from None
         raise
     finally:
         gpu = watcher.close()
@@ -166,6 +173,11 @@ def _choose_loader(job: Job, splits: list[Split], world: World) -> str:
         return "as asked"
     job.loader, reason = world.broadcast(job.loader.choose(splits, job.dataset.image_shape, world))
     return str(reason)
+
+
+def _chosen(job: Job) -> dict[str, Any]:
+    """The keys of the config whose `auto` has become a value."""
+    return {"loader": config.node(job.loader), "train": vars(job.train)}
 
 
 def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World) -> Loader:

@@ -36,7 +36,8 @@ def plan_of(job: Job, examples: int) -> Plan:
         batch=job.batch,
         epochs=job.epochs,
         total_steps=job.steps,
-        micro_batches=job.train.micro_batches,
+        # `auto` is known only when a rank has tried what fits.
+        micro_batches=1 if job.train.micro_batches == "auto" else int(job.train.micro_batches),
         log_every=job.telemetry.interval,
         eval_every=job.train.eval_every,
         save_every=job.checkpoint.every,

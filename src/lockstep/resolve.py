@@ -188,13 +188,16 @@ def _strategy(job: Job) -> Any:
     return Strict()
 
 
-def _micro_batches(job: Job, strategy: Any, ranks: int) -> int:
+def _micro_batches(job: Job, strategy: Any, ranks: int) -> int | str:
     """Under `repro=strict` each virtual shard is a micro-batch."""
+    wanted = job.train.micro_batches
+    if wanted != "auto" and not isinstance(wanted, int):
+        raise InputError(f"train.micro_batches is {wanted!r}, expected auto or a number from 1")
     if not isinstance(strategy, Strict):
-        return job.train.micro_batches
-    if job.train.micro_batches != 1:
+        return wanted
+    if wanted != 1:
         raise InputError(
-            f"train.micro_batches is {job.train.micro_batches}, but under repro=strict the virtual shards are the "
+            f"train.micro_batches is {wanted}, but under repro=strict the virtual shards are the "
             f"micro-batches; use strategy=strict strategy.shards={2 * strategy.shards} for smaller ones"
         )
     return max(1, strategy.shards // ranks)

@@ -125,7 +125,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All faults on three ranks; returns the folder."""
     folder = tmp_path_factory.mktemp("faults")
     for name in FAULTS:
-        case = Case(folder / name, (*COMMON, *(("steps=15",) if name == "slow_rank" else ())))
+        more = {"slow_rank": ("steps=15",), "nothing": ("train.micro_batches=auto",)}
+        case = Case(folder / name, (*COMMON, *more.get(name, ())))
         run_dir(case.path, "launcher.ranks=3", "launcher.threads=1", *case.overrides)
     Spawn(ranks=3, threads=1).run(entry, RunDir.at(folder))
     return folder

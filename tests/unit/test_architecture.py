@@ -37,7 +37,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity", "incident"}),
+    frozenset({"experiment", "report", "identity", "incident", "memory"}),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep"}),
 )
@@ -52,6 +52,7 @@ WITHIN: dict[tuple[str, str], str] = {
     ("trainer", "evaluate"): "the loop evaluates",
     ("experiment", "identity"): "the root hands the identity to the checkpoints",
     ("experiment", "report"): "the root says what runs",
+    ("experiment", "memory"): "the root says what would have fitted",
     ("experiment", "incident"): "the root keeps what is needed to look at bad numbers",
     ("report", "identity"): "the banner describes components as the identity does",
     ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",

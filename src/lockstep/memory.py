@@ -1,0 +1,138 @@
+"""What fits into a device's memory: found by trying, not by estimating."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from lockstep.config import Job
+from lockstep.data.loader import available_memory
+from lockstep.errors import InputError, LockstepError
+from lockstep.evaluate import evaluate
+from lockstep.optim import averaged
+from lockstep.world import World
+
+# A step later in the run may need a little more than the first: the allocator's memory is in pieces by then.
+MARGIN = 1.2
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether an exception says that there was no memory left, on a GPU or on the host."""
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return out_of_memory or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def micro_batches_that_fit(job: Job, world: World, *, least: int = 1) -> int | None:
+    """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
+
+    None if not even single examples do. Local: the ranks may come to different numbers.
+    """
+    shard = math.ceil(job.batch / world.size)
+    micro_batches = least
+    while True:
+        examples = math.ceil(shard / micro_batches)
+        if _fits(job, world, math.ceil(MARGIN * examples)):
+            return micro_batches
+        if examples == 1:
+            return None
+        micro_batches = min(2 * micro_batches, shard)
+
+
+def choose_micro_batches(job: Job, world: World) -> int:
+    """What `train.micro_batches=auto` becomes: the number that fits on every rank. Collective.
+
+    Raises:
+        InputError: a single example does not fit.
+    """
+    found = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    found[world.rank] = micro_batches_that_fit(job, world) or 0
+    needed = world.sum(found).tolist()
+    if 0 in needed:
+        raise InputError(
+            f"model={type(job.model).__name__} does not fit into the memory of rank {needed.index(0)} with a single "
+            "example of the data set; use a smaller model or dataset.input_size"
+        )
+    return max(needed)
+
+
+def explain(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
+    """The error of a rank that ran out of memory while training, with what would have fitted."""
+    assert isinstance(job.train.micro_batches, int)
+    if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
+        fewer = max(1, job.train.eval_batch // 2)
+        return LockstepError(f"out of memory in the evaluation behind step {step - 1}; use train.eval_batch={fewer}")
+    traceback.clear_frames(error.__traceback__)  # they hold the activations
+    now = job.train.micro_batches
+    examples = math.ceil(job.batch / world.size / now)
+    fitting = micro_batches_that_fit(job, world, least=2 * now) if examples > 1 else None
+    advice = (
+        f"train.micro_batches={fitting} fits and leaves the global batch as it is; train.micro_batches=auto "
+        "finds such a number by itself"
+        if fitting
+        else "not even single examples fit; use a smaller model or dataset.input_size"
+    )
+    return LockstepError(f"out of memory at step {step} with micro-batches of {examples} examples; {advice}")
+
+
+def _fits(job: Job, world: World, examples: int) -> bool:
+    """Whether a whole step on so many blank examples fits, with all that a run keeps next to it."""
+    # The random numbers that initialise this model are not to be missing from the run's own.
+    with _bounded(world), torch.random.fork_rng(devices=[]):
+        try:
+            _step(job, world, examples)
+        except (RuntimeError, MemoryError) as error:
+            if not exhausted(error):
+                raise
+            traceback.clear_frames(error.__traceback__)
+            return False
+        finally:
+            gc.collect()
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return True
+
+
+def _step(job: Job, world: World, examples: int) -> None:
+    """A step of a model of its own, so that nothing of the run changes."""
+    shape = job.dataset.input_shape
+    layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
+    storage = job.precision.storage
+    model = job.model.build(job.dataset.classes, shape).to(world.device, storage).to(memory_format=layout)
+    optimizer = job.optimizer.build(model)
+    average = averaged(model, job.train.ema) if job.train.ema is not None else None
+    images = torch.zeros((examples, *shape), device=world.device, dtype=storage).to(memory_format=layout)
+    labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
+    with job.precision.autocast(world.device):
+        loss = F.cross_entropy(model(images).to(storage), labels)
+    loss.backward()
+    # The buckets of a distributed strategy, or the sum of earlier micro-batches.
+    buckets = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    optimizer.step()
+    del buckets, average
+
+
+@contextmanager
+def _bounded(world: World) -> Iterator[None]:
+    """On the CPU: have an allocation fail at a rank's share of free memory; the kernel would end the process."""
+    if world.device.type != "cpu" or sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    bound = pages * resource.getpagesize() + int(available_memory() / world.local_size)
+    limits = [bound, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

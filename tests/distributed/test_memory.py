@@ -1,0 +1,103 @@
+"""How many micro-batches fit, with real allocations that really fail: the limit of the process's address space."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import ROOT, built, losses, train_here
+from lockstep import memory
+from lockstep.world import World
+
+pytestmark = pytest.mark.slow
+
+# Activations of about 6 MB an image: a batch of 64 needs 400 MB, eight images 50 MB.
+LARGE = ("model.width=64", "dataset.input_size=64", "batch=64", "steps=1", "optimizer=sgd", "train.eval_batch=4")
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from helpers import train_here
+from lockstep import config
+config.register()
+train_here(Path(sys.argv[1]) / "warm", "steps=1", "batch=8", "optimizer=sgd")
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+bound = pages * resource.getpagesize() + 220 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+train_here(Path(sys.argv[1]) / "run", *sys.argv[2:])
+"""
+
+
+def limited(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Train in a process that may allocate 220 MiB more than it has after a small run.
+
+    It is the address space that is limited, so what is freed has to leave it: by default glibc keeps large blocks.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", LIMITED, str(folder), *LARGE, *overrides],
+        cwd=ROOT / "tests",
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_running_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
+    done = limited(tmp_path)
+    assert (
+        "LockstepError: out of memory at step 1 with micro-batches of 64 examples; train.micro_batches="
+        in done.stderr
+    )
+    fitting = done.stderr.rpartition("train.micro_batches=auto")[0].rpartition("train.micro_batches=")[2].split()[0]
+    assert int(fitting) in (4, 8, 16, 32)
+    again = limited(tmp_path / "again", f"train.micro_batches={fitting}")
+    assert again.returncode == 0, again.stderr
+
+
+def test_running_out_of_memory_in_evaluation_says_so(tmp_path: Path) -> None:
+    done = limited(tmp_path, "batch=4", "train.eval_batch=300")
+    assert "out of memory in the evaluation behind step 1; use train.eval_batch=150" in done.stderr
+
+
+def test_auto_finds_what_fits_keeps_the_batch_and_says_so(tmp_path: Path) -> None:
+    done = limited(tmp_path, "train.micro_batches=auto")
+    assert done.returncode == 0, done.stderr
+    chosen = int((tmp_path / "run" / "config.yaml").read_text().partition("micro_batches: ")[2].split()[0])
+    assert chosen in (4, 8, 16, 32)
+    assert f"global batch 64 in {chosen} micro-batches" in done.stdout
+
+
+def test_auto_changes_nothing_where_all_fits(tmp_path: Path) -> None:
+    job = ("steps=3", "batch=50", "optimizer=sgd")
+    assert losses(train_here(tmp_path / "auto", *job, "train.micro_batches=auto")) == losses(
+        train_here(tmp_path / "plain", *job)
+    )
+
+
+def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(memory, "_fits", lambda job, world, examples: tried.append(examples) or examples <= 3)
+    job = built("batch=20")
+    assert memory.micro_batches_that_fit(job, World.solo()) == 16
+    assert tried == [24, 12, 6, 4, 3]
+    monkeypatch.setattr(memory, "_fits", lambda job, world, examples: False)
+    assert memory.micro_batches_that_fit(job, World.solo()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "out"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_running_out_of_memory_is_told_from_other_errors(error: Exception, out: bool) -> None:
+    assert memory.exhausted(error) is out
