@@ -52,6 +52,12 @@ class Interrupted(LockstepError):
 
     exit_code = 130
 
+    def __init__(
+        self,
+        sentence: str = "interrupted twice: stopped at once; the last checkpoint is what a resume goes on from",
+    ) -> None:
+        super().__init__(sentence)
+
 
 class RankFailed(LockstepError):
     """A rank raised or died. `details` is the original traceback of the first one that did."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -16,12 +16,18 @@ from lockstep.world import World
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, *, loader: Loader, pipeline: Pipeline, precision: Precision, world: World
+    model: nn.Module,
+    *,
+    loader: Loader,
+    pipeline: Pipeline,
+    precision: Precision,
+    world: World,
+    alive: Callable[[], None] = lambda: None,
 ) -> Mapping[str, float]:
     """Mean cross-entropy (`loss`, without label smoothing) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
-    `top5` is `topk` over all classes where there are fewer than five.
+    `alive` is called after each block. `top5` is `topk` over all classes where there are fewer than five.
     """
     world.share_buffers(model)
     training = model.training
@@ -36,6 +42,7 @@ def evaluate(
         hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         hits += torch.stack([hit[:, 0].sum(), hit.sum()])
         count += len(labels)
+        alive()
     model.train(training)
     world.sum(loss)
     top1, top5, count = world.sum(torch.cat([hits, hits.new_tensor([count])])).tolist()

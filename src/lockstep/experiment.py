@@ -34,8 +34,10 @@ from lockstep.world import World
 LOST = 1000
 
 
-def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) -> None:
-    """Train the job of `run_dir` as one rank of `world`, or go on with it.
+def run(
+    world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool], alive: Callable[[], None] = lambda: None
+) -> None:
+    """Train the job of `run_dir` as one rank of `world`, or go on with it; `alive` is called as it advances.
 
     Raises:
         InputError: the data, the model or the checkpoint do not fit.
@@ -110,6 +112,7 @@ def run(world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool]) ->
         checkpointer=checkpointer,
         telemetry=recorder,
         stop_requested=stop_requested,
+        alive=alive,
         label_smoothing=job.train.label_smoothing,
         clip_norm=job.train.clip_norm,
         ema=network.ema,

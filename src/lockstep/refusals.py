@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
@@ -23,7 +25,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.errors import InputError, LockstepError, RankFailed, did_you_mean
+from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, did_you_mean
+from lockstep.signals import listen
 
 
 class PastHydra(BaseException):
@@ -31,6 +34,12 @@ class PastHydra(BaseException):
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """What a signal does while no job listens to it; nothing when an error is on its way out already."""
+    if not isinstance(sys.exc_info()[1], Exception | PastHydra):
+        raise PastHydra(Stopped("stopped before a run began; the same command starts it"))
 
 
 @contextmanager
@@ -53,14 +62,15 @@ def command_line() -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Hydra's argparse refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
+    listen(_stop)
     try:
         yield
-    except KeyboardInterrupt:
-        sys.exit(130)
     except PastHydra as passed:
         _end(passed.error, translate(passed.error), full)
     except Exception as error:
         _end(error, translate(error) or translate_before_job(error), full)
+    finally:
+        listen(signal.SIG_IGN)  # too late: it would only change the exit code
 
 
 def _end(error: Exception, shown: LockstepError | None, full: bool) -> NoReturn:

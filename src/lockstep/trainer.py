@@ -55,6 +55,7 @@ class Trainer:
     checkpointer: Checkpointer
     telemetry: Telemetry
     stop_requested: Callable[[], bool]
+    alive: Callable[[], None]
     label_smoothing: float = 0.0
     clip_norm: float | None = None
     ema: AveragedModel | None = None
@@ -72,6 +73,7 @@ class Trainer:
         for shard in self.telemetry.watch(self.loader.train(after=self.progress.step)):
             scalars = self.step(shard)
             step = self.progress.step = shard.step
+            self.alive()
             if self.plan.due("log", step):
                 self.log(step, scalars)
             improved = self.plan.due("eval", step) and self.evaluate(step)
@@ -155,7 +157,14 @@ class Trainer:
         return improved
 
     def _scores(self, model: nn.Module) -> Any:
-        return evaluate(model, loader=self.loader, pipeline=self.pipeline, precision=self.precision, world=self.world)
+        return evaluate(
+            model,
+            loader=self.loader,
+            pipeline=self.pipeline,
+            precision=self.precision,
+            world=self.world,
+            alive=self.alive,
+        )
 
     def save(self, best: bool) -> None:
         """Keep the state as of the last finished step; training waits for the copy to host memory only.
@@ -175,3 +184,4 @@ class Trainer:
                 progress=vars(self.progress),
                 best=best,
             )
+        self.alive()

@@ -6,23 +6,26 @@ launcher in `logs/rank<N>.error.json`.
 
 from __future__ import annotations
 
-import ctypes
 import json
+import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lockstep import config, experiment, log, plan, world
-from lockstep.errors import Interrupted, LockstepError
+from lockstep import config, experiment, log, plan, refusals, watchdog, world
+from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.rundir import RunDir, write_atomic
+from lockstep.signals import LAUNCHER, StopRequest, die_with_parent, listen, stop_signals
 
-PR_SET_PDEATHSIG = 1
+NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
+LOST_WORKER = re.compile(r"DataLoader worker \(pid.*")
 
 
 def main(path: Path) -> None:
@@ -30,86 +33,110 @@ def main(path: Path) -> None:
     run_dir = RunDir(path)
     resolved = config.load(run_dir.config)
     launcher = config.build("launcher", resolved["launcher"])
-    rank = world.launched_rank()
+    timeout = plan.seconds("launcher.timeout", launcher.timeout)
+    launched = world.launched_rank()
+    if launched is not None:
+        die_with_parent(int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None)
+    word = Word(run_dir, launched or 0)
+    stop = Stop()
     with (
-        log.rank_logging(run_dir, rank or 0, separate=rank is not None),
-        _recorded(run_dir, rank or 0),
-        stop_signals() as stop,
+        log.rank_logging(run_dir, word.rank, separate=launched is not None),
+        watchdog.stacks(run_dir.rank_log(word.rank)) as file,
+        stop_signals(stop),
+        word.of_an_error(),
         world.join(
             device=resolved["device"],
             backend=launcher.backend.value,
-            timeout=plan.seconds("launcher.timeout", launcher.timeout),
+            timeout=timeout + watchdog.GROUP_SLACK_S,
             threads=launcher.threads,
         ) as joined,
+        watchdog.watched(joined, timeout=timeout, file=file, leave_word=word.of_a_hang) as alive,
     ):
-        experiment.run(joined, run_dir, stop_requested=stop.requested)
+        experiment.run(joined, run_dir, stop_requested=stop.requested, alive=alive)
 
 
-class StopSignals:
-    """Whether a signal asked the job to stop."""
+class Stop(StopRequest):
+    """A wish to stop, kept for the end of the step. While no step has ended there is nothing to save."""
 
     def __init__(self) -> None:
-        self.interrupts = 0
-        self.heard = False
+        super().__init__()
+        self.training = False
 
     def requested(self) -> bool:
+        """Whether to stop. Asked at the end of every step."""
+        self.training = True
         return self.heard
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.heard = True
-        self.interrupts += number == signal.SIGINT
-        if self.interrupts > 1:
-            raise Interrupted("interrupted twice: stopped at once; the last checkpoint is what a resume goes on from")
+        first = not self.heard
+        self.take(number)
+        if self.at_once:
+            raise Interrupted
+        if first and not self.training:
+            raise Stopped(NOT_BEGUN)
 
 
-@contextmanager
-def stop_signals() -> Iterator[StopSignals]:
-    """Turn SIGTERM, SIGUSR1 and the first SIGINT into a wish to stop; a second SIGINT stops at once."""
-    heard = StopSignals()
-    before = {each: signal.signal(each, heard) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class Word:
+    """What a rank leaves for the launcher, with the time, so that it can tell cause from effect."""
 
+    def __init__(self, run_dir: RunDir, rank: int) -> None:
+        self.run_dir = run_dir
+        self.rank = rank
+        run_dir.rank_error(rank).unlink(missing_ok=True)
 
-@contextmanager
-def _recorded(run_dir: RunDir, rank: int) -> Iterator[None]:
-    """Leave word of what ended this rank, with the time, so that the launcher can tell cause from effect."""
-    run_dir.rank_error(rank).unlink(missing_ok=True)
-    try:
-        yield
-    except Exception as error:
+    @contextmanager
+    def of_an_error(self) -> Iterator[None]:
+        """Leave word of what is raised."""
+        try:
+            yield
+        except Exception as error:
+            if lost := LOST_WORKER.match(str(error)):
+                known = RankFailed(f"rank {self.rank} lost a loader worker, often for lack of memory: {lost[0]}")
+                self._leave(known)
+                raise known from error
+            self._leave(error)
+            raise
+
+    def of_a_hang(self, sentence: str, places: Mapping[int, str]) -> None:
+        """Leave word from the watchdog's thread, after which the process ends; say it, if no launcher is above."""
+        sentence = f"{sentence}; the stacks are in {self.run_dir.logs}/rank*.log"
+        self._leave(RankFailed(sentence), places)
+        if LAUNCHER not in os.environ:
+            error = RankFailed("; ".join([sentence, *(f"rank {rank} {place}" for rank, place in places.items())]))
+            self.run_dir.close(error)
+            refusals.say(error)
+
+    def _leave(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
         known = isinstance(error, LockstepError)
         facts = {
             "time": time.time(),
-            "rank": rank,
+            "rank": self.rank,
             "exit_code": error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
+            "known": known,
             "sentence": str(error) if known else f"{type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
+            "places": places or {},
+            "traceback": "".join(traceback.format_exception(error)),
         }
-        write_atomic(run_dir.rank_error(rank), json.dumps(facts, indent=2) + "\n")
-        log.logger.error("rank %d: %s\n%s", rank, facts["sentence"], facts["traceback"])
-        raise
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process when the one that launched it is gone: no orphans (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
+        log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
 
 
 def exit_as_rank(path: Path) -> NoReturn:
     """Run `main` as a process of its own and leave with the exit code of what ended it."""
-    die_with_parent()
+    listen(_too_late)  # between the end of `main` and that of the process
+    code = 0
     try:
         main(path)
     except LockstepError as error:
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except Exception:  # recorded with its traceback; the launcher shows it
-        sys.exit(LockstepError.exit_code)
-    sys.exit(0)
+        code = LockstepError.exit_code
+    listen(signal.SIG_IGN)
+    sys.exit(code)
+
+
+def _too_late(number: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN, which would drop the signals that are held back until `main` listens."""
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import socket
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ class World:
     """A rank's identity, fixed for the life of the process.
 
     `control` is a gloo group for small words between the ranks (`Vote`): it never touches the device.
+    `neighbours` has the process number of each other rank of this machine.
     """
 
     rank: int
@@ -29,6 +32,7 @@ class World:
     local_size: int
     device: torch.device
     control: Any = None
+    neighbours: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> World:
@@ -134,17 +138,35 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     on_device = torch.device(device, local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(on_device)
+    _stay_on_loopback()
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=timeout),
         device_id=on_device if backend == "nccl" else None,
     )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     yield World(
         rank=dist.get_rank(),
         local_rank=local_rank,
         size=dist.get_world_size(),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         device=on_device,
-        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)),
+        control=control,
+        neighbours=_neighbours(control),
     )
     dist.destroy_process_group()  # not reached after an error, which is raised at the yield
+
+
+def _stay_on_loopback() -> None:
+    """Have the ranks of one machine talk on its loopback interface, so that they listen on no other (Linux)."""
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _neighbours(control: Any) -> dict[int, int]:
+    """The process numbers of the other ranks of this machine. Called by all."""
+    here = (socket.gethostname(), os.getpid())
+    everyone: list[tuple[str, int]] = [here] * dist.get_world_size()
+    dist.all_gather_object(everyone, here, group=control)
+    return {rank: pid for rank, (host, pid) in enumerate(everyone) if host == here[0] and pid != here[1]}

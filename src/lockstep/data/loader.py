@@ -23,6 +23,7 @@ from lockstep.data.order import Batch, batches, blocks, share
 from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.protocols import Split
+from lockstep.signals import die_with_parent
 from lockstep.world import World
 
 GB = 1e9
@@ -250,3 +251,4 @@ def _worker_signals(worker: int) -> None:
     """A worker leaves when its rank says so: Ctrl-C reaches the whole terminal, and the rank saves first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()  # a stopped one would not hear

@@ -31,7 +31,7 @@ class Inline:
     Fields:
         ranks: processes of the job; `auto` is one per GPU, or what the strategy needs without one.
         backend: of the process group.
-        timeout: after which a collective that does not end is an error.
+        timeout: without a finished step after which a job is ended as hanging.
         threads: CPU threads per rank; `auto` shares the cores out evenly.
     """
 
@@ -72,25 +72,31 @@ class Auto(Inline):
 
 
 def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
-    """What ended a job whose ranks left with `exit_codes`: the earliest error that a rank left word of.
+    """What ended a job whose ranks failed with `exit_codes`, before any were ended by us.
 
-    A rank that raises breaks the connections of the others, which then raise too, later.
+    A rank that a signal ended left no word, so it is looked for first. Else it is the earliest error that a rank
+    left word of: a rank that raises breaks the connections of the others, which then raise too, later.
     """
+    if killed := {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}:
+        words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
+        hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
+        return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = [json.loads(path.read_text()) for path in run_dir.logs.glob("rank*.error.json")]
-    if errors:
-        first: dict[str, Any] = min(errors, key=lambda error: error["time"])
-        if kind := BY_EXIT_CODE.get(first["exit_code"]):
-            known = kind(first["sentence"])
-            known.add_note(f"rank {first['rank']}:\n{first['traceback']}")  # shown by HYDRA_FULL_ERROR=1 only
-            return known
+    if not errors:
+        words = ", ".join(f"rank {rank} left with exit code {code}" for rank, code in sorted(exit_codes.items()))
+        return RankFailed(f"{words or 'a rank left'} without a word of its own; see {run_dir.logs}")
+    errors.sort(key=lambda error: error["time"])
+    first: dict[str, Any] = errors[0]
+    if not first["known"]:
         return RankFailed(f"rank {first['rank']} failed: {first['sentence']}", first["traceback"])
-    killed = {rank: code for rank, code in exit_codes.items() if code}
-    words = ", ".join(f"rank {rank} {_ending(code)}" for rank, code in sorted(killed.items()))
-    return RankFailed(f"{words or 'a rank'} without a word of its own; see {run_dir.logs}")
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    # A rank that hangs says where, and whether another one was stopped; each knows a part.
+    places: dict[str, str] = {}
+    for error in errors:
+        places = {**error["places"], **places}
+    where = ", ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
+    known = BY_EXIT_CODE.get(first["exit_code"], RankFailed)(first["sentence"] + (f"; {where}" if where else ""))
+    known.add_note(f"rank {first['rank']}:\n{first['traceback']}")  # shown by HYDRA_FULL_ERROR=1 only
+    return known
 
 
 def forget_errors(run_dir: RunDir) -> None:

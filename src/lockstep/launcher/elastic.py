@@ -1,28 +1,35 @@
-"""Torch's elastic agent in this process: one command per rank, a rendezvous of its own, restarts."""
+"""Torch's elastic agent in this process: one command per rank, restarts.
+
+The agent starts, watches and restarts the ranks. Where they meet, which of them are ended and what becomes of a
+signal is ours, as under `spawn`: the agent's own rendezvous listens on all interfaces, and its signal handler
+raises in the middle of whatever it does.
+"""
 
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep import log
 from lockstep.errors import InputError, RankFailed
 from lockstep.launcher.base import Inline, cause, forget_errors
+from lockstep.launcher.ranks import LOOPBACK, Forwarding, failures, forwarding, loopback_store, starting
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
 
-# A restarted rank can find a stale entry of the one before it in a store that the agent shares with the ranks.
-_ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,58 +48,103 @@ class Elastic(Inline):
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         assert isinstance(self.ranks, int)
         forget_errors(run_dir)
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=self.ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=self.ranks,
+            rdzv_handler=Meeting(),
+            # A command and not a function: a function's worker cannot leave cleanly after a signal.
+            entrypoint=sys.executable,
+            args=("-m", entry.__module__, str(run_dir.path)),
             max_restarts=self.restarts,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(),
         )
-        # A command and not a function: a function's worker cannot leave cleanly after a signal.
-        command = elastic_launch(launch, sys.executable)
-        with log.quiet_libraries(), _scoped(_ENVIRONMENT), _usr1_is_term():
-            try:
-                command("-m", entry.__module__, str(run_dir.path))
-            except ChildFailedError as error:
-                codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                raise cause(run_dir, codes) from None
-            except SignalException as error:
-                # The agent passed the signal on and waited; the ranks have said how they ended.
-                ended = cause(run_dir, {})
-                if isinstance(ended, RankFailed) and run_dir.read_summary().get("status") == "completed":
-                    return
-                raise ended from error
+        agent = Agent(spec, run_dir)
+        with log.quiet_libraries(), _without_its_signals(), forwarding(agent) as request:
+            agent.request = request
+            agent.run()
+            if agent.failed:
+                raise cause(run_dir, agent.failed)
+
+
+class Agent(LocalElasticAgent):
+    """The agent, with our way to start ranks, to end the others when one has failed, and to restart."""
+
+    def __init__(self, spec: WorkerSpec, run_dir: RunDir) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        self.run_dir = run_dir
+        self.failed: dict[int, int] = {}
+        self.request = Forwarding(self)
+
+    def codes(self) -> dict[int, int | None]:
+        return {rank: process.poll() for rank, process in self._processes().items()}
+
+    def send(self, number: int) -> None:
+        for process in self._processes().values():
+            process.send_signal(number)
+
+    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+        if self._pcontext is None:  # a signal came first
+            return {}
+        assert isinstance(self._pcontext, SubprocessContext)
+        return {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with starting():
+            started = super()._start_workers(worker_group)
+        self.request.repeat()
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.failed = failures(self)
+        result = super()._monitor_workers(worker_group)
+        self.failed = self.failed or {rank: each.exitcode for rank, each in result.failures.items()}
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Called after a failure: only a fault is worth another try."""
+        ended = cause(self.run_dir, self.failed)
+        if self.request.heard or not isinstance(ended, RankFailed):
+            raise ended
+        log.warn(f"{ended}; all ranks are started again from the last checkpoint")
+        forget_errors(self.run_dir)
+        super()._restart_workers(worker_group)
+
+
+class Meeting(RendezvousHandler):
+    """One machine has no one to wait for: a rendezvous is a fresh store on the loopback interface.
+
+    Fresh for each attempt, because a restarted rank could find an entry of the one before it.
+    """
+
+    use_agent_store = True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback_store()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        return str(os.getpid())
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
 
 
 @contextmanager
-def _scoped(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables while the context is open."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def _without_its_signals() -> Iterator[None]:
+    """Have the agent install no signal handler of its own while the context is open."""
+    os.environ[HANDLED] = ""
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _usr1_is_term() -> Iterator[None]:
-    """The agent passes SIGTERM on to its ranks, but dies of SIGUSR1 and leaves them behind."""
-
-    def terminate(number: int, frame: FrameType | None) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.signal(signal.SIGUSR1, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        del os.environ[HANDLED]

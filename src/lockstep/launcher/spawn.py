@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
-
-from torch.distributed import TCPStore
 
 from lockstep.launcher.base import Inline, cause, forget_errors
+from lockstep.launcher.ranks import LOOPBACK, POLL_S, failures, forwarding, loopback_store, starting
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
-
-GRACE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +24,45 @@ class Spawn(Inline):
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         assert isinstance(self.ranks, int)
         forget_errors(run_dir)
-        # The store is bound before its port is told to anyone, so no two jobs can meet on one.
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = loopback_store()
         context = multiprocessing.get_context("spawn")
-        children: dict[int, BaseProcess] = {
-            rank: context.Process(
-                target=_rank, args=(entry, run_dir.path, rank, self.ranks, store.port), name=f"rank{rank}"
-            )
-            for rank in range(self.ranks)
-        }
-        with _forwarding(children):
-            for child in children.values():
-                child.start()
-            codes = _outcome(children)
-        if any(codes.values()):
-            raise cause(run_dir, codes)
+        children = Children(
+            [
+                context.Process(target=_rank, args=(entry, run_dir.path, rank, self.ranks, store.port))
+                for rank in range(self.ranks)
+            ]
+        )
+        with forwarding(children) as request:
+            children.start()
+            request.repeat()
+            running = True
+            while running:
+                time.sleep(POLL_S)
+                running = None in children.codes().values()
+                if failed := failures(children):
+                    raise cause(run_dir, failed)
+
+
+class Children:
+    """The ranks as children of this process."""
+
+    def __init__(self, processes: list[BaseProcess]) -> None:
+        self.processes = processes
+
+    def start(self) -> None:
+        # Started now, because its start would let the signals through that `starting` holds back.
+        resource_tracker.ensure_running()
+        with starting():
+            for process in self.processes:
+                process.start()
+
+    def codes(self) -> dict[int, int | None]:
+        return {rank: process.exitcode for rank, process in enumerate(self.processes)}
+
+    def send(self, number: int) -> None:
+        for process in self.processes:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, number)
 
 
 def _rank(entry: Entry, path: Path, rank: int, ranks: int, port: int) -> None:
@@ -54,48 +72,9 @@ def _rank(entry: Entry, path: Path, rank: int, ranks: int, port: int) -> None:
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="localhost",
+        MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     module = sys.modules[entry.__module__]
     module.exit_as_rank(path)
-
-
-def _outcome(children: dict[int, BaseProcess]) -> dict[int, int]:
-    """Wait for all; when one fails the others cannot go on, and are ended. Returns their exit codes."""
-    running = dict(children)
-    while running:
-        wait([child.sentinel for child in running.values()])
-        running = {rank: child for rank, child in running.items() if child.exitcode is None}
-        if any(child.exitcode for child in children.values()):
-            _end(list(running.values()))
-            break
-    return {rank: child.exitcode or 0 for rank, child in children.items()}
-
-
-def _end(children: list[BaseProcess]) -> None:
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join(GRACE_S)
-        if child.exitcode is None:
-            child.kill()
-            child.join()
-
-
-@contextmanager
-def _forwarding(children: dict[int, BaseProcess]) -> Iterator[None]:
-    """Pass a wish to stop on to the ranks, as SIGTERM: a second SIGINT would end them at once."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for child in children.values():
-            if child.is_alive():
-                child.terminate()
-
-    before = {each: signal.signal(each, forward) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,105 @@
+"""The processes of a job's ranks, for the launchers that start some: signals, ends, and a place to meet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
+
+from torch.distributed import TCPStore
+
+from lockstep.errors import Interrupted, LockstepError, Stopped
+from lockstep.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
+
+POLL_S = 0.05
+# A rank that was asked to stop leaves by itself when main has saved; after a fault it may hang in a collective.
+STOP_GRACE_S, FAULT_GRACE_S = 30.0, 5.0
+LOOPBACK = "127.0.0.1"
+
+
+class Ranks(Protocol):
+    """The processes of one job, whoever started them."""
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit code of each rank, negative for a signal; None while it runs."""
+
+    def send(self, number: int) -> None:
+        """Send a signal to the ranks that still run."""
+
+
+def failures(ranks: Ranks) -> dict[int, int]:
+    """The exit codes of the ranks that failed; once one did the others cannot go on, and are ended first."""
+    failed = {rank: code for rank, code in ranks.codes().items() if code}
+    if failed:
+        ranks.send(signal.SIGTERM)
+        stopped = set(failed.values()) == {Stopped.exit_code}
+        until = time.monotonic() + (STOP_GRACE_S if stopped else FAULT_GRACE_S)
+        while None in ranks.codes().values():
+            if time.monotonic() > until:
+                ranks.send(signal.SIGKILL)
+            time.sleep(POLL_S)
+    return failed
+
+
+class Forwarding(StopRequest):
+    """Passes a wish to stop on to the ranks, as SIGTERM: their terminal may have sent them a SIGINT already."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.take(number)
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Say it (again), to ranks that were not there yet when it came."""
+        if self.heard:
+            self.ranks.send(signal.SIGKILL if self.at_once else signal.SIGTERM)
+
+
+@contextmanager
+def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
+    """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks while the context is open; a second SIGINT kills them.
+
+    Raises:
+        Interrupted: they were killed so.
+    """
+    request = Forwarding(ranks)
+    with stop_signals(request):
+        try:
+            yield request
+        except LockstepError as error:
+            if request.at_once:
+                raise Interrupted from error
+            raise
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Around the start of ranks: tell them who launches them, and hold signals back until they can hear them.
+
+    A rank inherits the held signals, and lets them through when it has its own handlers, some seconds later.
+    """
+    os.environ[LAUNCHER] = str(os.getpid())
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        del os.environ[LAUNCHER]
+
+
+def loopback_store() -> TCPStore:
+    """A store for the ranks of this machine to meet at: on a port of its own, out of reach for other machines.
+
+    Left to itself a `TCPStore` listens on all interfaces.
+    """
+    listener = socket.create_server((LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
