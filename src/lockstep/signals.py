@@ -44,8 +44,8 @@ class StopRequest:
 def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Have `handler` called for each signal that asks for a stop, those held back until now first."""
     before = listen(handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         yield
     finally:
         for number, earlier in before.items():

@@ -42,8 +42,8 @@ def main(path: Path) -> None:
     with (
         log.rank_logging(run_dir, word.rank, separate=launched is not None),
         watchdog.stacks(run_dir.rank_log(word.rank)) as file,
-        stop_signals(stop),
         word.of_an_error(),
+        stop_signals(stop),
         world.join(
             device=resolved["device"],
             backend=launcher.backend.value,

@@ -19,22 +19,12 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "catalog"}),
+    frozenset({"errors", "catalog", "signals"}),
     frozenset({"config", "refusals", "rundir", "world", "plan", "protocols", "log"}),
     # The groups: none of them knows another one.
     frozenset(
-        {
-            "strategy",
-            "precision",
-            "optim",
-            "schedule",
-            "checkpoint",
-            "data",
-            "models",
-            "telemetry",
-            "environment",
-            "health",
-        }
+        {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
+        | {"health", "watchdog"}
     ),
     frozenset({"trainer", "evaluate"}),
     frozenset({"experiment", "report", "identity", "incident", "memory"}),
@@ -129,7 +119,7 @@ def test_every_exception_is_needed() -> None:
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
     known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
-    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "world"}
+    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "signals", "world"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
@@ -165,7 +155,9 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) < 50
 
 
-@pytest.mark.parametrize("module", ["lockstep", "lockstep.config", "lockstep.rundir", "lockstep.errors"])
+@pytest.mark.parametrize(
+    "module", ["lockstep", "lockstep.config", "lockstep.rundir", "lockstep.errors", "lockstep.signals"]
+)
 def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert command(sys.executable, "-c", code).code == 0

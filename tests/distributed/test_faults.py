@@ -1,0 +1,194 @@
+"""Hangs, crashes and signals of real processes: what is said, how long it takes, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import command, records
+from processes import (
+    ELASTIC,
+    INLINE,
+    LONG,
+    SPAWN,
+    children,
+    ended,
+    logged,
+    processes,
+    ranks,
+    running,
+    send,
+    start,
+    steps_done,
+    summary,
+    wait_for,
+)
+
+pytestmark = pytest.mark.slow
+
+HANGS_AFTER = "launcher.timeout=3s"
+STREAMING = ("loader=streaming", "loader.workers=1")
+# train.py with a data set whose fourth batch does not come.
+ENDLESS = """
+import itertools, runpy, sys, threading
+from lockstep.data import loader
+read, calls = loader._Images.__getitems__, itertools.count(1)
+def endless(images, indices):
+    return read(images, indices) if next(calls) < 4 else threading.Event().wait()
+loader._Images.__getitems__ = endless
+sys.argv = sys.argv[1:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def fails_as_hanging(folder: Path, process: subprocess.Popen[str]) -> str:
+    """Check how a job ends that hangs from now on; returns what it said."""
+    code, err = ended(process, 3 + 12)
+    assert code == 70, err
+    assert "no step was finished for 3 s" in err
+    assert "Traceback" not in err
+    assert summary(folder)["status"] == "failed"
+    assert not processes(folder)
+    return err
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
+def test_a_suspended_rank_is_found_and_every_rank_leaves_its_stacks(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *launcher, *LONG, HANGS_AFTER)
+    send(signal.SIGSTOP, ranks(folder, process)[1])
+    err = fails_as_hanging(folder, process)
+    assert "rank 0 was in" in err
+    assert "rank 1 was stopped by a signal" in err
+    for rank in (0, 1):
+        assert "most recent call first" in (folder / "logs" / f"rank{rank}.log").read_text()
+
+
+def test_a_suspended_loader_worker_is_found_and_does_not_outlive_its_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *INLINE, *LONG, *STREAMING, HANGS_AFTER)
+    send(signal.SIGSTOP, *children(process.pid))
+    assert "rank 0 was in" in fails_as_hanging(folder, process)
+    assert "most recent call first" in logged(folder)
+
+
+def test_an_image_that_never_comes_is_found_and_the_place_is_named(tmp_path: Path) -> None:
+    launch = (sys.executable, "-c", ENDLESS)
+    process = start(tmp_path / "run", *INLINE, *STREAMING[:1], "loader.workers=0", HANGS_AFTER, launch=launch)
+    wait_for(lambda: steps_done(tmp_path / "run") == 3)
+    assert "rank 0 was in wait (threading.py:" in fails_as_hanging(tmp_path / "run", process)
+
+
+def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+    for launcher in (SPAWN, ELASTIC):
+        folder = tmp_path / launcher[-1].partition("=")[2]
+        process = running(folder, *launcher, *LONG)
+        send(signal.SIGKILL, ranks(folder, process)[1])
+        began = time.monotonic()
+        code, err = ended(process)
+        assert time.monotonic() - began < 7
+        assert (code, summary(folder)["status"]) == (70, "failed")
+        assert "rank 1 was ended by SIGKILL" in err
+        assert not processes(folder)
+
+
+def test_a_killed_loader_worker_is_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *INLINE, *LONG, *STREAMING)
+    send(signal.SIGKILL, *children(process.pid))
+    code, err = ended(process)
+    assert code == 70, err
+    assert "lost a loader worker" in err
+    assert "Traceback" not in err
+    assert not processes(folder)
+
+
+def test_a_rank_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *ELASTIC, "launcher.restarts=1", "steps=60", "checkpoint.every=5", steps=12)
+    send(signal.SIGKILL, ranks(folder, process)[1])
+    code, err = ended(process)
+    assert code == 0, err
+    assert [line["step"] for line in records(folder) if "loss/train" in line] == list(range(1, 61))
+
+
+def test_a_stop_of_one_rank_stops_the_job_and_is_no_reason_to_restart(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *ELASTIC, *LONG, "launcher.restarts=3")
+    send(signal.SIGUSR1, ranks(folder, process)[1])
+    code, err = ended(process)
+    assert code == 75, err
+    assert "and saved" in err
+
+
+def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *SPAWN, *LONG)
+    os.killpg(process.pid, signal.SIGINT)  # the ranks get it too
+    code, err = ended(process)
+    assert code == 75, err
+    assert "and saved" in err
+    assert "Traceback" not in err
+
+
+def test_a_second_interrupt_ends_a_job_that_cannot_stop(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *ELASTIC, *LONG)
+    send(signal.SIGSTOP, ranks(folder, process)[1])
+    send(signal.SIGINT, process.pid)
+    time.sleep(1.2)
+    assert process.poll() is None
+    send(signal.SIGINT, process.pid)
+    code, err = ended(process, 5)
+    assert code == 130, err
+    assert summary(folder)["status"] == "failed"
+    assert not processes(folder)
+
+
+@pytest.mark.parametrize("launcher", [INLINE, SPAWN, ELASTIC], ids=["inline", "spawn", "elastic"])
+def test_a_stop_before_the_first_step_costs_nothing(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, *launcher, "steps=2")
+    # With ranks: while they import torch. Without: as soon as the folder is there.
+    wait_for(lambda: ranks(folder, process) if launcher != INLINE else (folder / "config.yaml").exists())
+    send(signal.SIGTERM, process.pid)
+    time.sleep(0.1)
+    send(signal.SIGTERM, process.pid)
+    code, err = ended(process)
+    assert code == 75, err
+    assert "stopped before" in err
+    assert "Traceback" not in err
+    assert not processes(folder)
+    if launcher == INLINE:
+        again = command(sys.executable, "train.py", f"hydra.run.dir={folder}", "steps=2", f"output_root={tmp_path}")
+        assert again.code == 0, again.err
+
+
+def listening(pids: set[int]) -> set[str]:
+    """The local addresses, in the kernel's notation, that some processes listen on."""
+    opened = [each for pid in pids for each in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = {str(each.readlink()) for each in opened if each.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
+def test_a_job_is_out_of_reach_from_outside_and_gone_with_its_killed_launcher(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    before = set(Path("/tmp").glob("torchelastic_*")) | set(Path("/dev/shm").iterdir())
+    process = running(folder, *launcher, *LONG)
+    assert listening(set(processes(folder))) == {"0100007F"}  # 127.0.0.1
+    process.kill()
+    ended(process)
+    wait_for(lambda: not processes(folder), 6)
+    assert set(Path("/tmp").glob("torchelastic_*")) | set(Path("/dev/shm").iterdir()) <= before

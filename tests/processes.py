@@ -1,0 +1,103 @@
+"""Jobs in the background, and their processes: to stop, kill and suspend them, and to see what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers import ROOT, records
+
+JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorboard=false", "model.dropout=0")
+TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
+LONG = ("epochs=1000", "schedule=constant")
+SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*TWO, "launcher=elastic"), ("launcher.threads=1",)
+MARK = "LOCKSTEP_TEST_RUN"
+
+
+def start(folder: Path, *overrides: str, launch: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
+    """`train.py` in the background, its run folder at `folder`."""
+    arguments = [*launch, "train.py", *JOB, f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides]
+    return subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env={**os.environ, MARK: str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> float:
+    """Poll until `condition` holds; returns the seconds it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + seconds, "waited too long"
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def running(folder: Path, *overrides: str, steps: int = 3) -> subprocess.Popen[str]:
+    """A job that has finished `steps` steps."""
+    process = start(folder, *overrides)
+    wait_for(lambda: process.poll() is not None or steps_done(folder) >= steps)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 60) -> tuple[int, str]:
+    """The exit code and the standard error of a job that is about to end."""
+    _, err = process.communicate(timeout=seconds)
+    return process.returncode, err
+
+
+def steps_done(folder: Path) -> int:
+    """The last step in a run's log."""
+    return records(folder)[-1]["step"] if (folder / "metrics.jsonl").exists() and records(folder) else 0
+
+
+def processes(folder: Path) -> dict[int, dict[str, str]]:
+    """The environments of the living processes of the job at `folder`, its loaders' too."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+            alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            continue
+        if f"{MARK}={folder}" in environment and alive:
+            found[int(entry.name)] = dict(each.partition("=")[::2] for each in environment)
+    return found
+
+
+def children(parent: int) -> list[int]:
+    """The process numbers of the children of a process."""
+    return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def ranks(folder: Path, process: subprocess.Popen[str]) -> list[int]:
+    """The process numbers of the ranks, in order, under `spawn` and `elastic`."""
+    helper = "resource_tracker"
+    found = children(process.pid)
+    return sorted(each for each in found if helper not in Path(f"/proc/{each}/cmdline").read_text())
+
+
+def summary(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def logged(folder: Path) -> str:
+    """What all ranks have in their logs."""
+    return "".join(path.read_text() for path in sorted((folder / "logs").glob("rank*.log")))
+
+
+def send(number: signal.Signals, *pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
