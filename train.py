@@ -9,13 +9,13 @@ import hydra
 from omegaconf import DictConfig
 
 from lockstep import config, refusals
+from lockstep.lock import Lock
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> float | None:
     """Run one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     # Imported here, because they need torch, and --help and --cfg job must not wait for it.
-    from lockstep import worker
     from lockstep.launcher import once
     from lockstep.resolve import prepare
     from lockstep.sweep import guarded
@@ -23,7 +23,12 @@ def main(composed: DictConfig) -> float | None:
     invocation = config.Invocation.current()
 
     def job() -> float | None:
-        with once(lambda: prepare(config.to_dict(composed), invocation), refusals.say) as run_dir:
+        with (
+            Lock() as lock,
+            once(lambda: prepare(config.to_dict(composed), invocation, lock), refusals.say) as run_dir,
+        ):
+            from lockstep import worker  # needs all the rest, which a refusal does not wait for
+
             launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
             return launcher.launch(worker.main, run_dir)
 

@@ -2,15 +2,20 @@
 
 A folder `checkpoints/step-00000042` holds `model.safetensors` (and `ema.safetensors`), `state.pt` (optimizer
 and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and how far it had come) and
-`manifest.json` (the sha256 of each of these). `checkpoints/last` and `checkpoints/best` hold a folder's name.
+`manifest.json` (the sha256 of each of these). `checkpoints/last` and `checkpoints/best` hold a folder's name, for
+people: nothing here reads them. A checkpoint can come from someone else, so that it is read only where it is made of
+plain files of these names, and nothing in it is taken for more than numbers and words.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
+import stat
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +41,7 @@ MANIFEST, FACTS, STATE, MODEL, EMA = (
     "ema.safetensors",
 )
 LAST, BEST = "last", "best"
+RETRY_S = 30.0  # after a save that failed
 
 Facts = Mapping[str, Any]
 
@@ -65,21 +71,40 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _plain(path: Path) -> Path:
+    """`path`, which has to be a file: a link could lead anywhere, and a pipe would be waited for."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError(f"{path.name} is not a plain file")
+    return path
+
+
+def _manifest(path: Path) -> dict[str, str]:
+    """The sha256 of each file of a checkpoint; raises ValueError where it is not a list of our files."""
+    if path.is_symlink():
+        raise ValueError("the folder is a symbolic link")
+    match json.loads(_plain(path / MANIFEST).read_text()):
+        case {"sha256": dict(digests)} if {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
+            if all(isinstance(each, str) and re.fullmatch("[0-9a-f]{64}", each) for each in digests.values()):
+                return digests
+    raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
+
+
 def damage(path: Path) -> str:
     """What is wrong with the checkpoint at `path`, or an empty string."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        for name, digest in manifest["sha256"].items():
-            if _sha256(path / name) != digest:
+        for name, digest in _manifest(path).items():
+            if _sha256(_plain(path / name)) != digest:
                 return f"{name} does not match its sha256"
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
+        _facts(path)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
     return ""
 
 
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in a `checkpoints` folder, newest step first."""
-    return sorted((each for each in folder.glob("step-*") if each.is_dir()), reverse=True)
+    named = (each for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name) and each.is_dir())
+    return sorted(named, key=lambda each: int(each.name[5:]), reverse=True)
 
 
 def newest_good(folder: Path) -> Path | None:
@@ -92,6 +117,43 @@ def newest_good(folder: Path) -> Path | None:
     return None
 
 
+def _facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint; raises ValueError where they are not of their types."""
+    facts = json.loads(_plain(path / FACTS).read_text())
+    match facts:
+        case {"format": 1, "identity": {}, "progress": {"step": int(step)} as progress} if step > 0:
+            if _is_progress(progress):
+                return dict(facts)
+    raise ValueError(f"{FACTS} does not say what a checkpoint says")
+
+
+def _is_progress(found: Mapping[str, Any]) -> bool:
+    """Whether a progress, as JSON gives it, has the keys and types of that of a run."""
+    match found:
+        case {"best_step": int(best_step), "best": best, "score": score, "window": window}:
+            known = found.keys() == {"step", "score", "best", "best_step", "window"} and best_step >= 0
+            return known and all(each is None or _is_number(each) for each in (best, score)) and _is_window(window)
+    return False
+
+
+def _is_window(found: Any) -> bool:
+    """The same of the window that was open: the last log point, and three sums for each rank."""
+    match found:
+        case None:
+            return True
+        case {"flushed": int(flushed), "totals": [_, *_] as rows} if len(found) == 2 and flushed >= 0:
+            return all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) for row in rows)
+    return False
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, (int, float)) and math.isfinite(found)
+
+
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
+
+
 def read_facts(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint.
 
@@ -99,11 +161,9 @@ def read_facts(path: Path) -> dict[str, Any]:
         InputError: they cannot be read.
     """
     try:
-        facts = json.loads((path / FACTS).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"resume: checkpoint {path} is damaged ({FACTS}: {error}); name another one") from error
-    assert isinstance(facts, dict)
-    return facts
+        return _facts(path)
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"{FACTS}: {error}") from error
 
 
 def load(path: Path) -> Loaded:
@@ -113,14 +173,17 @@ def load(path: Path) -> Loaded:
         InputError: it is damaged.
     """
     if reason := damage(path):
-        raise InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
-    return Loaded(
-        path=path,
-        facts=read_facts(path),
-        model=load_file(path / MODEL),
-        ema=load_file(path / EMA) if (path / EMA).exists() else None,
-        state=torch.load(path / STATE, map_location="cpu", weights_only=True),
-    )
+        raise _damaged(path, reason)
+    try:
+        return Loaded(
+            path=path,
+            facts=read_facts(path),
+            model=load_file(path / MODEL),
+            ema=load_file(path / EMA) if EMA in _manifest(path) else None,
+            state=torch.load(path / STATE, map_location="cpu", weights_only=True),
+        )
+    except Exception as error:  # the hashes fit, so someone wrote it so: torch and safetensors raise all kinds
+        raise _damaged(path, str(error).partition("\n")[0]) from error
 
 
 def difference(expected: Facts, found: Facts) -> str:
@@ -197,7 +260,8 @@ class Checkpointer:
     Args:
         run_dir: the folder of the job.
         identity: what a resume must agree on.
-        keep: how many of the newest checkpoints stay; the best one always does.
+        keep: how many of the newest checkpoints stay.
+        keep_best: how many of the best ones stay besides, by validation top-1.
         writes: whether this rank is the one that writes.
         every_s: seconds after which a checkpoint is overdue; null where steps decide.
     """
@@ -205,6 +269,7 @@ class Checkpointer:
     run_dir: RunDir
     identity: Facts
     keep: int
+    keep_best: int
     writes: bool
     every_s: float | None = None
     saved_at: float = field(default_factory=time.monotonic)
@@ -213,8 +278,12 @@ class Checkpointer:
     failure: str = ""
 
     def overdue(self) -> bool:
-        """Whether the last checkpoint is older than `every_s`, by the writer's clock."""
-        return self.writes and self.every_s is not None and time.monotonic() - self.saved_at >= self.every_s
+        """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
+        if self.pending is not None and self.pending.done():
+            self.wait()  # a failure is said now, and not at the next save
+        waits = [RETRY_S] if self.failure else []
+        waits += [self.every_s] if self.every_s is not None else []
+        return self.writes and bool(waits) and time.monotonic() - self.saved_at >= min(waits)
 
     def save(
         self,
@@ -224,7 +293,6 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         progress: Mapping[str, Any],
-        best: bool,
     ) -> None:
         """Copy the state to host memory and write it in the background, after the write before it."""
         if not self.writes:
@@ -237,19 +305,22 @@ class Checkpointer:
             weights[EMA] = _copied(ema.module.state_dict())
             state["ema_updates"] = int(ema.n_averaged)
         facts = {"format": 1, "identity": dict(self.identity), "progress": dict(progress)}
-        self.pending = self.pool.submit(self._write, weights, state, facts, best)
+        self.pending = self.pool.submit(self._write, weights, state, facts)
 
     def wait(self) -> None:
-        """Wait for the write under way. One that failed is a warning: the checkpoint before it still stands."""
+        """Wait for the write under way. The first that fails is a warning: the checkpoint before it still stands."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
         try:
             pending.result()
         except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
-            log.warn(f"a checkpoint could not be written ({error}); the run goes on and the next one is tried")
+            if not self.failure:
+                log.warn(f"a checkpoint could not be written ({error}); the run goes on and tries again")
             self.failure = str(error)
         else:
+            if self.failure:
+                log.say("checkpoints are written again")
             self.failure = ""
 
     def close(self) -> None:
@@ -263,46 +334,69 @@ class Checkpointer:
         if self.failure:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
-    def _write(
-        self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts, best: bool
-    ) -> None:
-        folder = self.run_dir.checkpoints
-        name = f"step-{facts['progress']['step']:08d}"
-        temporary = folder / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        for file, tensors in weights.items():
-            save_file(tensors, temporary / file)
-        torch.save(state, temporary / STATE)
-        (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-        digests = {each.name: _sha256(each) for each in sorted(temporary.iterdir())}
-        (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
-        for each in temporary.iterdir():
-            _sync(each)
-        final = folder / name
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+    def _write(self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts) -> None:
+        folder, progress = self.run_dir.checkpoints, facts["progress"]
+        folder.mkdir(exist_ok=True)
+        for torn in folder.glob(".step-*.tmp"):  # what a kill left behind
+            shutil.rmtree(torn, ignore_errors=True)
+        name = f"step-{progress['step']:08d}"
+        temporary, final = folder / f".{name}.tmp", folder / name
+        try:
+            temporary.mkdir()
+            for file, tensors in weights.items():
+                save_file(tensors, temporary / file)
+            torch.save(state, temporary / STATE)
+            (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+            digests = {each.name: _sha256(each) for each in sorted(temporary.iterdir())}
+            (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
+            for each in (*temporary.iterdir(), temporary):
+                _sync(each)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
+            raise
         _sync(folder)
         write_atomic(folder / LAST, name)
-        if best:
+        if progress["best_step"] == progress["step"]:
             write_atomic(folder / BEST, name)
             self._export(final)
-        self._retire()
+        self._retire(final)
 
     def _export(self, best: Path) -> None:
         """Give the run folder the best weights so far: the averaged ones where there are any."""
         source = best / EMA if (best / EMA).exists() else best / MODEL
         temporary = self.run_dir.weights.with_suffix(".tmp")
-        shutil.copyfile(source, temporary)
-        temporary.replace(self.run_dir.weights)
+        try:
+            shutil.copyfile(source, temporary)
+            temporary.replace(self.run_dir.weights)
+        finally:
+            temporary.unlink(missing_ok=True)
 
-    def _retire(self) -> None:
-        """Remove all but the newest `keep` checkpoints and the best one."""
-        folder = self.run_dir.checkpoints
-        best = (folder / BEST).read_text() if (folder / BEST).exists() else ""
-        for path in candidates(folder)[max(1, self.keep) :]:
-            if path.name != best:
-                shutil.rmtree(path)
+    def _retire(self, written: Path) -> None:
+        """Remove all but the newest `keep` checkpoints and the `keep_best` best ones, once `written` can be read.
+
+        Ones of later steps are those that a resume passed over: they stay until their step is done again.
+        """
+        found = candidates(self.run_dir.checkpoints)
+        found = found[found.index(written) :]
+        scores = {each: score for each in reversed(found) if (score := _score(each)) is not None}
+        best = sorted(scores, key=lambda each: -scores[each])[: self.keep_best]  # of equal ones the earliest
+        retired = [each for each in found[self.keep :] if each not in best]
+        if retired and (reason := damage(written)):
+            log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
+            return
+        for each in retired:
+            shutil.rmtree(each)
+
+
+def _score(path: Path) -> float | None:
+    """The validation top-1 of a checkpoint, where it was evaluated and can be read."""
+    try:
+        score = _facts(path)["progress"]["score"]
+    except (OSError, ValueError, RecursionError):
+        return None
+    return None if score is None else float(score)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -329,17 +423,15 @@ def restore(
     Raises:
         InputError: the tensors do not fit the model.
     """
+    if ema is not None and loaded.ema is None:
+        raise InputError(f"resume: {loaded.path} has no averaged weights; use train.ema=null")
     try:
         model.load_state_dict(loaded.model)
         _load_optimizer(optimizer, loaded.state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
+        scaler.load_state_dict(loaded.state["scaler"])
+        if ema is not None and loaded.ema is not None:
+            ema.module.load_state_dict(loaded.ema)
+            ema.n_averaged.fill_(loaded.state["ema_updates"])
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"resume: {loaded.path} does not fit this model ({error})") from error
-    scaler.load_state_dict(loaded.state["scaler"])
-    if ema is not None:
-        if loaded.ema is None:
-            raise InputError(f"resume: {loaded.path} has no averaged weights; use train.ema=null")
-        ema.module.load_state_dict(loaded.ema)
-        ema.n_averaged.fill_(loaded.state["ema_updates"])
-    progress = loaded.facts["progress"]
-    assert isinstance(progress, dict)
-    return progress
+    return dict(loaded.facts["progress"])

@@ -60,6 +60,7 @@ class CheckpointBlock:
 
     every: int | str = "1ep"
     keep: int = 3
+    keep_best: int = 1
 
 
 @dataclass
@@ -129,7 +130,11 @@ class Invocation:
 
 
 def register() -> None:
-    """Give Hydra the schema of the fixed blocks, so that their errors show while composing."""
+    """Give Hydra the schema of the fixed blocks, so that their errors show while composing.
+
+    A config cannot read the environment, where secrets are: it may be someone else's, and its values are kept.
+    """
+    OmegaConf.clear_resolver("oc.env")
     ConfigStore.instance().store(name="job", node=Job)
     if not OmegaConf.has_resolver("stamp_hex"):
         OmegaConf.register_new_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
@@ -149,11 +154,20 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     for key in (each.name for each in dataclasses.fields(Job)):
         if key not in plain:
             raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
+        if "${" in str(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
+            raise InputError(f"{key} has ${{ in its value, which a config takes for a reference; write it without")
     return {str(key): value for key, value in plain.items()}
 
 
 def recompose(stored: list[str], overrides: tuple[str, ...]) -> DictConfig:
-    """The config of an earlier command with further overrides behind its own (later ones win)."""
+    """The config of an earlier command with further overrides behind its own (later ones win).
+
+    Raises:
+        InputError: an override of the earlier command is of Hydra itself, which no run keeps.
+    """
+    for text in stored:
+        if text.lstrip("+~").startswith("hydra"):
+            raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
     added = [text for text in overrides if not text.startswith(("resume=", "+resume="))]
     return compose("config", overrides=[*stored, *added], return_hydra_config=False)
 
@@ -248,8 +262,8 @@ def load(path: Path) -> dict[str, Any]:
         InputError: the file is missing or is not a config.
     """
     loaded = _read(path)
-    if not isinstance(loaded, dict):
-        raise InputError(f"{path} is not a config of a run: expected keys and values")
+    if not isinstance(loaded, dict) or "${" in str(loaded):
+        raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")
     return {str(key): value for key, value in loaded.items()}
 
 
@@ -260,7 +274,10 @@ def dump_list(items: list[str]) -> str:
 
 def load_list(path: Path) -> list[str]:
     """The overrides that a run folder keeps in `.hydra/overrides.yaml`."""
-    return [str(item) for item in _read(path)]
+    loaded = _read(path)
+    if not isinstance(loaded, list):
+        raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")
+    return [str(item) for item in loaded]
 
 
 def _read(path: Path) -> Any:

@@ -60,6 +60,7 @@ def run(
         run_dir=run_dir,
         identity=identity(job, len(train)),
         keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
         writes=world.is_main,
         every_s=plan.save_every_s,
     )

@@ -147,6 +147,9 @@ class Sink(Protocol):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
+    def flush(self) -> None:
+        """Have the file hold all that was written."""
+
     def close(self) -> None: ...
 
 

@@ -149,6 +149,10 @@ _MESSAGES = (
     (r"Value '(.*)' of type .* 'Union\[int, str\]'", "is '{0}', expected a number or a word: {key}=1"),
     (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
+    (
+        r"Unsupported interpolation type (\S+)",
+        "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE",
+    ),
     (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
     (r"Invalid value assigned: \w+ is not a ListConfig", "is not a list, expected {key}=[VALUE,VALUE]"),
     (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),

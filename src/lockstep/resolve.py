@@ -22,6 +22,7 @@ from lockstep.identity import identity, plan_of
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline
 from lockstep.launcher.base import Backend
+from lockstep.lock import Lock
 from lockstep.optim import check_decay
 from lockstep.rundir import RunDir, latest, slug
 from lockstep.strategy import DDP, Single, Strict
@@ -29,38 +30,41 @@ from lockstep.strategy import Auto as AutoStrategy
 from lockstep.world import launched_rank
 
 
-def prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
-    """The run folder of the job that was asked for, with its resolved config in it.
+def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
+    """The run folder of the job that was asked for, with its resolved config in it, held by `lock`.
 
     Raises:
-        InputError: something of the job does not fit; nothing was written.
+        InputError: something of the job does not fit, or another job is in the folder; nothing was written.
     """
-    with _left_as_found(invocation):
-        return _prepare(job, invocation)
+    with _left_as_found(invocation, lock):
+        return _prepare(job, invocation, lock)
 
 
 @contextmanager
-def _left_as_found(invocation: Invocation) -> Iterator[None]:
+def _left_as_found(invocation: Invocation, lock: Lock) -> Iterator[None]:
     """Remove the folder that Hydra makes for a job before anyone looks at it, if the job is refused."""
     try:
         yield
     except InputError:
+        lock.release()
         if invocation.folder is not None and not invocation.sweep:
             with suppress(OSError):  # not empty: it was there before
                 invocation.folder.rmdir()
         raise
 
 
-def _prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
-    folder = _named(invocation)
+def _prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     overrides = list(invocation.overrides)
     continued = _continued(job, invocation)
+    folder = continued or (None if invocation.sweep else invocation.folder)
+    if folder is not None:
+        lock.take(RunDir(folder).lock)
+        _check_folder(folder)
     if continued is not None:
-        folder = continued
-        stored = config.load_list(RunDir(folder).overrides)
+        stored = config.load_list(RunDir(continued).overrides)
         job = config.to_dict(config.recompose(stored, invocation.overrides))
         if not any(each.startswith("name=") for each in invocation.overrides):
-            job["name"] = config.load(RunDir(folder).config)["name"]
+            job["name"] = config.load(RunDir(continued).config)["name"]
         overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
     resolved = resolve(job, sweep=invocation.sweep)
     built = config.build_all(resolved)
@@ -74,6 +78,8 @@ def _prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
         run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
     else:
         run_dir = RunDir.create(Path(resolved["output_root"]), resolved["name"])
+    if folder is None:
+        lock.take(run_dir.lock)
     return run_dir.begin(
         {
             run_dir.config: config.dump(resolved),
@@ -85,17 +91,16 @@ def _prepare(job: dict[str, Any], invocation: Invocation) -> RunDir:
     )
 
 
-def _named(invocation: Invocation) -> Path | None:
-    """The run folder that `hydra.run.dir=` names, if it does: a new one, or that of an earlier run to go on with."""
-    folder = invocation.folder
-    if folder is None or invocation.sweep:
-        return None
-    if folder.is_dir() and any(folder.iterdir()) and not RunDir(folder).overrides.is_file():
+def _check_folder(folder: Path) -> None:
+    """A folder to run in is empty, or that of an earlier run to go on with, in which nothing leads out of it."""
+    run_dir = RunDir(folder)
+    if set(folder.iterdir()) - {run_dir.lock} and not run_dir.overrides.is_file():
         raise InputError(
             f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
             "hydra.run.dir=FOLDER"
         )
-    return folder
+    if link := next((each for each in folder.rglob("*") if each.is_symlink()), None):
+        raise InputError(f"{link} is a symbolic link, which a run folder must not have; put what it leads to there")
 
 
 def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
@@ -240,6 +245,7 @@ def _check(job: Job) -> None:
         lambda: None if job.train.ema is None else check_decay(job.train.ema),
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
+        lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
         lambda: None if job.train.clip_norm is None else _above("train.clip_norm", job.train.clip_norm, 0),
     ]

@@ -103,6 +103,10 @@ class RunDir:
         return self.path / ".hydra"
 
     @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -199,7 +203,7 @@ class RunDir:
 
     def _remove(self) -> None:
         """Remove what a job writes before it begins, and the folder if that was all: it may be the user's own."""
-        written = [self.config, self.command, self.environment, self.summary, self.log]
+        written = [self.lock, self.config, self.command, self.environment, self.summary, self.log]
         written += [self.overrides, self.hydra / "config.yaml", self.hydra / "hydra.yaml"]
         written += [*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")]
         for file in written:
@@ -220,6 +224,16 @@ class RunDir:
 
 
 def latest(root: Path) -> RunDir | None:
-    """The run that was started last under `root`, if any was."""
-    named = _text(root / LATEST) if (root / LATEST).is_file() else None
-    return None if named is None else RunDir((root / named.strip()).resolve())
+    """The run that was started last under `root`, if any was.
+
+    Raises:
+        InputError: it is not below `root`.
+    """
+    if not (root / LATEST).is_file():
+        return None
+    named = (root / (root / LATEST).read_text(errors="replace").strip().replace("\0", "")).resolve()
+    if root.resolve() not in named.parents:
+        raise InputError(
+            f"resume=latest: {root / LATEST} names {named}, expected a folder below {root}; name it with resume=PATH"
+        )
+    return RunDir(named)

@@ -27,9 +27,11 @@ from lockstep.world import Vote, World
 
 @dataclass
 class Progress:
-    """How far a run has come: the last finished step, the best evaluation (top-1 in percent), the open window."""
+    """How far a run has come: the last finished step, its evaluation if it had one (top-1 in percent), the best one,
+    and the open window."""
 
     step: int = 0
+    score: float | None = None
     best: float | None = None
     best_step: int = 0
     window: OpenWindow | None = None
@@ -74,6 +76,7 @@ class Trainer:
             scalars = self.step(shard)
             step = self.progress.step = shard.step
             self.alive()
+            self.progress.score = None
             if self.plan.due("log", step):
                 self.log(step, scalars)
             improved = self.plan.due("eval", step) and self.evaluate(step)
@@ -82,7 +85,7 @@ class Trainer:
             )
             self.telemetry.heard(vote.busy)
             if improved or stop or overdue or self.plan.due("save", step):
-                self.save(improved)
+                self.save()
             if stop and step < self.plan.total_steps:
                 vote.close()
                 # The launcher ends the other ranks when the first one leaves: none does before main has written.
@@ -150,6 +153,7 @@ class Trainer:
             top1 = scores["top1"]
             if self.ema is not None:
                 top1 = scalars["acc/val_ema_top1"] = self._scores(self.ema.module)["top1"]
+            self.progress.score = top1
             improved = self.progress.best is None or top1 > self.progress.best
             if improved:
                 self.progress.best, self.progress.best_step = top1, step
@@ -166,7 +170,7 @@ class Trainer:
             alive=self.alive,
         )
 
-    def save(self, best: bool) -> None:
+    def save(self) -> None:
         """Keep the state as of the last finished step; training waits for the copy to host memory only.
 
         Raises:
@@ -176,12 +180,12 @@ class Trainer:
             check_replicas(self.model, self.world, self.progress.step)
             check_finite(self.model, self.progress.step)
             self.progress.window = self.telemetry.open_window()
+            self.telemetry.sync()
             self.checkpointer.save(
                 model=self.model,
                 ema=self.ema,
                 optimizer=self.optimizer,
                 scaler=self.scaler,
                 progress=vars(self.progress),
-                best=best,
             )
         self.alive()

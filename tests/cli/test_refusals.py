@@ -19,6 +19,7 @@ from helpers import ROOT, train_here
 from lockstep import config, refusals, resolve
 from lockstep.config import Invocation
 from lockstep.errors import InputError
+from lockstep.lock import Lock
 from lockstep.rundir import RunDir
 
 
@@ -27,7 +28,8 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         job = config.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
-        return resolve.prepare(job, called)
+        with Lock() as lock:
+            return resolve.prepare(job, called, lock)
 
 
 def refusal(output_root: Path, *overrides: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -77,18 +80,24 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def writer(run: RunDir, **options: Any) -> Checkpointer:
-    return Checkpointer(run_dir=run, **{"identity": IDENTITY, "keep": 3, "writes": True, **options})
+    return Checkpointer(run_dir=run, **{"identity": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options})
 
 
-def save(target: Checkpointer, step: int, made: Parts | None = None, best: bool = False) -> None:
+def progress(step: int, best: bool = True, score: float | None = None) -> dict[str, Any]:
+    window = {"flushed": 0, "totals": [[0.5, 3.0, 4.0]]}
+    return {"step": step, "best": 12.5, "best_step": step if best else 0, "score": score, "window": window}
+
+
+def save(
+    target: Checkpointer, step: int, made: Parts | None = None, best: bool = False, score: float | None = None
+) -> None:
     made = made or parts()
     target.save(
         model=made.model,
         ema=made.ema,
         optimizer=made.optimizer,
         scaler=made.scaler,
-        progress={"step": step, "best": 12.5, "best_step": 1},
-        best=best,
+        progress=progress(step, best, score),
     )
 
 
@@ -116,7 +125,7 @@ def test_everything_comes_back_as_it_was(run: RunDir, optimizer: Any) -> None:
     save(target, 3, trained)
     target.close()
     other = parts(1, optimizer)
-    assert restore(run.checkpoints / "step-00000003", other) == {"step": 3, "best": 12.5, "best_step": 1}
+    assert restore(run.checkpoints / "step-00000003", other) == progress(3, best=False)
     assert same(other.everything(), trained.everything())
 
 
@@ -162,7 +171,7 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
     target, made = writer(run), parts()
-    target.save(model=model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress={"step": 1}, best=True)
+    target.save(model=model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(model.state_dict()))
 
@@ -179,7 +188,7 @@ def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
     assert checkpoint.read_facts(path) == {
         "format": 1,
         "identity": IDENTITY,
-        "progress": {"step": 7, "best": 12.5, "best_step": 1},
+        "progress": progress(7),
     }
 
 
@@ -188,6 +197,10 @@ def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> 
     assert checkpoint.damage(path) == ""
     assert {each.name for each in path.iterdir()} == set(FILES)
     assert {each.name for each in run.checkpoints.iterdir()} == {path.name, "last", "best"}
+
+
+def steps_left(run: RunDir) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)]
 
 
 def flip(path: Path, bit: int) -> None:
@@ -221,7 +234,7 @@ def test_a_missing_file_is_found(run: RunDir, name: str) -> None:
     assert name in checkpoint.damage(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', "null"])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', '{"sha256": {}}', "null", "[" * 100_000])
 def test_a_manifest_that_is_none_is_damage(run: RunDir, content: str) -> None:
     (path,) = saved(run, 1)
     (path / "manifest.json").write_text(content)
@@ -275,11 +288,55 @@ def test_a_folder_without_checkpoints_has_no_good_one(tmp_path: Path) -> None:
 def test_the_newest_and_the_best_are_kept(run: RunDir) -> None:
     target = writer(run, keep=2)
     for step in range(1, 7):
-        save(target, step, best=step in (1, 3))
+        save(target, step, best=step in (1, 3), score=30.0 if step == 3 else 20.0)
     target.close()
-    assert [path.name[-1] for path in checkpoint.candidates(run.checkpoints)] == ["6", "5", "3"]
+    assert steps_left(run) == [6, 5, 3]
     assert (run.checkpoints / "last").read_text() == "step-00000006"
     assert (run.checkpoints / "best").read_text() == "step-00000003"
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "left"), [(1, [6, 2]), (2, [6, 4, 2]), (3, [6, 4, 2, 1]), (9, [6, 5, 4, 2, 1])]
+)
+def test_the_best_are_kept_by_their_score_and_the_earliest_of_equal_ones(
+    run: RunDir, keep_best: int, left: list[int]
+) -> None:
+    target = writer(run, keep=1, keep_best=keep_best)
+    for step, score in enumerate([70.0, 90.0, None, 80.0, 60.0, None], start=1):
+        save(target, step, score=score)
+    target.close()
+    assert steps_left(run) == left
+    again = writer(run, keep=1, keep_best=1)  # what a resume keeps is decided by the same scores
+    save(again, 7, score=90.0)
+    again.close()
+    assert steps_left(run) == [7, 2]
+
+
+def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(run, 1)
+
+    def torn(self: Path, target: Path) -> Path:
+        """A disk that loses a bit behind our back: the file changes as its folder gets its name."""
+        flip(self / "state.pt", 99)
+        return Path(shutil.move(self, target))
+
+    monkeypatch.setattr(Path, "rename", torn)
+    saved(run, 2, keep=1)
+    monkeypatch.undo()
+    assert "step-00000002 cannot be read back (state.pt does not match its sha256); no" in capsys.readouterr().out
+    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000001"
+    saved(run, 3, keep=1)
+    assert steps_left(run) == [3]
+
+
+def test_a_damaged_checkpoint_of_a_later_step_takes_no_ones_place(run: RunDir) -> None:
+    *_, last = saved(run, 1, 2, 9)
+    flip(last / "state.pt", 99)
+    saved(run, 3, keep=1)
+    assert steps_left(run) == [9, 3]
+    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000003"
 
 
 def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
@@ -295,9 +352,7 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
 
 def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:
     made, target = parts(), writer(run)
-    target.save(
-        model=made.model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress={"step": 1}, best=True
-    )
+    target.save(model=made.model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(made.model.state_dict()))
     with pytest.raises(InputError, match=r"has no averaged weights; use train\.ema=null"):
@@ -346,17 +401,43 @@ def test_a_folder_that_went_away_is_a_storage_error(run: RunDir) -> None:
     target = writer(run)
     run.checkpoints.rmdir()
     save(target, 1)
+    target.wait()
+    assert steps_left(run) == [1], "the folder alone is made again"
+    shutil.rmtree(run.path)
+    save(target, 2)
     with pytest.raises(StorageError, match=str(run.path)):
         target.close()
 
 
+def test_a_failed_write_is_said_at_the_next_step_tried_again_later_and_its_end_is_said_too(
+    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = writer(run)  # steps decide when to save: no `every_s`
+    with full_disk(100):
+        save(target, 1)
+        while target.pending is not None:
+            assert not target.overdue()
+        assert "a checkpoint could not be written" in capsys.readouterr().out
+        target.saved_at -= checkpoint.RETRY_S
+        assert target.overdue()
+        save(target, 2)
+        target.wait()
+    assert capsys.readouterr().out == "", "a second failure in a row is no news"
+    assert list(run.checkpoints.iterdir()) == [], "what was begun does not take up the full disk"
+    save(target, 3)
+    target.close()
+    assert capsys.readouterr().out == "checkpoints are written again\n"
+    assert not target.overdue()
+
+
 def test_what_a_torn_write_left_behind_is_written_over(run: RunDir) -> None:
-    torn = run.checkpoints / ".step-00000001.tmp"
-    torn.mkdir()
-    (torn / "junk").write_text("half")
+    for step in (1, 7):
+        torn = run.checkpoints / f".step-0000000{step}.tmp"
+        torn.mkdir()
+        (torn / "junk").write_text("half")
     (path,) = saved(run, 1)
     assert {each.name for each in path.iterdir()} == set(FILES)
-    assert not torn.exists()
+    assert {each.name for each in run.checkpoints.iterdir()} == {path.name, "last", "best"}
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir) -> None:
@@ -406,3 +487,117 @@ def test_weights_that_are_not_there_or_broken_are_refused(run: RunDir, tmp_path:
 def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:
     (path,) = saved(run, 1)
     assert json.loads((path / "manifest.json").read_text())["sha256"].keys() == set(FILES) - {"manifest.json"}
+
+
+def rewritten(path: Path, name: str, content: bytes) -> None:
+    """A file of a checkpoint replaced by someone who knows to write its digest, too."""
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "extra", "manifest.json", ""])
+def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({"sha256": {**manifest["sha256"], name: "0" * 64}}))
+    assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
+
+
+@pytest.mark.parametrize("digest", [None, 3, "", "0" * 63, "z" * 64, ["0" * 64]])
+def test_a_digest_that_is_none_is_damage(run: RunDir, digest: object) -> None:
+    (path,) = saved(run, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({"sha256": {**manifest["sha256"], "state.pt": digest}}))
+    assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
+
+
+@pytest.mark.parametrize("name", ["facts.json", "state.pt", "model.safetensors"])
+def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"][name]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
+
+
+def test_averaged_weights_that_the_manifest_does_not_vouch_for_are_not_read(run: RunDir) -> None:
+    (path,) = saved(run, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]["ema.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.load(path).ema is None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(run: RunDir, tmp_path: Path, name: str) -> None:
+    (path,) = saved(run, 1)
+    (path / name).rename(tmp_path / name)
+    (path / name).symlink_to(tmp_path / name)
+    assert checkpoint.damage(path) == f"{name} is not a plain file"
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert checkpoint.damage(path) == f"{name} is not a plain file"
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_path: Path) -> None:
+    first, second = saved(run, 1, 2)
+    second.rename(tmp_path / "elsewhere")
+    second.symlink_to(tmp_path / "elsewhere")
+    assert checkpoint.newest_good(run.checkpoints) == first
+    with pytest.raises(InputError, match="the folder is a symbolic link"):
+        checkpoint.load(second)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": "3"},
+        {"step": None},
+        {"step": 0},
+        {"step": 1.5},
+        {"best": "high"},
+        {"best": float("nan")},
+        {"best_step": -1},
+        {"best_step": None},
+        {"score": [1]},
+        {"window": 3},
+        {"window": {"flushed": 0, "totals": []}},
+        {"window": {"flushed": 0, "totals": [[1, 2]]}},
+        {"window": {"flushed": 0, "totals": [[1, 2, "3"]]}},
+        {"window": {"flushed": "0", "totals": [[1, 2, 3]]}},
+        {"more": 1},
+    ],
+    ids=repr,
+)
+def test_a_progress_of_other_types_is_damage_and_no_traceback(run: RunDir, change: dict[str, Any]) -> None:
+    first, second = saved(run, 1, 2)
+    facts = {"format": 1, "identity": IDENTITY, "progress": {**progress(2), **change}}
+    rewritten(second, "facts.json", json.dumps(facts).encode())
+    assert checkpoint.damage(second) == "facts.json does not say what a checkpoint says"
+    with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):
+        checkpoint.check_identity(IDENTITY, second)
+    assert checkpoint.newest_good(run.checkpoints) == first
+
+
+def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    (path,) = saved(run, 1)
+    torch.save({"optimizer": Hostile()}, tmp_path / "state.pt")
+    rewritten(path, "state.pt", (tmp_path / "state.pt").read_bytes())
+    with pytest.raises(InputError, match=r"step-00000001 is damaged \(Weights only load failed"):
+        checkpoint.load(path)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("state", [[], 3, {}, {"optimizer": 3, "scaler": {}}, {"optimizer": {"param_groups": 3}}])
+def test_a_state_of_other_types_does_not_fit(run: RunDir, tmp_path: Path, state: object) -> None:
+    (path,) = saved(run, 1)
+    torch.save(state, tmp_path / "state.pt")
+    rewritten(path, "state.pt", (tmp_path / "state.pt").read_bytes())
+    with pytest.raises(InputError, match="does not fit this model"):
+        restore(path, parts())

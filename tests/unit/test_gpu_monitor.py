@@ -7,6 +7,7 @@ What is replaced are the calls of `pynvml` and of `torch.cuda`; the monitor, its
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -74,6 +75,9 @@ class Kept:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.lines.append((step, dict(scalars)))
 
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
     def close(self) -> None:
         """There is nothing to close."""
 
@@ -87,7 +91,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def watch(path: Path, uuids: list[str], sink: Kept) -> dict[str, float]:
     """Run a monitor for a few samples, or until it gives up; returns the means it closes with."""
-    monitor = gpu.Monitor(uuids=uuids, path=path / "gpu.jsonl", sinks=[sink], step=lambda: 7, period=0.02)
+    monitor = gpu.Monitor(
+        uuids=uuids, path=path / "gpu.jsonl", sinks=[sink], step=itertools.count(6).__next__, period=0.02
+    )
     monitor.start()
     end = time.monotonic() + 30
     while len(sink.lines) < 4 and monitor.thread.is_alive() and time.monotonic() < end:
@@ -108,7 +114,7 @@ def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
         (0, "GPU-bb", 90),
         (1, "GPU-aa", 10),
     ]
-    assert {line["step"] for line in written} == {7}
+    assert [line["step"] for line in written[:4]] == [7, 7, 8, 8]
     assert (written[0]["mem_gb"], written[0]["power_w"], written[0]["temp_c"], written[0]["sm"]) == (
         2.5,
         350,
@@ -121,6 +127,21 @@ def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
     )
     assert means == pytest.approx({"util": 50, "mem_gb": 2.5, "power_w": 350, "temp_c": 55, "sm": 1980})
     assert len(written) == 2 * len(sink.lines) >= 4
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_step_that_lasts_many_samples_has_its_figures_once_and_the_one_before_the_resume_none(
+    tmp_path: Path,
+) -> None:
+    sink, steps = Kept(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
+    monitor = gpu.Monitor(
+        uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[sink], step=steps.__next__, period=0.01
+    )
+    monitor.start()
+    while len(lines(tmp_path)) < 9:
+        time.sleep(0.01)
+    monitor.close()
+    assert [step for step, _ in sink.lines] == [6, 7]
 
 
 def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(

@@ -23,9 +23,13 @@ class Kept:
 
     lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     closed: bool = False
+    flushed: int = 0
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.lines.append((step, dict(scalars)))
+
+    def flush(self) -> None:
+        self.flushed += 1
 
     def close(self) -> None:
         self.closed = True
@@ -173,3 +177,9 @@ def test_an_evaluation_reaches_the_sinks_and_closing_closes_them() -> None:
 
 def test_a_run_without_a_window_has_no_rate() -> None:
     assert recorder(Kept()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
+
+
+def test_the_files_are_flushed_before_a_checkpoint() -> None:
+    sink = Kept()
+    recorder(sink).sync()
+    assert sink.flushed == 1

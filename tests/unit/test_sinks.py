@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import json
 import math
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -48,7 +51,7 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
 
 
-@pytest.mark.parametrize("rest", ["", '{"step": 4, "loss', "{", "\x00\x00"])
+@pytest.mark.parametrize("rest", ["", '{"step": 4, "loss', "{", "\x00\x00", '{"step": 1e999}\n', '{"step": 1}'])
 def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, 0)
@@ -88,7 +91,7 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert row["img_per_s"] == ""
 
 
-@pytest.mark.parametrize("rest", ["", "1", "30,3,0.5"])
+@pytest.mark.parametrize("rest", ["", "1", "30,3,0.5", "\n", "x,y\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, rest: str) -> None:
     path = tmp_path / "metrics.csv"
     table = Table(path, PLAN, 0)
@@ -137,20 +140,87 @@ def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
     assert found["lr"].number_value == 0.1
 
 
-def test_a_resumed_run_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    first = TensorBoard(tmp_path, 0, FACTS)
-    for step in range(1, 6):
-        first.write(step, {"loss/train": 1.0})
-    first.close()
-    second = TensorBoard(tmp_path, 3, FACTS)
-    second.write(4, {"loss/train": 2.0})
-    second.close()
-    assert [(each.step, each.value) for each in events(tmp_path).Scalars("loss/train")] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 1.0),
-        (4, 2.0),
+def written(folder: Path) -> dict[tuple[str, int], int]:
+    """How often each (tag, step) is in the raw event files of a folder."""
+    found: collections.Counter[tuple[str, int]] = collections.Counter()
+    for path in folder.glob("*tfevents*"):
+        for record in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(record)
+            found.update((value.tag, event.step) for value in event.summary.value)
+    return dict(found)
+
+
+def part(folder: Path, after: int, steps: range, value: float = 1.0) -> None:
+    """One part of a run: it goes on from `after` and writes `steps`."""
+    sink = TensorBoard(folder, after, FACTS)
+    for step in steps:
+        sink.write(step, {"loss/train": value, "optim/lr": 0.1})
+    sink.close()
+
+
+def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> None:
+    part(tmp_path, 0, range(1, 6))
+    part(tmp_path, 3, range(4, 9))
+    part(tmp_path, 2, range(3, 6), 2.0)
+    found = written(tmp_path)
+    assert set(found.values()) == {1}
+    assert sorted(step for tag, step in found if tag == "loss/train") == [1, 2, 3, 4, 5]
+    assert [each.value for each in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert len(list(tmp_path.iterdir())) == 2, "the second file had nothing that counts"
+
+
+def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_path: Path) -> None:
+    part(tmp_path, 0, range(1, 6))
+    before = {key for key in written(tmp_path) if key[1] == 0}
+    part(tmp_path, 0, range(1, 3))
+    found = written(tmp_path)
+    assert set(found.values()) == {1}
+    assert {key for key in found if key[1] == 0} == before
+    assert len(before) == 4
+    assert events(tmp_path).file_version == 2
+
+
+def test_a_run_that_had_no_tensorboard_before_gets_its_layout_on_a_resume(tmp_path: Path) -> None:
+    part(tmp_path, 3, range(4, 6))
+    assert ("custom_scalars__config__", 0) in written(tmp_path)
+
+
+def test_a_record_cut_short_anywhere_ends_its_file(tmp_path: Path) -> None:
+    part(tmp_path, 0, range(1, 4))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for cut in range(1, 40):
+        path.write_bytes(whole[:-cut])
+        part(tmp_path, 3, range(4, 5))
+        assert path.read_bytes() == whole[: len(path.read_bytes())]
+        assert set(written(tmp_path).values()) == {1}
+        for each in set(tmp_path.iterdir()) - {path}:
+            each.unlink()
+
+
+def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:
+    part(tmp_path, 0, range(1, 4))
+    (path,) = tmp_path.iterdir()
+    before = path.stat().st_ino
+    part(tmp_path, 3, range(4, 5))
+    assert path.stat().st_ino == before
+    part(tmp_path, 2, range(3, 5))
+    assert path.stat().st_ino != before
+
+
+def test_what_was_flushed_is_in_the_files_of_a_process_that_is_killed(tmp_path: Path) -> None:
+    sinks = [
+        JsonLines(tmp_path / "metrics.jsonl", 0),
+        Table(tmp_path / "metrics.csv", PLAN, 0),
+        TensorBoard(tmp_path, 0, FACTS),
     ]
+    for sink in sinks:
+        sink.write(1, {"acc/val_top1": 50.0})
+        sink.flush()
+    assert ("acc/val_top1", 1) in written(tmp_path)
+    assert len(lines(tmp_path / "metrics.jsonl")) == len(rows(tmp_path / "metrics.csv")) == 1
+    for sink in sinks:
+        sink.close()
 
 
 @pytest.fixture

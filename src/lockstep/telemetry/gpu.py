@@ -60,6 +60,7 @@ class Monitor(NoMonitor):
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
         self.samples = 0
+        self.written = step()  # the step that the sinks had figures of last: they get one of each at most
         self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
 
     def start(self) -> None:
@@ -89,8 +90,10 @@ class Monitor(NoMonitor):
             self.file.write(
                 json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n"
             )
-        for sink in self.sinks:
-            sink.write(step, scalars)
+        if step > self.written:
+            self.written = step
+            for sink in self.sinks:
+                sink.write(step, scalars)
 
     def close(self) -> dict[str, float]:
         """Stop; returns the mean of each figure over the run and the GPUs."""

@@ -167,6 +167,11 @@ class Telemetry:
         for sink in self.sinks:
             sink.write(step, scalars)
 
+    def sync(self) -> None:
+        """Have the files hold everything up to this step: a checkpoint of it must not know more than they do."""
+        for sink in self.sinks:
+            sink.flush()
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Keep the time of what is not training out of the rates."""

@@ -1,16 +1,25 @@
-"""Where scalars go: `metrics.jsonl` (the truth, append only), `metrics.csv`, and TensorBoard."""
+"""Where scalars go: `metrics.jsonl` (the truth, append only), `metrics.csv`, and TensorBoard.
+
+Each keeps every step once, however often a run is killed: what a file has behind the step that a run goes on from is
+of steps that will be done again, and is taken out before the first of them is written.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from google.protobuf.message import DecodeError
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -42,26 +51,31 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "loss scale": ["Multiline", ["optim/scale"]],
     },
 }
+LAYOUT_TAG = "custom_scalars__config__"
+EVENTS = "events.out.tfevents.*"
 FLUSH_S = 10
 
 
 class JsonLines:
     """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; null for what is not finite.
 
-    Lines behind `after`, the step that a run goes on from, are of steps that will be done again: they go.
+    Args:
+        path: of the file.
+        after: the step that the run goes on from.
     """
 
     def __init__(self, path: Path, after: int) -> None:
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= after]
-            write_atomic(path, "".join(f"{line}\n" for line in kept))
         self.path = path
-        self.file = path.open("a", buffering=1)
+        self.file = _reopened(path, after, lambda line: json.loads(line)["step"])
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
         with _storing(self.path):
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+
+    def flush(self) -> None:
+        with _storing(self.path):
+            self.file.flush()
 
     def close(self) -> None:
         with _storing(self.path):
@@ -77,12 +91,21 @@ def _storing(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} cannot be written ({error.strerror})") from error
 
 
-def _step(line: str) -> float:
-    """The step of a line; a line cut short by a kill belongs to no step that counts."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+def _reopened(path: Path, after: int, step: Callable[[str], Any], header: str = "") -> TextIO:
+    """The file at `path`, to be added to, with the `header` and its whole lines of steps up to `after`.
+
+    A line cut short by a kill has no end, and may still look like a smaller step.
+    """
+
+    def counts(line: str) -> bool:
+        try:
+            return line.endswith("\n") and int(step(line)) <= after
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+            return False
+
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    write_atomic(path, header + "".join(filter(counts, lines)))
+    return path.open("a", newline="", buffering=1)
 
 
 COLUMNS = {
@@ -99,21 +122,20 @@ COLUMNS = {
 
 
 class Table:
-    """`metrics.csv`: a row per evaluation, with the last figures of training beside it."""
+    """`metrics.csv`: a row per evaluation, with the last figures of training beside it.
+
+    Args:
+        path: of the file.
+        plan: of the run.
+        after: the step that the run goes on from.
+    """
 
     def __init__(self, path: Path, plan: Plan, after: int) -> None:
         self.path, self.plan = path, plan
         self.latest: dict[str, float] = {}
-        self.header = ["step", "epoch", *COLUMNS.values()]
-        rows: list[list[str]] = []
-        if path.exists():
-            lines = path.read_text().splitlines(keepends=True)[1:]
-            # A line cut short by a kill has no end, and may still look like a smaller step.
-            whole = [line for line in lines if line.endswith("\n")]
-            rows = [row for row in csv.reader(whole) if int(row[0]) <= after]
-        self.file = path.open("w", newline="", buffering=1)
-        self.writer = csv.writer(self.file)
-        self.writer.writerows([self.header, *rows])
+        header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
+        self.file = _reopened(path, after, lambda line: line.partition(",")[0], header)
+        self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.latest.update(scalars)
@@ -124,25 +146,30 @@ class Table:
             with _storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 
+    def flush(self) -> None:
+        with _storing(self.path):
+            self.file.flush()
+
     def close(self) -> None:
         with _storing(self.path):
             self.file.close()
 
 
 class TensorBoard:
-    """One event file of main's. A full disk is said once and does not end the run.
+    """One event file of main's for each part of a run. A full disk is said once and does not end the run.
 
     Args:
         folder: of the run.
-        after: the step that the run goes on from; what older event files have behind it is purged.
+        after: the step that the run goes on from.
         facts: the hyper-parameters, with the same keys in every run, or TensorBoard drops columns.
     """
 
     def __init__(self, folder: Path, after: int, facts: Mapping[str, Any]) -> None:
         self.failed = False
         with self._forgiving():
-            self.writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None, flush_secs=FLUSH_S)
-            if after:
+            described = LAYOUT_TAG in _trimmed(sorted(folder.glob(EVENTS)), after)
+            self.writer = SummaryWriter(str(folder), flush_secs=FLUSH_S)
+            if described:
                 return
             self.writer.add_custom_scalars(LAYOUT)
             # Written to the run's own file: `add_hparams` would make a second run of its own.
@@ -155,6 +182,11 @@ class TensorBoard:
                 for tag, value in scalars.items():
                     self.writer.add_scalar(tag, value, step)
 
+    def flush(self) -> None:
+        if not self.failed:
+            with self._forgiving():
+                self.writer.flush()
+
     def close(self) -> None:
         if not self.failed:
             with self._forgiving():
@@ -164,6 +196,31 @@ class TensorBoard:
     def _forgiving(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, DecodeError) as error:
             self.failed = True
             log.warn(f"TensorBoard's file cannot be written ({error}); the run goes on without it")
+
+
+def _trimmed(paths: list[Path], after: int) -> set[str]:
+    """Take all events of steps behind `after` out of event files, oldest first; returns the tags that are left.
+
+    TensorBoard hides such steps if it is told to, but whoever reads the files finds both. A record cut short by a
+    kill ends its file.
+    """
+    seen: set[tuple[str, int]] = set()
+    for path in paths:
+        kept = io.BytesIO()
+        before = len(seen)
+        for record in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(record)
+            found = {(value.tag, event.step) for value in event.summary.value}
+            if event.step <= after and not found & seen:
+                seen |= found
+                RecordWriter(kept).write(record)
+        if len(seen) == before:
+            path.unlink()
+        elif kept.getvalue() != path.read_bytes():  # a viewer may have the file open: leave it if it is right
+            temporary = path.with_name(".events.tmp")  # a name that no viewer takes for one of events
+            temporary.write_bytes(kept.getvalue())
+            temporary.replace(path)
+    return {tag for tag, _ in seen}
