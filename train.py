@@ -5,32 +5,34 @@
 
 from __future__ import annotations
 
+import os
+
 import hydra
 from omegaconf import DictConfig
 
 from lockstep import config, refusals
-from lockstep.lock import Lock
+from lockstep.claim import claim, claiming
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> float | None:
     """Run one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    # Imported here, because they need torch, and --help and --cfg job must not wait for it.
-    from lockstep.launcher import once
-    from lockstep.resolve import prepare
     from lockstep.sweep import guarded
 
     invocation = config.Invocation.current()
 
     def job() -> float | None:
-        with (
-            Lock() as lock,
-            once(lambda: prepare(config.to_dict(composed), invocation, lock), refusals.say) as run_dir,
-        ):
-            from lockstep import worker  # needs all the rest, which a refusal does not wait for
+        with claiming(invocation) as lock:
+            if "RANK" not in os.environ:  # a folder that is in use is said before torch is imported
+                claim(config.to_dict(composed), invocation, lock)
+            # Imported here, because they need torch, and --help and --cfg job must not wait for it.
+            from lockstep import worker
+            from lockstep.launcher import once
+            from lockstep.resolve import prepare
 
-            launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
-            return launcher.launch(worker.main, run_dir)
+            with once(lambda: prepare(config.to_dict(composed), invocation, lock), refusals.say) as run_dir:
+                launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
+                return launcher.launch(worker.main, run_dir)
 
     return guarded(job, invocation)
 

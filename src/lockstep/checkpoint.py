@@ -31,15 +31,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep import log
 from lockstep.errors import InputError, StorageError
-from lockstep.rundir import RunDir, write_atomic
+from lockstep.rundir import MANIFEST, RunDir, write_atomic
 
-MANIFEST, FACTS, STATE, MODEL, EMA = (
-    "manifest.json",
-    "facts.json",
-    "state.pt",
-    "model.safetensors",
-    "ema.safetensors",
-)
+FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 LAST, BEST = "last", "best"
 RETRY_S = 30.0  # after a save that failed
 
@@ -351,7 +345,8 @@ class Checkpointer:
             (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
             for each in (*temporary.iterdir(), temporary):
                 _sync(each)
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():  # damaged, or its step would not be done again
+                _remove(final)
             temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
@@ -387,7 +382,14 @@ class Checkpointer:
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
         for each in retired:
-            shutil.rmtree(each)
+            _remove(each)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one step: a kill on the way leaves none that is half there."""
+    torn = path.with_name(f".{path.name}.old.tmp")
+    path.rename(torn)
+    shutil.rmtree(torn)
 
 
 def _score(path: Path) -> float | None:

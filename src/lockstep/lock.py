@@ -25,12 +25,14 @@ class Lock:
         self.file: int | None = None
 
     def take(self, path: Path) -> None:
-        """Hold the lock file at `path`, and say in it who does.
+        """Hold the lock file at `path`, and say in it who does; what is held already stays so.
 
         Raises:
             InputError: another job holds it, or it cannot be written.
         """
-        assert self.file is None
+        if self.file is not None:
+            assert path == self.path
+            return
         try:
             while not self._opened(path):  # the holder before let go of it, and of the file, just now
                 continue

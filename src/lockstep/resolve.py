@@ -6,8 +6,7 @@ Nothing is written before all of it is known to fit, and everything that does no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from lockstep import checkpoint, config
+from lockstep.claim import claim, continued
 from lockstep.config import Invocation, Job
 from lockstep.data.loader import cores
 from lockstep.errors import InputError
@@ -24,7 +24,7 @@ from lockstep.launcher import Elastic, Inline
 from lockstep.launcher.base import Backend
 from lockstep.lock import Lock
 from lockstep.optim import check_decay
-from lockstep.rundir import RunDir, latest, slug
+from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.world import launched_rank
@@ -36,35 +36,13 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     Raises:
         InputError: something of the job does not fit, or another job is in the folder; nothing was written.
     """
-    with _left_as_found(invocation, lock):
-        return _prepare(job, invocation, lock)
-
-
-@contextmanager
-def _left_as_found(invocation: Invocation, lock: Lock) -> Iterator[None]:
-    """Remove the folder that Hydra makes for a job before anyone looks at it, if the job is refused."""
-    try:
-        yield
-    except InputError:
-        lock.release()
-        if invocation.folder is not None and not invocation.sweep:
-            with suppress(OSError):  # not empty: it was there before
-                invocation.folder.rmdir()
-        raise
-
-
-def _prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
+    folder = claim(job, invocation, lock)
     overrides = list(invocation.overrides)
-    continued = _continued(job, invocation)
-    folder = continued or (None if invocation.sweep else invocation.folder)
-    if folder is not None:
-        lock.take(RunDir(folder).lock)
-        _check_folder(folder)
-    if continued is not None:
-        stored = config.load_list(RunDir(continued).overrides)
+    if (earlier := continued(job, invocation)) is not None:
+        stored = config.load_list(RunDir(earlier).overrides)
         job = config.to_dict(config.recompose(stored, invocation.overrides))
         if not any(each.startswith("name=") for each in invocation.overrides):
-            job["name"] = config.load(RunDir(continued).config)["name"]
+            job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
         overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
     resolved = resolve(job, sweep=invocation.sweep)
     built = config.build_all(resolved)
@@ -89,38 +67,6 @@ def _prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
             run_dir.overrides: config.dump_list(overrides),
         }
     )
-
-
-def _check_folder(folder: Path) -> None:
-    """A folder to run in is empty, or that of an earlier run to go on with, in which nothing leads out of it."""
-    run_dir = RunDir(folder)
-    if set(folder.iterdir()) - {run_dir.lock} and not run_dir.overrides.is_file():
-        raise InputError(
-            f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
-            "hydra.run.dir=FOLDER"
-        )
-    if link := next((each for each in folder.rglob("*") if each.is_symlink()), None):
-        raise InputError(f"{link} is a symbolic link, which a run folder must not have; put what it leads to there")
-
-
-def _continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
-    """The run folder that `resume=` asks to go on in, if it names one (and not a single checkpoint)."""
-    if job["resume"] is None:
-        return None
-    if invocation.sweep:
-        raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
-    if job["resume"] == "latest":
-        newest = latest(Path(job["output_root"]))
-        if newest is None:
-            raise InputError(f"resume=latest: no run has been started in {job['output_root']} yet")
-        wanted = newest.path
-    else:
-        wanted = Path(job["resume"]).expanduser()
-    if (wanted / checkpoint.MANIFEST).is_file():
-        return None
-    if RunDir(wanted).overrides.is_file():
-        return wanted.resolve()
-    raise InputError(f"resume: {wanted} is neither a run folder nor a checkpoint; name one with resume=PATH")
 
 
 def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
@@ -156,7 +102,7 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
         **job,
         **absolute,
         "dataset": {**job["dataset"], **{key: _absolute(job["dataset"][key]) for key in data_paths}},
-        "resume": resume if resume and Path(resume, checkpoint.MANIFEST).is_file() else None,
+        "resume": resume if resume and Path(resume, MANIFEST).is_file() else None,
         "device": device,
         "repro": "strict" if isinstance(strategy, Strict) else "exact",
         "train": {**job["train"], "micro_batches": _micro_batches(built, strategy, ranks)},

@@ -18,6 +18,7 @@ from lockstep.errors import InputError, LockstepError, Stopped
 
 NAME_LIMIT = 100
 LATEST = "latest"
+MANIFEST = "manifest.json"  # in each checkpoint, which is known by it
 
 
 def slug(text: str) -> str:

@@ -17,9 +17,9 @@ from torchvision.io import write_jpeg
 
 from helpers import ROOT, train_here
 from lockstep import config, refusals, resolve
+from lockstep.claim import claiming
 from lockstep.config import Invocation
 from lockstep.errors import InputError
-from lockstep.lock import Lock
 from lockstep.rundir import RunDir
 
 
@@ -28,7 +28,7 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         job = config.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
-        with Lock() as lock:
+        with claiming(called) as lock:
             return resolve.prepare(job, called, lock)
 
 

@@ -1,0 +1,79 @@
+"""Which folder a job runs in, where its command names one, and the claim to it: no other job is there.
+
+Imports no torch, which takes seconds: a folder that is in use is said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import Invocation
+from lockstep.errors import InputError
+from lockstep.lock import Lock
+from lockstep.rundir import MANIFEST, RunDir, latest
+
+
+@contextmanager
+def claiming(invocation: Invocation) -> Iterator[Lock]:
+    """The lock of a job, to the job's end.
+
+    Hydra makes the folder that is named for a job before anyone looks at it: it goes if the job is refused.
+    """
+    with Lock() as lock:
+        try:
+            yield lock
+        except (InputError, SystemExit):
+            lock.release()
+            if invocation.folder is not None and not invocation.sweep:
+                with suppress(OSError):  # not empty: it was there before
+                    invocation.folder.rmdir()
+            raise
+
+
+def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | None:
+    """The folder that the command names to run in, now held by `lock`; None where the job gets a new one.
+
+    Raises:
+        InputError: it is no folder to run in, or another job is in it; nothing was changed.
+    """
+    folder = continued(job, invocation) or (None if invocation.sweep else invocation.folder)
+    if folder is None:
+        return None
+    run_dir = RunDir(folder)
+    lock.take(run_dir.lock)
+    if set(folder.iterdir()) - {run_dir.lock} and not run_dir.overrides.is_file():
+        raise InputError(
+            f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
+            "hydra.run.dir=FOLDER"
+        )
+    # A run folder can come from someone else, and what is written to a link is written to where it leads.
+    if link := next((each for each in folder.rglob("*") if each.is_symlink()), None):
+        raise InputError(f"{link} is a symbolic link, which a run folder must not have; put what it leads to there")
+    return folder
+
+
+def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
+    """The run folder that `resume=` asks to go on in, if it names one (and not a single checkpoint).
+
+    Raises:
+        InputError: there is no such run.
+    """
+    if job["resume"] is None:
+        return None
+    if invocation.sweep:
+        raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
+    if job["resume"] == "latest":
+        newest = latest(Path(job["output_root"]))
+        if newest is None:
+            raise InputError(f"resume=latest: no run has been started in {job['output_root']} yet")
+        wanted = newest.path
+    else:
+        wanted = Path(job["resume"]).expanduser()
+    if (wanted / MANIFEST).is_file():
+        return None
+    if RunDir(wanted).overrides.is_file():
+        return wanted.resolve()
+    raise InputError(f"resume: {wanted} is neither a run folder nor a checkpoint; name one with resume=PATH")

@@ -1,0 +1,257 @@
+"""A run folder has one job at a time; and what someone else wrote (a config, a folder, a checkpoint) runs no code.
+
+Where the command adds nothing, its route from overrides to the run folder is taken in this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from helpers import ROOT, records, train, train_here
+from lockstep import config, experiment, refusals, resolve
+from lockstep.claim import claiming
+from lockstep.config import Invocation
+from lockstep.errors import InputError
+from lockstep.rundir import RunDir, latest
+from lockstep.world import World
+
+SECRET = "correct-horse-battery-staple"
+
+
+def refusal(root: Path, *overrides: str) -> str:
+    """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
+    with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # noqa: PT011, PT012
+        called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
+        job = config.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
+        with claiming(called) as lock:
+            resolve.prepare(job, called, lock)
+    said = refusals.translate(raised.value)
+    assert isinstance(said, InputError), repr(raised.value)
+    assert not root.exists()
+    return str(said)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A job that would train for hours, with loader workers that are forked from it."""
+    path = tmp_path_factory.mktemp("runs") / "held"
+    words = ("epochs=100000", "loader=streaming", "loader.workers=1", "telemetry.interval=1", "device=cpu")
+    job = subprocess.Popen(
+        [sys.executable, "train.py", *words, f"hydra.run.dir={path}", f"output_root={path.parent}"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while not (path / "checkpoints" / "last").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    yield path, job
+    job.kill()
+    job.wait()
+
+
+def test_a_second_job_in_a_folder_is_refused_at_once_and_changes_nothing(
+    running: tuple[Path, subprocess.Popen[bytes]],
+) -> None:
+    path, first = running
+    first.send_signal(signal.SIGSTOP)  # so that whatever changes is of the others
+    before, names = tree(path.parent), {each.name for each in path.parent.iterdir()}
+    for words in ([f"hydra.run.dir={path}"], [f"resume={path}"], ["resume=latest"]):
+        started = time.monotonic()
+        done = train(*words, "device=cpu", f"output_root={path.parent}")
+        assert time.monotonic() - started < 3
+        assert done.code == 2
+        assert done.err.startswith(f"lockstep: {path} is in use by another job (process {first.pid} on ")
+        assert len(done.err.splitlines()) == 1
+    assert (tree(path.parent), {each.name for each in path.parent.iterdir()}) == (before, names)
+    first.send_signal(signal.SIGCONT)
+
+
+def test_the_folder_of_a_job_that_was_killed_is_free_at_once(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    path, first = running
+    first.kill()
+    first.wait()
+    assert (path / ".lock").exists()
+    step = records(path)[-1]["step"] + 1
+    done = train(f"resume={path}", "epochs=100000", f"steps={step}", "device=cpu", "telemetry.interval=1")
+    assert done.code == 0, done.err
+    assert [line["step"] for line in records(path) if "loss/train" in line] == list(range(1, step + 1))
+    assert not (path / ".lock").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps that is done."""
+    return train_here(tmp_path_factory.mktemp("runs") / "done", "steps=3", "name=test").path
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of that run, as someone else could send it."""
+    return Path(shutil.copytree(finished, tmp_path / "sent"))
+
+
+@pytest.fixture(autouse=True)
+def _secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST_SECRET", SECRET)
+
+
+REFERENCES = ["name='${oc.env:LOCKSTEP_TEST_SECRET}'", "data_root='${oc.env:LOCKSTEP_TEST_SECRET,x}'"]
+
+
+@pytest.mark.parametrize("override", REFERENCES)
+def test_a_config_cannot_read_the_environment(tmp_path: Path, run: Path, override: str) -> None:
+    key = override.partition("=")[0]
+    expected = f"{key} asks for ${{oc.env:...}}, which is not allowed; write {key}=VALUE"
+    assert refusal(tmp_path / "runs", override) == expected
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", override]))
+    assert refusal(tmp_path / "runs", f"resume={run}", "steps=6") == expected
+
+
+def test_a_reference_that_was_escaped_does_not_come_to_life_in_a_rank(tmp_path: Path) -> None:
+    said = refusal(tmp_path / "runs", r"name='\${oc.env:LOCKSTEP_TEST_SECRET}'")
+    assert said.startswith("name has ${ in its value")
+
+
+def test_a_kept_config_with_a_reference_is_refused(run: Path, tmp_path: Path) -> None:
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**kept, "name": "${oc.env:LOCKSTEP_TEST_SECRET}"}))
+    assert "is not a config of a run" in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
+
+
+def test_a_secret_of_the_environment_is_in_no_file_of_a_run(tmp_path: Path) -> None:
+    done = train("steps=1", "device=cpu", f"output_root={tmp_path}")
+    assert done.code == 0, done.err
+    assert not [name for name, content in tree(tmp_path).items() if SECRET.encode() in content]
+
+
+TARGETS = [
+    ("model", "os.system"),
+    ("model", "torch.load"),
+    ("optimizer", "numpy.load"),
+    ("dataset", "site.addsitedir"),
+    ("loader", "lockstep.data.loader._Feed"),
+    ("model", "lockstep.models.zoo.timm.create_model"),
+    ("strategy", "lockstep.models.DigitNet"),
+    ("augment", "lockstep.data.augment.dataclass"),
+]
+
+
+@pytest.mark.parametrize(("group", "target"), TARGETS)
+def test_a_target_from_elsewhere_is_refused_wherever_it_stands(
+    run: Path, tmp_path: Path, group: str, target: str
+) -> None:
+    expected = f"{group}._target_ is {target!r}, expected a class of {config.GROUPS[group]}"
+    hostile = [f"{group}._target_={target}", f"+{group}.command='touch {tmp_path}/executed'"]
+    assert expected in refusal(tmp_path / "runs", *hostile)
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", *hostile]))
+    assert expected in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    node = {"_target_": target, "command": f"touch {tmp_path}/executed"}
+    (run / "config.yaml").write_text(yaml.safe_dump({**kept, group: node}))
+    with pytest.raises(InputError, match=f"{group}._target_ is"):
+        experiment.run(World.solo(), RunDir(run), stop_requested=bool)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "override", ["+hydra.callbacks.x._target_=os.system", "hydra.searchpath=[/tmp]", "++hydra.job.env_set.A=b"]
+)
+def test_a_kept_override_of_hydra_itself_is_refused(run: Path, tmp_path: Path, override: str) -> None:
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", override]))
+    assert f"the run keeps the override {override!r}" in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
+
+
+@pytest.mark.parametrize("content", ["!!python/object/apply:os.mkdir ['executed']", "3", "[", "\0"])
+@pytest.mark.parametrize("name", [".hydra/overrides.yaml", "config.yaml"])
+def test_a_kept_file_that_is_something_else_is_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (run / name).write_text(content)
+    before = tree(run)
+    assert str(run / name) in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
+    assert tree(run) == before
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, None])
+def test_a_kept_name_that_is_none_is_refused(run: Path, tmp_path: Path, name: object) -> None:
+    (run / "config.yaml").write_text(yaml.safe_dump({"name": name}))
+    assert refusal(tmp_path / "runs", f"resume={run}", "steps=6").startswith("name ")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/etc/x", "a" * 300, "a\nb", "...", ".hidden", "-rf", "~", "\x1b[31mred"]
+)
+def test_a_name_makes_a_plain_folder_below_the_root(tmp_path: Path, name: str) -> None:
+    made = RunDir.create(tmp_path / "runs", name).path
+    assert made.parent == tmp_path / "runs"
+    assert made.name.isprintable()
+    assert len(made.name.encode()) < 200
+    assert made.name[0].isdigit(), "the time comes first"
+
+
+@pytest.mark.parametrize("place", ["train.log", "metrics.jsonl", "logs", "checkpoints/last", "config.yaml", ".lock"])
+def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(run: Path, tmp_path: Path, place: str) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    if (run / place).is_dir():
+        shutil.rmtree(run / place)
+    (run / place).unlink(missing_ok=True)
+    (run / place).symlink_to(precious)
+    said = refusal(tmp_path / "runs", f"resume={run}", "steps=6")
+    assert str(run / place) in said
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("named", ["..", ".", "../elsewhere", "/etc", "", "a\0b/../.."])
+def test_latest_does_not_lead_out_of_the_output_root(tmp_path: Path, named: str) -> None:
+    root = tmp_path / "runs"
+    (tmp_path / "elsewhere").mkdir()
+    root.mkdir()
+    (root / "latest").write_text(named)
+    with pytest.raises(InputError, match=r"resume=latest: .*expected a folder below"):
+        latest(root)
+
+
+class Hostile:
+    """What a pickle runs when it is read."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.marker,)
+
+
+def test_a_checkpoint_that_would_run_code_ends_with_code_2_and_runs_none(run: Path, tmp_path: Path) -> None:
+    sent = run / "checkpoints" / "step-00000003"
+    torch.save({"optimizer": Hostile(tmp_path / "executed")}, sent / "state.pt")
+    manifest = json.loads((sent / "manifest.json").read_text())
+    manifest["sha256"]["state.pt"] = hashlib.sha256((sent / "state.pt").read_bytes()).hexdigest()
+    (sent / "manifest.json").write_text(json.dumps(manifest))
+    done = train(f"resume={sent}", "steps=6", "name=test", "device=cpu", f"output_root={tmp_path / 'runs'}")
+    assert done.code == 2
+    assert done.err.startswith(f"lockstep: resume: checkpoint {sent} is damaged (Weights only load failed")
+    assert not list((tmp_path / "runs").iterdir())
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,260 @@
+"""Checkpoints and log files under real faults: kills, full and read-only disks, damaged files."""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from torch import nn
+
+from helpers import losses, records, run_dir, run_until, train_here
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpointer
+from lockstep.errors import StorageError
+from lockstep.rundir import RunDir
+from lockstep.world import World
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def dice() -> random.Random:
+    """Random choices whose seed pytest shows where a test fails."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def writer(run: RunDir, keep: int = 3) -> Checkpointer:
+    return Checkpointer(run_dir=run, identity={}, keep=keep, keep_best=1, writes=True)
+
+
+def save(target: Checkpointer, step: int) -> None:
+    """A checkpoint whose weights are its step."""
+    model = nn.Linear(40, 40)
+    nn.init.constant_(model.weight, step)
+    progress = {"step": step, "score": None, "best": None, "best_step": 0, "window": None}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
+
+
+def loaded_step(path: Path) -> int:
+    """The step of a checkpoint, which its name, its facts and each of its weights agree on."""
+    loaded = checkpoint.load(path)
+    step = int(loaded.facts["progress"]["step"])
+    assert path.name == f"step-{step:08}"
+    assert (loaded.model["weight"] == step).all()
+    return step
+
+
+# Torch is imported once, in the server that the children are forked from: a real process for each kill.
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["lockstep.experiment", "sklearn.datasets"])
+
+
+def saving(path: Path) -> None:
+    """Go on from the newest checkpoint, and save without end."""
+    run = RunDir(path)
+    found = checkpoint.newest_good(run.checkpoints)
+    target, step = writer(run, keep=2), loaded_step(found) if found else 0
+    while True:
+        step += 1
+        save(target, step)
+
+
+def killed(entry: Callable[[Path], None], path: Path, ready: Callable[[], bool], after_s: float) -> bool:
+    """Kill `entry(path)`, a process of its own, `after_s` after it is ready; whether it was still running."""
+    child = forks.Process(target=entry, args=(path,))
+    child.start()
+    while child.is_alive() and not ready():
+        time.sleep(0.001)
+    time.sleep(after_s)
+    child.kill()
+    child.join()
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
+
+
+def newest(run: RunDir) -> str:
+    return max((path.name for path in run.checkpoints.glob("step-*")), default="")
+
+
+def test_a_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path, dice: random.Random) -> None:
+    run, last = RunDir.at(tmp_path / "run"), 0
+    for _ in range(20):
+        before = newest(run)
+        assert killed(saving, run.path, lambda: newest(run) != before, dice.uniform(0, 0.03))  # noqa: B023
+        found = checkpoint.candidates(run.checkpoints)
+        assert [checkpoint.damage(path) for path in found] == [""] * len(found)
+        assert loaded_step(found[0]) > last
+        last = loaded_step(found[0])
+    target = writer(run, keep=2)
+    save(target, last + 1)
+    target.close()
+    assert not list(run.checkpoints.glob(".*")), "what the kills left behind is gone"
+
+
+def spoil(path: Path, dice: random.Random) -> None:
+    """Damage one file of a checkpoint."""
+    file = dice.choice(sorted(path.iterdir()))
+    data = bytearray(file.read_bytes())
+    match dice.choice(["cut", "flip", "delete", "zero", "swap"]):
+        case "cut":
+            file.write_bytes(data[: dice.randrange(len(data))])
+        case "flip":
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            file.write_bytes(data)
+        case "delete":
+            file.unlink()
+        case "zero":
+            file.write_bytes(bytes(len(data)))
+        case "swap":  # a whole file, of another checkpoint
+            shutil.copyfile(path.with_name("step-00000001") / checkpoint.MODEL, path / checkpoint.MODEL)
+
+
+def test_the_newest_whole_checkpoint_is_loaded_whatever_happened_to_a_later_one(
+    tmp_path: Path, dice: random.Random, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = RunDir.at(tmp_path / "whole")
+    target = writer(whole)
+    for step in (1, 2, 3):
+        save(target, step)
+    target.close()
+    for number in range(60):
+        folder = tmp_path / str(number)
+        shutil.copytree(whole.checkpoints, folder)
+        capsys.readouterr()
+        spoil(folder / "step-00000003", dice)
+        found = checkpoint.newest_good(folder)
+        assert found is not None
+        assert loaded_step(found) == 2
+        assert capsys.readouterr().out.count("is damaged") == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[RunDir]:
+    """A run whose checkpoints go to a disk of 128 kB."""
+    run = RunDir.at(tmp_path / "run")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(run.checkpoints)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield run
+    subprocess.run(["umount", str(run.checkpoints)], check=True)
+
+
+def remount(run: RunDir, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(run.checkpoints)], check=True)
+
+
+def fill(run: RunDir) -> None:
+    filler = run.checkpoints / "filler"
+    with pytest.raises(OSError, match="No space left"):
+        filler.write_bytes(bytes(2**20))
+
+
+FAULTS: list[tuple[Callable[[RunDir], Any], Callable[[RunDir], Any]]] = [
+    (fill, lambda run: (run.checkpoints / "filler").unlink()),
+    (lambda run: remount(run, "ro"), lambda run: remount(run, "rw")),
+]
+
+
+@pytest.mark.parametrize(("fault", "repair"), FAULTS, ids=["full", "read-only"])
+def test_saving_goes_on_once_the_disk_is_well_again(
+    small_disk: RunDir,
+    fault: Callable[[RunDir], Any],
+    repair: Callable[[RunDir], Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = writer(small_disk)
+    save(target, 1)
+    target.wait()
+    fault(small_disk)
+    for step in (2, 3):
+        save(target, step)
+        target.wait()
+    found = checkpoint.newest_good(small_disk.checkpoints)
+    assert found is not None
+    assert loaded_step(found) == 1
+    assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
+    repair(small_disk)
+    target.saved_at -= checkpoint.RETRY_S
+    assert target.overdue()
+    save(target, 4)
+    target.close()
+    assert capsys.readouterr().out == "checkpoints are written again\n"
+    assert loaded_step(small_disk.checkpoints / (small_disk.checkpoints / "last").read_text()) == 4
+
+
+@pytest.mark.parametrize("fault", [fill, lambda run: remount(run, "ro")], ids=["full", "read-only"])
+def test_a_run_that_cannot_save_trains_to_its_end_and_says_so(
+    small_disk: RunDir, fault: Callable[[RunDir], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault(small_disk)
+    with pytest.raises(StorageError, match="the last checkpoint could not be written to"):
+        train_here(small_disk.path, "steps=6", "checkpoint.every=1")
+    assert len(losses(small_disk)) == 6
+    assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
+
+
+JOB = ("batch=300", "steps=60", "telemetry.tensorboard=true", "checkpoint.every=4", "train.eval_every=3")
+
+
+def training(path: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    run_until(World.solo(), RunDir(path), None)
+
+
+def raw_events(run: RunDir) -> Counter[tuple[str, int]]:
+    """How often each tag and step is in the event files, hidden or not."""
+    found: Counter[tuple[str, int]] = Counter()
+    for path in run.path.glob("events.*"):
+        for record in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(record)
+            found.update((value.tag, event.step) for value in event.summary.value)
+    return found
+
+
+def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Path, dice: random.Random) -> None:
+    expected = train_here(tmp_path / "whole", *JOB)
+    run, kills = run_dir(tmp_path / "run", *JOB), 0
+
+    def saved(step: int) -> bool:
+        return newest(run) >= f"step-{step:08}"
+
+    def logged(step: int) -> bool:
+        return run.metrics.exists() and len(run.metrics.read_text().splitlines()) >= step
+
+    for number in range(1, 6):
+        # Just after a save, and some time after a line, wherever that falls.
+        ready, after_s = (saved, 0.0) if number % 2 else (logged, dice.uniform(0, 0.05))
+        kills += killed(training, run.path, lambda: ready(9 * number), after_s)  # noqa: B023
+    assert kills >= 3
+    run_until(World.solo(), run, None)
+
+    def steps(key: str) -> list[int]:
+        return [line["step"] for line in records(run) if key in line]
+
+    evaluated = list(range(3, 61, 3))
+    assert (steps("loss/train"), steps("acc/val_top1")) == (list(range(1, 61)), evaluated)
+    rows = list(csv.DictReader(run.table.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == evaluated
+    events = raw_events(run)
+    assert set(events.values()) == {1}
+    assert events == raw_events(expected)
+    assert losses(run) == losses(expected)
