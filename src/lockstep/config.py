@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -48,6 +48,8 @@ class TrainBlock:
 
     micro_batches: int | str = 1
     label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
     clip_norm: float | None = None
     ema: float | None = None
     eval_every: int | str = "1ep"
@@ -70,6 +72,7 @@ class TelemetryBlock:
     interval: int | str = 20
     tensorboard: bool = True
     gpu: bool = True
+    samples: bool = False
 
 
 @dataclass
@@ -239,6 +242,17 @@ def build_all(job: Mapping[str, Any]) -> Job:
     if problems:
         raise InputError("\n".join(problems))
     return blocks
+
+
+def composed(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """The config that `train.py` would compose from the groups in `folder`, as plain values, outside of Hydra.
+
+    Raises:
+        InputError: an override does not fit.
+    """
+    register()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return to_dict(compose("config", overrides=overrides))
 
 
 def node(component: Any) -> dict[str, Any]:

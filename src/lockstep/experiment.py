@@ -16,6 +16,7 @@ from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer
 from lockstep.config import Job
 from lockstep.data.loader import Auto, Loader
+from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.errors import NumericalError
 from lockstep.identity import identity, plan_of
@@ -27,6 +28,7 @@ from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.telemetry.gpu import NoMonitor, monitor
+from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.trainer import Progress, Trainer
 from lockstep.world import World
 
@@ -82,7 +84,8 @@ def run(
             notes=[note] if note else [],
         )
     # A resident one reads every image here, and one may be broken: only then is it a run.
-    loader = _loader(job, train, held_out, plan, world)
+    mix = Mix.of(mixup=job.train.mixup, cutmix=job.train.cutmix, classes=job.dataset.classes, device=world.device)
+    loader = _loader(job, train, held_out, plan, world, partners=mix is not None)
     if world.is_main:
         write_atomic(run_dir.config, config.dump({**resolved, **_chosen(job)}))
         write_atomic(run_dir.environment, environment.as_json(world))
@@ -109,6 +112,7 @@ def run(
             dtype=job.precision.storage,
             channels_last=job.model.channels_last,
             seed=job.seed,
+            mix=mix,
         ),
         checkpointer=checkpointer,
         telemetry=recorder,
@@ -179,12 +183,24 @@ def _choose_loader(job: Job, splits: list[Split], world: World) -> str:
     return str(reason)
 
 
+def _samples(job: Job, run_dir: RunDir, world: World, after: int) -> NoSamples:
+    """What keeps the samples of this rank, if that is asked for."""
+    if not job.telemetry.samples:
+        return NoSamples()
+    if world.is_main:
+        # Ranks that the run had before a resume, and has no more, have seen steps that will be done again too.
+        for path in run_dir.logs.glob("rank*.samples.jsonl"):
+            Samples(path, after).close()
+    world.barrier()
+    return Samples(run_dir.rank_samples(world.rank), after)
+
+
 def _chosen(job: Job) -> dict[str, Any]:
     """The keys of the config whose `auto` has become a value."""
     return {"loader": config.node(job.loader), "train": vars(job.train)}
 
 
-def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World) -> Loader:
+def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *, partners: bool) -> Loader:
     return Loader(
         world=world,
         plan=plan,
@@ -194,6 +210,7 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World) -
         eval_labels=held_out.labels.to(world.device),
         train_feed=job.loader.feed(train, world, once=True),
         eval_feed=job.loader.feed(held_out, world, once=False),
+        partners=partners,
     )
 
 
@@ -267,6 +284,7 @@ def _observers(
         flops=network.flops,
         peak=network.peak,
         loss_limit=LOST * math.log(max(2, job.dataset.classes)),
+        samples=_samples(job, run_dir, world, progress.step),
     )
     watcher = monitor(
         wanted=job.telemetry.gpu and world.is_main,

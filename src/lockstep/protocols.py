@@ -109,6 +109,22 @@ class Stepped(Protocol):
     def step(self) -> int: ...
 
 
+class Examples(Stepped, Protocol):
+    """A micro-batch of one step: labels and sample indices, int64, and the epoch, counted from 0.
+
+    There may be one index more than labels: that of the last example's partner.
+    """
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def indices(self) -> Tensor: ...
+
+
 class Source(Protocol):
     """Where images and labels come from."""
 

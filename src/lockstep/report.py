@@ -34,6 +34,8 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "micro_batches": job.train.micro_batches,
         "epochs": job.epochs,
         "label_smoothing": job.train.label_smoothing,
+        "mixup": job.train.mixup,
+        "cutmix": job.train.cutmix,
         "clip_norm": job.train.clip_norm or 0.0,
         "ema": job.train.ema or 0.0,
         "seed": job.seed,

@@ -162,6 +162,9 @@ class RunDir:
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
 
+    def rank_samples(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.samples.jsonl"
+
     def rank_error(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.error.json"
 

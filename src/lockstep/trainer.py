@@ -98,20 +98,18 @@ class Trainer:
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch."""
         set_learning_rate(self.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
-        torch.manual_seed(dropout_seed(self.seed, shard.step, self.world.rank))
         # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
         # cut into shards and micro-batches.
         scale = self.strategy.divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
+            torch.manual_seed(dropout_seed(self.seed, micro.step, micro.number))
             with self.strategy.accumulate(self.replica, last):
-                images = self.pipeline.train(micro.images, micro.indices, micro.epoch)
+                images, targets = self.pipeline.train(micro)
                 with self.precision.autocast(self.world.device):
                     logits = self.replica(images).to(self.precision.storage)
-                    loss = F.cross_entropy(
-                        logits, micro.labels, reduction="sum", label_smoothing=self.label_smoothing
-                    )
+                    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
                 self.scaler.scale(loss * scale).backward()
-            self.telemetry.record(loss.detach(), logits.detach(), micro.labels)
+            self.telemetry.record(micro, images, logits.detach(), loss.detach())
         self.strategy.reduce(self.replica)
         self.scaler.unscale_(self.optimizer)
         scalars: dict[str, Any] = {"optim/lr": self.optimizer.param_groups[0]["lr"]}

@@ -22,7 +22,7 @@ COMMON = (
     "train.clip_norm=5",
     "precision=bf16",
 )
-DROPOUT = "model.dropout=0"
+DROPOUT = "model.dropout=0.3"
 STRICT = (*COMMON, DROPOUT, "repro=strict")
 # Not in bfloat16: on CPUs with AMX, torch 2.15 computes the weight gradient of a strided convolution over a 1x1 map
 # from memory that was never written.

@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"trainer", "evaluate"}),
     frozenset({"experiment", "report", "identity", "incident", "memory"}),
     frozenset({"launcher", "resolve"}),
-    frozenset({"worker", "sweep"}),
+    frozenset({"worker", "sweep", "cli"}),
 )
 
 # Steps within a layer, each with its reason.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from lockstep.data.loader import Shard
 from lockstep.plan import Plan
 from lockstep.telemetry import Telemetry, Window
 from lockstep.telemetry.display import Display
@@ -70,7 +71,9 @@ def count(telemetry: Telemetry, losses: list[float], hits: list[bool]) -> None:
     """Record one micro-batch with these losses and hits."""
     labels = torch.zeros(len(hits), dtype=torch.int64)
     logits = torch.tensor([[1.0, 0.0] if hit else [0.0, 1.0] for hit in hits])
-    telemetry.record(torch.tensor(sum(losses)), logits, labels)
+    indices = torch.arange(len(hits))
+    shard = Shard(step=telemetry.step, epoch=0, images=logits, labels=labels, indices=indices, count=len(hits))
+    telemetry.record(shard, logits, logits, torch.tensor(sum(losses)))
 
 
 def test_a_window_is_the_mean_over_its_examples() -> None:

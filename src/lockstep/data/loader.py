@@ -11,7 +11,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,15 @@ GB = 1e9
 DECODE_CHUNK = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Shard:
     """One rank's part of a global batch, on the device: uint8 images (b, C, H, W), labels and indices (b,).
 
-    `count` is the number of examples of the global batch over all ranks.
+    Fields:
+        partners: labels (b,) of each example's partner, the next one of the global batch; null where examples have
+            none. The images and indices are then b + 1: the partner of the last is not of the shard.
+        count: examples of the global batch over all ranks.
+        rank, ranks: whose shard it is; a micro-batch of it has the number `number` among those of all ranks.
     """
 
     step: int
@@ -43,12 +47,32 @@ class Shard:
     labels: Tensor
     indices: Tensor
     count: int
+    rank: int = 0
+    ranks: int = 1
+    partners: Tensor | None = None
+    number: int = 0
 
     def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
-        """The shard in `parts` pieces, and whether a piece is the last; a piece may be empty."""
+        """The shard in `parts` pieces, and whether a piece is the last; a piece may be empty.
+
+        The cuts are those of the global batch into `ranks * parts`: two ranks of one piece have those of one
+        rank of two.
+        """
+        first = share(self.count, self.ranks, self.rank).start
         for part in range(parts):
-            cut = share(len(self.labels), parts, part)
-            piece = Shard(self.step, self.epoch, self.images[cut], self.labels[cut], self.indices[cut], self.count)
+            number = self.rank * parts + part
+            cut = share(self.count, self.ranks * parts, number)
+            own = slice(cut.start - first, cut.stop - first)
+            extra = self.partners is not None and own.start < own.stop
+            read = slice(own.start, own.stop + extra)
+            piece = replace(
+                self,
+                images=self.images[read],
+                labels=self.labels[own],
+                indices=self.indices[read],
+                partners=None if self.partners is None else self.partners[own],
+                number=number,
+            )
             yield piece, part == parts - 1
 
 
@@ -68,28 +92,41 @@ class Loader:
     eval_labels: Tensor
     train_feed: Feed
     eval_feed: Feed
+    partners: bool = False
 
     def train(self, after: int) -> Iterator[Shard]:
         """This rank's shards for every step behind `after`."""
         ahead: list[Batch] = []
 
         def wanted() -> Iterator[Tensor]:
-            world = self.world
-            for batch in batches(self.plan, self.seed, rank=world.rank, ranks=world.size, after=after):
+            rank, ranks = self.world.rank, self.world.size
+            for batch in batches(self.plan, self.seed, rank=rank, ranks=ranks, after=after, partners=self.partners):
                 ahead.append(batch)
                 yield batch.indices
 
         for images in self.train_feed(wanted()):
-            batch = ahead.pop(0)
-            indices = batch.indices.to(self.world.device, non_blocking=True)
-            yield Shard(batch.step, batch.epoch, images, self.train_labels[indices], indices, batch.count)
+            yield self._shard(ahead.pop(0), images, self.world.rank, self.world.size)
+
+    def _shard(self, batch: Batch, images: Tensor, rank: int, ranks: int) -> Shard:
+        indices = batch.indices.to(self.world.device, non_blocking=True)
+        labels = self.train_labels[indices]
+        return Shard(
+            step=batch.step,
+            epoch=batch.epoch,
+            images=images,
+            labels=labels[:-1] if self.partners else labels,
+            indices=indices,
+            count=batch.count,
+            rank=rank,
+            ranks=ranks,
+            partners=labels[1:] if self.partners else None,
+        )
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
         batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
-        indices = batch.indices.to(self.world.device)
         images = next(iter(self.train_feed([batch.indices])))
-        return Shard(step, batch.epoch, images, self.train_labels[indices], indices, batch.count)
+        return replace(self, partners=False)._shard(batch, images, 0, 1)
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""

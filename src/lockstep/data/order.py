@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lockstep.data.rng import permutation
@@ -18,7 +19,11 @@ def share(n: int, parts: int, part: int) -> slice:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's shard of the global batch of `step`: sample indices (int64), and the global count."""
+    """One rank's shard of the global batch of `step`: sample indices (int64), and the global count.
+
+    Where samples have partners, the index of the sample behind the shard follows: the next one of the global
+    batch, after whose last comes its first.
+    """
 
     step: int
     epoch: int
@@ -26,7 +31,7 @@ class Batch:
     count: int
 
 
-def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int) -> Iterator[Batch]:
+def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int, partners: bool = False) -> Iterator[Batch]:
     """The shards of one rank for every step behind `after`, to the end of the run."""
     order, ordered = None, -1
     for step in range(after + 1, plan.total_steps + 1):
@@ -35,7 +40,12 @@ def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int) -> Iter
             order, ordered = permutation(seed, epoch, plan.examples), epoch
         start = plan.position(step) * plan.batch
         together = order[start : start + plan.batch]
-        yield Batch(step, epoch, together[share(len(together), ranks, rank)], len(together))
+        count = len(together)
+        own = share(count, ranks, rank)
+        if partners and own.start < own.stop:
+            together = torch.cat([together, together[:1]])
+            own = slice(own.start, own.stop + 1)
+        yield Batch(step, epoch, together[own], count)
 
 
 def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:

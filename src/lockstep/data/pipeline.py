@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.rng import sample_keys
+from lockstep.data.loader import Shard
+from lockstep.data.mix import Mix
+from lockstep.data.rng import MIX, sample_keys
 from lockstep.protocols import Augment, Source
 
 
@@ -23,6 +25,7 @@ class Pipeline:
     shift: Tensor
     memory_format: torch.memory_format
     seed: int
+    mix: Mix | None
 
     @classmethod
     def of(
@@ -34,6 +37,7 @@ class Pipeline:
         dtype: torch.dtype,
         channels_last: bool,
         seed: int,
+        mix: Mix | None = None,
     ) -> Pipeline:
         """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
         mean, std = (
@@ -47,15 +51,24 @@ class Pipeline:
             shift=-mean / std,
             memory_format=torch.channels_last if channels_last else torch.contiguous_format,
             seed=seed,
+            mix=mix,
         )
 
-    def train(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """uint8 (B, C, H, W) and their sample indices (B,) to augmented, normalised floats."""
-        if len(images) == 0:
-            return self._empty(images)
-        keys = sample_keys(self.seed, epoch, indices)
+    def train(self, micro: Shard) -> tuple[Tensor, Tensor]:
+        """A micro-batch of B examples to augmented, normalised images and their targets.
+
+        The targets are classes, int64 (B,), or with mixing the probability of each class, (B, classes).
+        """
+        if len(micro.images) == 0:
+            return self._empty(micro.images), micro.labels
+        keys = sample_keys(self.seed, micro.epoch, micro.indices)
         height, width = self.input_shape[1:]
-        return self._finish(self.augment.apply(images, keys, (height, width)))
+        images = self._finish(self.augment.apply(micro.images, keys, (height, width)))
+        if self.mix is None or micro.partners is None:
+            return images, micro.labels
+        keys = sample_keys(self.seed, micro.epoch, micro.indices[:-1], MIX)
+        mixed, targets = self.mix.apply(images, keys, micro.labels, micro.partners)
+        return mixed.contiguous(memory_format=self.memory_format), targets
 
     def eval(self, images: Tensor) -> Tensor:
         """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised floats."""

@@ -21,7 +21,7 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 # What a stream of numbers is for; streams of one seed are independent.
-ORDER, AUGMENT, DROPOUT = 1, 2, 3
+ORDER, AUGMENT, DROPOUT, MIX = 1, 2, 3, 4
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
@@ -55,11 +55,11 @@ def permutation(seed: int, epoch: int, n: int) -> Tensor:
     return torch.argsort(draw(key(seed, ORDER, epoch), torch.arange(n)), stable=True)
 
 
-def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """One augmentation key for each sample index, on the device of `indices`."""
-    return draw(key(seed, AUGMENT, epoch).to(indices.device), indices)
+def sample_keys(seed: int, epoch: int, indices: Tensor, stream: int = AUGMENT) -> Tensor:
+    """One key of a stream for each sample index, on the device of `indices`."""
+    return draw(key(seed, stream, epoch).to(indices.device), indices)
 
 
-def dropout_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of the device's generator for the forward passes of one step on one rank."""
-    return int(_shifted(key(seed, DROPOUT, step, rank), 1))
+def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+    """The seed of the device's generator for the forward pass of one micro-batch, by its number over all ranks."""
+    return int(_shifted(key(seed, DROPOUT, step, micro_batch), 1))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lockstep.plan import Plan
-from lockstep.protocols import Sink, Stepped
+from lockstep.protocols import Examples, Sink, Stepped
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.window import Window
 from lockstep.world import World
@@ -42,6 +43,7 @@ class Telemetry:
         flops: of one example's forward and backward pass; 0 where no figure is wanted.
         peak: floating-point operations per second of all devices; 0 where it is not known.
         loss_limit: a mean loss above it is not one of training any more.
+        samples: keeps which examples this rank saw; null for nobody.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class Telemetry:
         flops: float,
         peak: float,
         loss_limit: float = math.inf,
+        samples: NoSamples | None = None,
     ) -> None:
         self.world, self.plan, self.sinks, self.display = world, plan, sinks, display
         self.step = self.flushed = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
+        self.samples = samples or NoSamples()
         # The loss of each micro-batch since then, left on the device: looked at only if their sum is not sound.
         self.trail: list[tuple[int, Tensor, int]] = []
         # Sums of loss, hits and examples since the last log point.
@@ -105,10 +109,12 @@ class Telemetry:
             yield shard
             self.display.advance(shard.step)
 
-    def record(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def record(self, micro: Examples, images: Tensor, logits: Tensor, loss: Tensor) -> None:
         """Count one micro-batch: its summed loss and its hits. Stays on the device."""
+        self.samples.write(micro, images)
+        labels = micro.labels
         self.totals[0] += loss
-        self.trail.append((self.step, loss, len(labels)))
+        self.trail.append((micro.step, loss, len(labels)))
         self.totals[1] += (logits.argmax(1) == labels).sum()
         self.totals[2] += len(labels)
 
@@ -192,5 +198,6 @@ class Telemetry:
     def close(self) -> None:
         """Flush and close the sinks and the display."""
         self.display.close()
+        self.samples.close()
         for sink in self.sinks:
             sink.close()

@@ -66,7 +66,7 @@ class JsonLines:
 
     def __init__(self, path: Path, after: int) -> None:
         self.path = path
-        self.file = _reopened(path, after, lambda line: json.loads(line)["step"])
+        self.file = reopened(path, after, lambda line: json.loads(line)["step"])
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
@@ -91,7 +91,7 @@ def _storing(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} cannot be written ({error.strerror})") from error
 
 
-def _reopened(path: Path, after: int, step: Callable[[str], Any], header: str = "") -> TextIO:
+def reopened(path: Path, after: int, step: Callable[[str], Any], header: str = "") -> TextIO:
     """The file at `path`, to be added to, with the `header` and its whole lines of steps up to `after`.
 
     A line cut short by a kill has no end, and may still look like a smaller step.
@@ -134,7 +134,7 @@ class Table:
         self.path, self.plan = path, plan
         self.latest: dict[str, float] = {}
         header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
-        self.file = _reopened(path, after, lambda line: line.partition(",")[0], header)
+        self.file = reopened(path, after, lambda line: line.partition(",")[0], header)
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -1,0 +1,206 @@
+"""`lockstep prove`: the first promise, tried on this machine with the user's own config.
+
+Each run is the real command in processes of its own, in float64, where another order of a sum is worth 1e-16 and a
+wrong scale, sample or statistic cannot hide. All else is the user's config, except that dropout is off for models
+that also have batch norm: the one wants the same micro-batches everywhere, the other none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor
+
+import lockstep
+from lockstep import config, log
+from lockstep.checkpoint import MODEL, newest_good
+from lockstep.errors import InputError, LockstepError
+from lockstep.models import Timm
+from lockstep.rundir import RunDir
+from lockstep.strategy.batchnorm import has_batchnorm
+
+TRAIN = Path(lockstep.__file__).parents[2] / "train.py"
+# Of a global batch on any of 1, 2, 3 and 4 ranks, so that dropout, which is drawn per micro-batch, is the same.
+MICRO_BATCHES = 12
+KEEP_ALL = 1_000_000
+LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
+EXPLANATION = (
+    f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
+    f"{WEIGHT_TOLERANCE:g} of the largest: in float64 that leaves room for another order of the same sums (1e-16 "
+    "at first, growing with the steps) and for nothing else. A killed run and repro=strict have to agree to the last "
+    "bit. Samples: every example once per epoch, at the same steps, with the same augmented pixels."
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, the one before it that it is compared with, and whether the two must agree to the bit."""
+
+    name: str
+    overrides: tuple[str, ...]
+    reference: str
+    exact: bool = False
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: training losses by step, final weights, samples as (epoch, step, index, hash of pixels)."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    samples: list[tuple[int, int, int, int]]
+
+
+def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
+    """Run all cases and print how far each is from the run it should be.
+
+    Raises:
+        InputError: the config does not fit.
+        LockstepError: a run failed, or is not the run it should be.
+    """
+    if not TRAIN.is_file():
+        raise InputError(f"prove runs train.py, and there is none at {TRAIN}; install Lockstep with pip install -e .")
+    if steps < 2:
+        raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
+    normed, common = _examined(overrides, steps)
+    planned = cases(_sizes(ranks), normed=normed)
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
+    log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
+    table = Table("run", "compared with", "loss", "weights", "samples", "")
+    outcomes: dict[str, Outcome] = {}
+    failed = []
+    for case in planned:
+        log.console.print(f"  {case.name}", soft_wrap=True)
+        found = outcomes[case.name] = _run(case, folder / case.name.replace(" ", "-"), [*overrides, *common], steps)
+        row, same = compare(case, found, outcomes[case.reference])
+        table.add_row(
+            case.name, "" if case.reference == case.name else case.reference, *row, "pass" if same else "FAIL"
+        )
+        failed += [] if same else [case.name]
+    log.console.print(table)
+    log.console.print(EXPLANATION, soft_wrap=True)
+    if failed:
+        raise LockstepError(f"not the same run: {', '.join(failed)}; the runs are kept in {folder}")
+    shutil.rmtree(folder)
+
+
+def cases(sizes: list[int], *, normed: bool) -> list[Case]:
+    """What is run on how many ranks (`sizes`, all above one), each behind the run it is compared with."""
+
+    def on(ranks: int) -> tuple[str, ...]:
+        # Batch norm counts over a micro-batch of all ranks: there is one.
+        return (f"launcher.ranks={ranks}", f"train.micro_batches={1 if normed else MICRO_BATCHES // ranks}")
+
+    planned = [Case("single", ("strategy=single", *on(1)), "single"), Case("dp", ("strategy=dp", *on(1)), "single")]
+    for ranks in sizes:
+        for strategy in ("ddp", "allreduce", "allreduce_hooks"):
+            planned.append(Case(f"{strategy} {ranks}", (f"strategy={strategy}", *on(ranks)), "single"))
+        killed = ("strategy=ddp", *on(ranks), "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
+        planned.append(Case(f"ddp {ranks} killed", killed, f"ddp {ranks}", exact=True, killed=True))
+    planned.append(Case("strict 1", ("repro=strict", "launcher.ranks=1"), "strict 1"))
+    for ranks in (each for each in sizes if each != 3):
+        planned.append(Case(f"strict {ranks}", ("repro=strict", f"launcher.ranks={ranks}"), "strict 1", exact=True))
+    return planned
+
+
+def compare(case: Case, found: Outcome, reference: Outcome) -> tuple[list[str], bool]:
+    """The row of a case in the table, and whether it passes."""
+    pairs = zip(found.losses, reference.losses, strict=True)
+    loss = max(abs(one - other) / abs(other) for one, other in pairs)
+    largest = max(float(tensor.abs().max()) for tensor in reference.weights.values())
+    weight = (
+        max(float((found.weights[name] - each).abs().max()) for name, each in reference.weights.items()) / largest
+    )
+    bits = all(torch.equal(found.weights[name], each) for name, each in reference.weights.items())
+    seen = Counter((epoch, index) for epoch, _, index, _ in found.samples)
+    once = max(seen.values()) == 1
+    same = sorted(found.samples) == sorted(reference.samples)
+    samples = f"{len(seen)}, " + ("not once each" if not once else "the same" if same else "others")
+    close = bits if case.exact else loss <= LOSS_TOLERANCE and weight <= WEIGHT_TOLERANCE
+    return [f"{loss:.1e}", "0, to the bit" if bits else f"{weight:.1e}", samples], bool(close and once and same)
+
+
+def _examined(overrides: list[str], steps: int) -> tuple[bool, list[str]]:
+    """Whether the model has batch norm, and the overrides that every run has behind the user's."""
+    job = config.build_all(config.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
+    if job.batch < MICRO_BATCHES:
+        raise InputError(f"batch is {job.batch}, expected at least {MICRO_BATCHES} to cut it for 1 to 4 ranks alike")
+    with torch.random.fork_rng(devices=[]):
+        normed = has_batchnorm(job.model.build(job.dataset.classes, job.dataset.input_shape))
+    common = [
+        f"steps={steps}",
+        "precision=fp64",
+        "launcher.threads=1",
+        "train.eval_every=100%",
+        "checkpoint.every=100%",
+        "telemetry.interval=1",
+        "telemetry.tensorboard=false",
+        "telemetry.samples=true",
+    ]
+    if normed and isinstance(job.model, Timm):
+        common += ["model.drop_rate=0", "model.drop_path_rate=0"]
+    return normed, common
+
+
+def _sizes(ranks: str | None) -> list[int]:
+    """The numbers of ranks above one that are asked for, or all that this machine has devices for."""
+    most = torch.cuda.device_count() if torch.cuda.is_available() else 4
+    if ranks is None:
+        return [size for size in (2, 3, 4) if size <= most]
+    sizes = [int(each) if each.strip().isdigit() else 0 for each in ranks.split(",")]
+    if any(size not in (1, 2, 3, 4) for size in sizes):
+        raise InputError(f"--ranks is {ranks!r}, expected some of 1, 2, 3 and 4, such as --ranks 2,4")
+    return sorted(set(sizes) - {1})
+
+
+def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
+    """Run a case to its end, through a kill where it asks for one, and read what it left."""
+    command = [sys.executable, str(TRAIN), *overrides, *case.overrides, f"hydra.run.dir={folder}"]
+    run_dir = RunDir(folder)
+    if case.killed:
+        _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)
+    done = subprocess.run(
+        [*command, f"output_root={folder.parent}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == InputError.exit_code:
+        raise InputError(done.stderr.strip())
+    if done.returncode:
+        raise LockstepError(f"{case.name} ended with exit code {done.returncode}: {done.stderr.strip()}")
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    newest = newest_good(run_dir.checkpoints)
+    assert newest is not None
+    samples = [
+        (record["epoch"], record["step"], record["index"], record["pixels"])
+        for path in run_dir.logs.glob("rank*.samples.jsonl")
+        for record in map(json.loads, path.read_text().splitlines())
+    ]
+    return Outcome([line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples)
+
+
+def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
+    """Start a run and kill all its processes once half of the steps are saved."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
+    while process.poll() is None and not half.exists():
+        time.sleep(0.01)
+    if process.poll() is not None:
+        raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
