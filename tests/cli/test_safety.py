@@ -60,6 +60,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, su
         [sys.executable, "train.py", *words, f"hydra.run.dir={path}", f"output_root={path.parent}"],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
+        env={**os.environ, "LOCKSTEP_TEST_SECRET": SECRET},
     )
     end = time.monotonic() + 60
     while not (path / "checkpoints" / "last").exists() and time.monotonic() < end:
@@ -96,6 +97,10 @@ def test_the_folder_of_a_job_that_was_killed_is_free_at_once(running: tuple[Path
     assert done.code == 0, done.err
     assert [line["step"] for line in records(path) if "loss/train" in line] == list(range(1, step + 1))
     assert not (path / ".lock").exists()
+
+
+def test_a_secret_of_the_environment_is_in_no_file_of_a_run(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    assert not [name for name, content in tree(running[0]).items() if SECRET.encode() in content]
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +141,6 @@ def test_a_kept_config_with_a_reference_is_refused(run: Path, tmp_path: Path) ->
     kept = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump({**kept, "name": "${oc.env:LOCKSTEP_TEST_SECRET}"}))
     assert "is not a config of a run" in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
-
-
-def test_a_secret_of_the_environment_is_in_no_file_of_a_run(tmp_path: Path) -> None:
-    done = train("steps=1", "device=cpu", f"output_root={tmp_path}")
-    assert done.code == 0, done.err
-    assert not [name for name, content in tree(tmp_path).items() if SECRET.encode() in content]
 
 
 TARGETS = [
@@ -244,14 +243,12 @@ class Hostile:
         return os.mkdir, (self.marker,)
 
 
-def test_a_checkpoint_that_would_run_code_ends_with_code_2_and_runs_none(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(run: Path, tmp_path: Path) -> None:
     sent = run / "checkpoints" / "step-00000003"
     torch.save({"optimizer": Hostile(tmp_path / "executed")}, sent / "state.pt")
     manifest = json.loads((sent / "manifest.json").read_text())
     manifest["sha256"]["state.pt"] = hashlib.sha256((sent / "state.pt").read_bytes()).hexdigest()
     (sent / "manifest.json").write_text(json.dumps(manifest))
-    done = train(f"resume={sent}", "steps=6", "name=test", "device=cpu", f"output_root={tmp_path / 'runs'}")
-    assert done.code == 2
-    assert done.err.startswith(f"lockstep: resume: checkpoint {sent} is damaged (Weights only load failed")
-    assert not list((tmp_path / "runs").iterdir())
+    with pytest.raises(InputError, match=rf"checkpoint {sent} is damaged \(Weights only load failed"):
+        train_here(tmp_path / "new", f"resume={sent}", "steps=6")
     assert not (tmp_path / "executed").exists()
