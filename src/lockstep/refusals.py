@@ -26,7 +26,10 @@ from omegaconf.errors import (
 )
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, did_you_mean
-from lockstep.signals import listen
+from lockstep.signals import StopRequest, listen
+
+
+STOPPED_EARLY = "stopped before a run began; the same command starts it"
 
 
 class PastHydra(BaseException):
@@ -36,10 +39,13 @@ class PastHydra(BaseException):
         self.error = error
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
+class _StopEarly(StopRequest):
     """What a signal does while no job listens to it; nothing when an error is on its way out already."""
-    if not isinstance(sys.exc_info()[1], Exception | PastHydra):
-        raise PastHydra(Stopped("stopped before a run began; the same command starts it"))
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not isinstance(sys.exc_info()[1], Exception | PastHydra):
+            self.take(number)
+            raise PastHydra(Stopped(STOPPED_EARLY))
 
 
 @contextmanager
@@ -62,13 +68,16 @@ def command_line() -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # Hydra's argparse refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
-    listen(_stop)
+    stop = _StopEarly()
+    listen(stop)
     try:
         yield
     except PastHydra as passed:
         _end(passed.error, translate(passed.error), full)
     except Exception as error:
-        _end(error, translate(error) or translate_before_job(error), full)
+        # A library that is being imported may have made another exception of the stop.
+        stopped = Stopped(STOPPED_EARLY) if stop.heard else None
+        _end(error, stopped or translate(error) or translate_before_job(error), full)
     finally:
         listen(signal.SIG_IGN)  # too late: it would only change the exit code
 
