@@ -28,7 +28,6 @@ from omegaconf.errors import (
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, did_you_mean
 from lockstep.signals import StopRequest, listen
 
-
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
 
 
