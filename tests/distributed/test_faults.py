@@ -182,13 +182,16 @@ def listening(pids: set[int]) -> set[str]:
 
 @pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
 def test_a_job_is_out_of_reach_from_outside_and_gone_with_its_killed_launcher(
-    tmp_path: Path, launcher: tuple[str, ...]
+    tmp_path: Path, launcher: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run"
-    before = set(Path("/tmp").glob("torchelastic_*")) | set(Path("/dev/shm").iterdir())
-    process = running(folder, *launcher, *LONG)
-    assert listening(set(processes(folder))) == {"0100007F"}  # 127.0.0.1
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    process = running(folder, *launcher, *LONG, *STREAMING)
+    pids = set(processes(folder))
+    assert listening(pids) == {"0100007F"}  # 127.0.0.1
     process.kill()
     ended(process)
     wait_for(lambda: not processes(folder), 6)
-    assert set(Path("/tmp").glob("torchelastic_*")) | set(Path("/dev/shm").iterdir()) <= before
+    assert not list(temporary.glob("torchelastic_*"))
+    assert not [each for each in Path("/dev/shm").iterdir() if any(f"_{pid}_" in each.name for pid in pids)]
