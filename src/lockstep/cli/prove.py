@@ -80,7 +80,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     planned = cases(_sizes(ranks), normed=normed)
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
-    table = Table("run", "compared with", "loss", "weights", "samples", "")
+    table = Table("run", "against", "loss", "weights", "samples", "")
     outcomes: dict[str, Outcome] = {}
     failed = []
     for case in planned:
@@ -129,9 +129,13 @@ def compare(case: Case, found: Outcome, reference: Outcome) -> tuple[list[str], 
     seen = Counter((epoch, index) for epoch, _, index, _ in found.samples)
     once = max(seen.values()) == 1
     same = sorted(found.samples) == sorted(reference.samples)
-    samples = f"{len(seen)}, " + ("not once each" if not once else "the same" if same else "others")
+    samples = f"{len(seen)} " + ("not once each" if not once else "same" if same else "others")
     close = bits if case.exact else loss <= LOSS_TOLERANCE and weight <= WEIGHT_TOLERANCE
-    return [f"{loss:.1e}", "0, to the bit" if bits else f"{weight:.1e}", samples], bool(close and once and same)
+    return [
+        f"{loss:.1e}" if loss else "same",
+        "same bits" if bits else f"{weight:.1e}",
+        samples,
+    ], close and once and same
 
 
 def _examined(overrides: list[str], steps: int) -> tuple[bool, list[str]]:
