@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def run(
             notes=[note] if note else [],
         )
     # A resident one reads every image here, and one may be broken: only then is it a run.
-    mix = Mix.of(mixup=job.train.mixup, cutmix=job.train.cutmix, classes=job.dataset.classes, device=world.device)
+    mix = _mix(job)
     loader = _loader(job, train, held_out, plan, world, partners=mix is not None)
     if world.is_main:
         write_atomic(run_dir.config, config.dump({**resolved, **_chosen(job)}))
@@ -138,6 +139,7 @@ def run(
         gpu = watcher.close()
         recorder.close()
         checkpointer.close()
+    skipped = loader.left_out()
     if world.is_main:
         figures = {**recorder.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
         seconds = time.time() - started
@@ -149,6 +151,7 @@ def run(
             step=progress.step,
             best=progress.best,
             best_step=progress.best_step,
+            skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
         )
         report.closing(run_dir=run_dir, progress=progress, plan=plan, seconds=seconds, figures=figures)
@@ -183,21 +186,20 @@ def _choose_loader(job: Job, splits: list[Split], world: World) -> str:
     return str(reason)
 
 
-def _samples(job: Job, run_dir: RunDir, world: World, after: int) -> NoSamples:
-    """What keeps the samples of this rank, if that is asked for."""
-    if not job.telemetry.samples:
-        return NoSamples()
-    if world.is_main:
-        # Ranks that the run had before a resume, and has no more, have seen steps that will be done again too.
-        for path in run_dir.logs.glob("rank*.samples.jsonl"):
-            Samples(path, after).close()
-    world.barrier()
-    return Samples(run_dir.rank_samples(world.rank), after)
-
-
 def _chosen(job: Job) -> dict[str, Any]:
     """The keys of the config whose `auto` has become a value."""
     return {"loader": config.node(job.loader), "train": vars(job.train)}
+
+
+def _mix(job: Job) -> Mix | None:
+    """How examples are mixed, if they are."""
+    mix = Mix(
+        classes=job.dataset.classes,
+        mixup=job.train.mixup,
+        cutmix=job.train.cutmix,
+        label_smoothing=job.train.label_smoothing,
+    )
+    return mix if mix.on else None
 
 
 def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *, partners: bool) -> Loader:
@@ -206,11 +208,13 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *
         plan=plan,
         seed=job.seed,
         eval_batch=job.train.eval_batch,
-        train_labels=train.labels.to(world.device),
-        eval_labels=held_out.labels.to(world.device),
+        # Copies, because the loader marks broken images in them.
+        train_labels=train.labels.to(world.device, copy=True),
+        eval_labels=held_out.labels.to(world.device, copy=True),
         train_feed=job.loader.feed(train, world, once=True),
         eval_feed=job.loader.feed(held_out, world, once=False),
         partners=partners,
+        skip=train.skip,
     )
 
 
@@ -279,12 +283,12 @@ def _observers(
         plan=plan,
         sinks=[*files, *board],
         display=display(plan, progress.step, is_main=world.is_main),
+        samples=_samples(job, run_dir, world, progress),
         step=progress.step,
         window=progress.window,
         flops=network.flops,
         peak=network.peak,
         loss_limit=LOST * math.log(max(2, job.dataset.classes)),
-        samples=_samples(job, run_dir, world, progress.step),
     )
     watcher = monitor(
         wanted=job.telemetry.gpu and world.is_main,
@@ -294,3 +298,14 @@ def _observers(
         step=lambda: recorder.step,
     )
     return recorder, watcher
+
+
+def _samples(job: Job, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:
+    """The log of what this rank trains on. Files of ranks that a resume no longer has are cut at its step too."""
+    if not job.telemetry.samples:
+        return NoSamples()
+    ranks = itertools.count(world.rank, world.size)
+    files = list(itertools.takewhile(lambda path: path.exists(), map(run_dir.rank_samples, ranks)))
+    for path in files[1:]:
+        sinks.JsonLines(path, progress.step).close()
+    return Samples(sinks.JsonLines(run_dir.rank_samples(world.rank), progress.step))

@@ -96,6 +96,10 @@ class Split(Protocol):
     @property
     def images(self) -> Tensor | None: ...
 
+    @property
+    def skip(self) -> int:
+        """The most images that may be broken."""
+
     def __len__(self) -> int: ...
 
     def fetch(self, indices: list[int]) -> Tensor:
@@ -109,11 +113,8 @@ class Stepped(Protocol):
     def step(self) -> int: ...
 
 
-class Examples(Stepped, Protocol):
-    """A micro-batch of one step: labels and sample indices, int64, and the epoch, counted from 0.
-
-    There may be one index more than labels: that of the last example's partner.
-    """
+class MicroBatch(Stepped, Protocol):
+    """The examples of one forward pass: labels (b,), and sample indices of which the first b are theirs."""
 
     @property
     def epoch(self) -> int: ...

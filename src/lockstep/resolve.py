@@ -5,6 +5,7 @@ Nothing is written before all of it is known to fit, and everything that does no
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -193,8 +194,8 @@ def _check(job: Job) -> None:
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
         lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
-        lambda: _between("train.mixup", job.train.mixup, 0, 100),
-        lambda: _between("train.cutmix", job.train.cutmix, 0, 100),
+        lambda: _between("train.mixup", job.train.mixup, 0, math.inf),
+        lambda: _between("train.cutmix", job.train.cutmix, 0, math.inf),
         lambda: None if job.train.clip_norm is None else _above("train.clip_norm", job.train.clip_norm, 0),
     ]
     problems = []

@@ -109,7 +109,7 @@ class Trainer:
                     logits = self.replica(images).to(self.precision.storage)
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
                 self.scaler.scale(loss * scale).backward()
-            self.telemetry.record(micro, images, logits.detach(), loss.detach())
+            self.telemetry.record(loss.detach(), logits.detach(), micro, images)
         self.strategy.reduce(self.replica)
         self.scaler.unscale_(self.optimizer)
         scalars: dict[str, Any] = {"optim/lr": self.optimizer.param_groups[0]["lr"]}

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,6 +36,17 @@ def test_a_sample_is_changed_alike_in_a_batch_and_alone(
     together = augment.apply(batch, each, size)
     alone = [augment.apply(batch[at : at + 1], each[at : at + 1], size) for at in range(19)]
     assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("augment", ALL, ids=repr)
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=20), st.integers(0, 2**63 - 1), st.integers(0, 100))
+def test_a_sample_is_changed_alike_in_any_batch_of_any_samples(
+    augment: Augment, chosen: list[int], seed: int, epoch: int
+) -> None:
+    stored, indices = images(12, 2, 9, 11), torch.arange(12)
+    whole = augment.apply(stored, sample_keys(seed, epoch, indices), (7, 7))
+    batch = torch.tensor(chosen)
+    assert torch.equal(augment.apply(stored[batch], sample_keys(seed, epoch, batch), (7, 7)), whole[batch])
 
 
 @pytest.mark.parametrize("augment", ALL, ids=repr)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.data import folder
 from lockstep.data.augment import CropFlip
 from lockstep.data.loader import Loader, Resident, Streaming
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.sources import Digits, Fake
+from lockstep.data.sources import Digits, Fake, Folder
+from lockstep.errors import InputError
 from lockstep.evaluate import evaluate
 from lockstep.models import DigitNet
 from lockstep.plan import Plan
@@ -20,6 +25,25 @@ from lockstep.precision import FP32, FP64
 from lockstep.world import World
 
 PLAN = Plan(examples=100, batch=10, total_steps=10, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+
+
+class Mean(nn.Module):
+    """Says which of two classes an image is of by its brightness."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        level = images.mean((1, 2, 3))
+        return torch.stack([-level, level], 1)
+
+
+def two_greys(root: Path) -> Folder:
+    """Twelve images of two classes, dark and bright, in each split."""
+    for split in ("train", "val"):
+        for label, level in (("a", 40), ("b", 220)):
+            (root / split / label).mkdir(parents=True)
+            for number in range(6):
+                pixels = np.full((8, 8, 3), level + number, dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / label / f"{number}.png")
+    return Folder(path=str(root), decode_size=8)
 
 
 def scores(model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, precision: FP32 | None = None) -> Any:
@@ -33,10 +57,11 @@ def scores(model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, 
             plan=PLAN,
             seed=0,
             eval_batch=block,
-            train_labels=train.labels,
-            eval_labels=held_out.labels,
+            train_labels=train.labels.clone(),
+            eval_labels=held_out.labels.clone(),
             train_feed=chosen.feed(train, world, once=True),
             eval_feed=chosen.feed(held_out, world, once=False),
+            skip=train.skip,
         ),
         pipeline=Pipeline.of(
             source, CropFlip(), device=world.device, dtype=format_.storage, channels_last=False, seed=0
@@ -89,3 +114,28 @@ def test_with_fewer_than_five_classes_every_example_is_among_the_top_five() -> N
     source = Fake(examples=40, classes=3, channels=1, size=8)
     model = DigitNet().build(3, (1, 8, 8)).double()
     assert scores(model, source)["top5"] == 100
+
+
+@pytest.mark.parametrize("kind", [Resident(), Streaming(workers=0)], ids=repr)
+def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
+    whole = two_greys(tmp_path)
+    # One dark image that only looks so: an error in twelve, then in ten.
+    Image.fromarray(np.full((8, 8, 3), 255, dtype=np.uint8)).save(tmp_path / "val" / "a" / "0.png")
+    assert scores(Mean(), whole, kind=kind, block=5)["top1"] == pytest.approx(100 * 11 / 12)
+    for name in ("a/3.png", "b/5.png"):
+        (tmp_path / "val" / name).write_bytes(b"no image")
+    fewer = Folder(path=str(tmp_path), decode_size=8, skip=2)
+    found = scores(Mean(), fewer, kind=kind, block=5)
+    for name in ("a/3.png", "b/5.png"):
+        (tmp_path / "val" / name).unlink()
+    folder._scan.cache_clear()
+    assert found["top1"] == pytest.approx(90)
+    assert found == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
+
+
+def test_a_split_of_broken_images_alone_is_refused(tmp_path: Path) -> None:
+    two_greys(tmp_path)
+    for path in (tmp_path / "val").glob("*/*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(InputError, match="no image of the evaluation split can be decoded"):
+        scores(Mean(), Folder(path=str(tmp_path), decode_size=8, skip=12))

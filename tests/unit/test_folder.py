@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,35 @@ def test_a_class_that_only_the_evaluation_split_has_is_refused(root: Path) -> No
         Folder(path=str(root)).prepare()
 
 
-@pytest.mark.parametrize("options", [{"decode_size": 0}, {"input_size": 0}, {"crop": 0.0}, {"crop": 1.2}])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket"])
+def test_what_is_no_file_is_refused_and_never_opened(root: Path, kind: str) -> None:
+    path = root / "train" / "cat" / "000.png"
+    with socket.socket(socket.AF_UNIX) as server:
+        match kind:
+            case "pipe":
+                os.mkfifo(path)
+            case "folder":
+                path.mkdir()
+            case "device":
+                path.symlink_to("/dev/zero")
+            case "socket":
+                server.bind(str(path))
+        with pytest.raises(InputError, match=f"{path} is no regular file, expected an image"):
+            Folder(path=str(root)).prepare()
+
+
+def test_links_to_images_are_images_and_one_that_leads_nowhere_is_broken(root: Path) -> None:
+    (root / "train" / "ant" / "1.png").symlink_to(root / "train" / "cat" / "040.png")
+    (root / "train" / "ant" / "2.png").symlink_to(root / "nowhere.png")
+    split = Folder(path=str(root), decode_size=8).train()
+    assert split.fetch([0, 1])[:, 0, 0, 0].tolist() == [30, 40]
+    with pytest.raises(InputError, match=r"image 2, .*2\.png, cannot be decoded \(.*No such file"):
+        split.fetch([2])
+
+
+@pytest.mark.parametrize(
+    "options", [{"skip": -1}, {"decode_size": 0}, {"input_size": 0}, {"crop": 0.0}, {"crop": 1.2}]
+)
 def test_a_size_or_share_out_of_range_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"dataset.{next(iter(options))}"):
         Folder(path="nowhere", **options)

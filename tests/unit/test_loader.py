@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from lockstep.data.folder import Folder
-from lockstep.data.loader import Auto, Loader, Resident, Shard, Streaming, available_memory, cores
+from lockstep.data.loader import LEFT_OUT, Auto, Loader, Resident, Shard, Streaming, available_memory, cores
+from lockstep.data.order import share
 from lockstep.data.sources import Digits
 from lockstep.errors import InputError
 from lockstep.plan import Plan
@@ -42,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(path=str(root), decode_size=8)
 
 
-def loader(source: Source, kind: Any, where: World | None = None) -> Loader:
+def loader(source: Source, kind: Any, where: World | None = None, *, partners: bool = False) -> Loader:
     here = where or world()
     train, held_out = source.train(), source.eval()
     return Loader(
@@ -50,16 +54,19 @@ def loader(source: Source, kind: Any, where: World | None = None) -> Loader:
         plan=PLAN,
         seed=0,
         eval_batch=4,
-        train_labels=train.labels,
-        eval_labels=held_out.labels,
+        train_labels=train.labels.clone(),
+        eval_labels=held_out.labels.clone(),
         train_feed=kind.feed(train, here, once=True),
         eval_feed=kind.feed(held_out, here, once=False),
+        partners=partners,
+        skip=train.skip,
     )
 
 
 def equal(one: Shard, other: Shard) -> bool:
     """Whether two shards are the same in every field."""
-    tensors = all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("images", "labels", "indices"))
+    names = ("images", "labels", "known_labels", "indices")
+    tensors = all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
     return tensors and (one.step, one.epoch, one.count) == (other.step, other.epoch, other.count)
 
 
@@ -114,8 +121,38 @@ def test_the_micro_batches_of_a_shard_are_the_shard(parts: int) -> None:
         assert torch.equal(torch.cat([getattr(piece, name) for piece, _ in pieces]), getattr(shard, name))
     assert [last for _, last in pieces] == [False] * (parts - 1) + [True]
     assert {(piece.step, piece.epoch, piece.count) for piece, _ in pieces} == {(1, 0, 16)}
-    sizes = [len(piece.labels) for piece, _ in pieces]
-    assert max(sizes) - min(sizes) <= 1
+    assert [piece.number for piece, _ in pieces] == list(range(parts))
+
+
+def cut(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
+    """The pieces of a global batch of `count` examples, image i of label and index i, of all ranks in order."""
+    pieces = []
+    for rank in range(ranks):
+        place = share(count, ranks, rank)
+        stop = place.stop + (partner and place.start < place.stop)
+        each = (torch.arange(count + 1) % max(count, 1))[place.start : stop]
+        shard = Shard(1, 0, each, each, each, count, rank, ranks)
+        pieces += [piece for piece, _ in shard.micro_batches(parts)]
+    return pieces
+
+
+@given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6), st.booleans())
+def test_pieces_depend_on_ranks_times_micro_batches_alone(count: int, ranks: int, parts: int, partner: bool) -> None:
+    pieces = cut(count, ranks, parts, partner)
+    assert [piece.number for piece in pieces] == list(range(ranks * parts))
+    assert [index for piece in pieces for index in piece.labels.tolist()] == list(range(count))
+    for ours, theirs in zip(pieces, cut(count, 1, ranks * parts, partner), strict=True):
+        assert equal(ours, theirs)
+        assert len(ours.indices) == len(ours.labels) + (partner and len(ours.labels) > 0)
+
+
+def test_the_images_and_labels_of_partners_come_along(source: Source) -> None:
+    split = source.train()
+    for kind in (Resident(), Streaming(workers=0)):
+        for shard in loader(source, kind, world(1, 3), partners=True).train(after=0):
+            assert torch.equal(shard.images, split.fetch(shard.indices.tolist()))
+            assert torch.equal(shard.known_labels, split.labels[shard.indices])
+            assert len(shard.indices) == len(shard.labels) + 1
 
 
 def test_ranks_together_evaluate_every_example_once() -> None:
@@ -169,6 +206,50 @@ def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(dam
 def test_an_unreadable_image_is_an_error_of_the_resident_loader_too(damaged: Folder) -> None:
     with pytest.raises(InputError, match=r"^dataset: image 1, .*cannot be decoded"):
         Resident().feed(damaged.train(), world(), once=True)
+
+
+def spoil(folder: Folder, into: Path, *names: str) -> Path:
+    """A copy of a folder in which some files cannot be decoded."""
+    shutil.copytree(folder.path, into)
+    for name in names:
+        (into / name).write_bytes(b"no image")
+    return into
+
+
+LOADERS = [Resident(), Streaming(workers=0), Streaming(workers=2)]
+
+
+@pytest.mark.parametrize("kind", LOADERS, ids=repr)
+@pytest.mark.parametrize("partners", [False, True])
+def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
+    folder: Folder, tmp_path: Path, kind: Any, partners: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = spoil(folder, tmp_path / "copy", "train/a/03.png", "train/b/00.png", "val/b/04.png")
+    source = Folder(path=str(path), decode_size=8, skip=3)
+    ours, whole = (loader(each, kind, partners=partners) for each in (source, folder))
+    for one, other in zip(ours.train(after=0), whole.train(after=0), strict=True):
+        broken = torch.isin(one.indices, torch.tensor([3, 25]))
+        assert torch.equal(one.known_labels, other.known_labels.masked_fill(broken, LEFT_OUT))
+        assert torch.equal(one.images, other.images.masked_fill(broken[:, None, None, None], 0))
+        assert (one.count, len(one.labels)) == (other.count, len(other.labels))
+    for _ in range(2):
+        found = torch.cat([labels for _, labels in ours.eval()])
+        assert found.tolist() == [0] * 5 + [1] * 4 + [LEFT_OUT]
+    assert ours.left_out() == 3
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3
+    for index, name in {3: "train/a/03.png", 25: "train/b/00.png", 9: "val/b/04.png"}.items():
+        assert sum(f"warning: image {index}, {path}/{name}, cannot be decoded (" in line for line in said) == 1
+    assert said[2].endswith("left out, 3 of at most 3")
+
+
+@pytest.mark.parametrize("kind", LOADERS, ids=repr)
+def test_more_broken_images_than_may_be_end_the_run(folder: Folder, tmp_path: Path, kind: Any) -> None:
+    path = spoil(folder, tmp_path / "copy", "train/a/03.png", "train/b/00.png", "val/b/04.png")
+    ours = loader(Folder(path=str(path), decode_size=8, skip=2), kind)
+    list(ours.train(after=0))
+    with pytest.raises(InputError, match=r"dataset.skip is 2, but image 9, .*04.png.* too; .*dataset.skip=4"):
+        list(ours.eval())
 
 
 def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -> None:

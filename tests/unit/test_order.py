@@ -21,8 +21,9 @@ class Case:
     seed: int
     ranks: int
 
-    def shards(self, rank: int, after: int = 0) -> list[Batch]:
-        return list(batches(self.plan, self.seed, rank=rank, ranks=self.ranks, after=after))
+    def shards(self, rank: int, after: int = 0, *, partners: bool = False) -> list[Batch]:
+        found = batches(self.plan, self.seed, rank=rank, ranks=self.ranks, after=after, partners=partners)
+        return list(found)
 
     def steps(self, after: int = 0) -> list[list[Batch]]:
         """For each step, the shards of all ranks."""
@@ -92,6 +93,28 @@ def test_going_on_with_other_ranks_leaves_the_same_samples(case: Case, ranks: in
     after = data.draw(st.integers(0, case.plan.total_steps))
     other = Case(case.plan, case.seed, ranks)
     assert [joined(step) for step in other.steps(after)] == [joined(step) for step in case.steps()[after:]]
+
+
+@given(st.integers(0, 200), st.integers(1, 8), st.integers(1, 8))
+def test_the_pieces_of_a_shard_are_pieces_of_the_global_batch(n: int, ranks: int, parts: int) -> None:
+    pieces = [range(n)[share(n, ranks * parts, piece)] for piece in range(ranks * parts)]
+    for rank in range(ranks):
+        mine = [index for piece in pieces[rank * parts : (rank + 1) * parts] for index in piece]
+        assert mine == list(range(n)[share(n, ranks, rank)])
+
+
+@given(cases())
+def test_a_partner_is_the_next_sample_of_the_global_batch_and_the_first_for_the_last(case: Case) -> None:
+    alone = Case(case.plan, case.seed, 1).shards(0)
+    for rank in range(case.ranks):
+        pairs = zip(case.shards(rank), case.shards(rank, partners=True), alone, strict=True)
+        for own, with_partner, whole in pairs:
+            together = whole.indices.tolist()
+            following = dict(zip(together, [*together[1:], together[0]], strict=True))
+            found = with_partner.indices.tolist()
+            assert found[: len(own.indices)] == own.indices.tolist()
+            assert found[1:] == [following[index] for index in own.indices.tolist()]
+            assert with_partner.count == own.count
 
 
 @given(st.integers(0, 200), st.integers(1, 30), st.integers(1, 9))

@@ -22,17 +22,14 @@ def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
     return Pipeline.of(source, augment or Nothing(), **chosen)
 
 
+def train(made: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
+    """The images of a global batch in one piece, through the pipeline."""
+    labels, count = torch.zeros_like(indices), len(indices)
+    return made.train(Shard(1, epoch, images, labels, indices, count, number=0, pieces=1))[0]
+
+
 def images(n: int, *shape: int) -> Tensor:
     return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-def seen(made: Pipeline, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-    """What the model sees of examples of an epoch."""
-    labels = torch.zeros_like(indices)
-    shard = Shard(step=1, epoch=epoch, images=images, labels=labels, indices=indices, count=len(indices))
-    pixels, targets = made.train(shard)
-    assert targets is labels
-    return pixels
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -41,7 +38,7 @@ def test_normalisation_is_that_of_torchvision(source: Any, dtype: torch.dtype) -
     batch = images(5, *source.image_shape)
     expected = T.normalize(batch.to(dtype) / 255, list(source.mean), list(source.std))
     for made in (
-        seen(pipeline(source, dtype=dtype), batch, torch.arange(5), 0),
+        train(pipeline(source, dtype=dtype), batch, torch.arange(5), 0),
         pipeline(source, dtype=dtype).eval(batch),
     ):
         assert made.dtype == dtype
@@ -55,7 +52,7 @@ def test_images_are_resized_as_torchvision_does_it(size: int) -> None:
     expected = T.resize(batch.double(), [size, size], antialias=True)
     made = pipeline(source, dtype=torch.float64).eval(batch)
     torch.testing.assert_close(made, T.normalize(expected / 255, list(source.mean), list(source.std)))
-    assert torch.equal(made, seen(pipeline(source, dtype=torch.float64), batch, torch.arange(3), 0))
+    assert torch.equal(made, train(pipeline(source, dtype=torch.float64), batch, torch.arange(3), 0))
 
 
 def test_evaluation_sees_the_centre() -> None:
@@ -74,7 +71,7 @@ def test_evaluation_is_not_augmented() -> None:
 @pytest.mark.parametrize("source", [CIFAR10(), CIFAR10(input_size=48)], ids=repr)
 def test_an_empty_batch_passes_through(source: CIFAR10, augment: Any) -> None:
     none = torch.empty(0, dtype=torch.int64)
-    made = seen(pipeline(source, augment), images(0, 3, 32, 32), none, 0)
+    made = train(pipeline(source, augment), images(0, 3, 32, 32), none, 0)
     assert made.shape == (0, *source.input_shape)
     assert made.dtype == torch.float32
 
@@ -84,20 +81,20 @@ def test_an_empty_batch_passes_through(source: CIFAR10, augment: Any) -> None:
 def test_a_batch_cut_in_two_gives_the_same_pixels(augment: Any, size: int | None) -> None:
     whole = pipeline(CIFAR10(input_size=size), augment)
     batch, indices = images(9, 3, 32, 32), torch.arange(30, 39)
-    halves = [seen(whole, batch[:4], indices[:4], 2), seen(whole, batch[4:], indices[4:], 2)]
-    assert torch.equal(seen(whole, batch, indices, 2), torch.cat(halves))
+    halves = [train(whole, batch[:4], indices[:4], 2), train(whole, batch[4:], indices[4:], 2)]
+    assert torch.equal(train(whole, batch, indices, 2), torch.cat(halves))
 
 
 def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
     batch, indices = images(1, 3, 32, 32).expand(8, 3, 32, 32), torch.arange(8)
-    here = seen(pipeline(CIFAR10(), CropFlip()), batch, indices, 0)
+    here = train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0)
     assert len({tuple(each.flatten().tolist()) for each in here}) > 4
-    assert not torch.equal(here, seen(pipeline(CIFAR10(), CropFlip()), batch, indices, 1))
-    assert not torch.equal(here, seen(pipeline(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
+    assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 1))
+    assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
 
 
 def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
     batch, indices = images(4, 3, 32, 32), torch.arange(4)
-    last = seen(pipeline(CIFAR10(), CropFlip(), channels_last=True), batch, indices, 0)
+    last = train(pipeline(CIFAR10(), CropFlip(), channels_last=True), batch, indices, 0)
     assert last.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(last, seen(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))
+    assert torch.equal(last, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import Tensor
 
-from lockstep.data.loader import Shard
 from lockstep.plan import Plan
 from lockstep.telemetry import Telemetry, Window
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.samples import NoSamples
 from lockstep.world import World
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -59,11 +60,21 @@ class Step:
     """What belongs to one step of a run."""
 
     step: int
+    epoch: int = 0
+    labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    indices: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 def recorder(sink: Kept, *, step: int = 0, flops: float = 0.0, peak: float = 0.0) -> Telemetry:
     return Telemetry(
-        world=World.solo(), plan=PLAN, sinks=[sink], display=Watched(), step=step, flops=flops, peak=peak
+        world=World.solo(),
+        plan=PLAN,
+        sinks=[sink],
+        display=Watched(),
+        samples=NoSamples(),
+        step=step,
+        flops=flops,
+        peak=peak,
     )
 
 
@@ -71,9 +82,8 @@ def count(telemetry: Telemetry, losses: list[float], hits: list[bool]) -> None:
     """Record one micro-batch with these losses and hits."""
     labels = torch.zeros(len(hits), dtype=torch.int64)
     logits = torch.tensor([[1.0, 0.0] if hit else [0.0, 1.0] for hit in hits])
-    indices = torch.arange(len(hits))
-    shard = Shard(step=telemetry.step, epoch=0, images=logits, labels=labels, indices=indices, count=len(hits))
-    telemetry.record(shard, logits, logits, torch.tensor(sum(losses)))
+    micro = Step(telemetry.step, labels=labels, indices=torch.arange(len(hits)))
+    telemetry.record(torch.tensor(sum(losses)), logits, micro, torch.zeros(0))
 
 
 def test_a_window_is_the_mean_over_its_examples() -> None:

@@ -54,6 +54,21 @@ def test_uniform_numbers_are_from_0_to_below_1(keys: list[int], n: int) -> None:
     assert bool(((drawn >= 0) & (drawn < 1)).all())
 
 
+@given(SEEDS, st.integers(0, 1000))
+def test_words_wrap_as_unsigned_numbers_of_64_bits_do(seed: int, n: int) -> None:
+    z = (seed + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    assert unsigned(rng.draw(rng.key(seed), n)[None]) == [z ^ z >> 31]
+    assert unsigned(rng.draw(rng.key(seed), torch.tensor([n]))) == [z ^ z >> 31]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=50), st.integers(0, 20))
+def test_a_uniform_number_is_the_upper_24_bits_exactly(keys: list[int], n: int) -> None:
+    words = unsigned(rng.draw(torch.tensor(keys), n))
+    assert rng.uniform(torch.tensor(keys), n).double().mul(2**24).tolist() == [word >> 40 for word in words]
+
+
 def test_uniform_numbers_fill_their_range_evenly() -> None:
     drawn = rng.uniform(rng.sample_keys(0, 0, torch.arange(160_000)), 0)
     counts = torch.histc(drawn, bins=16, min=0, max=1)
@@ -96,14 +111,14 @@ def test_neighbouring_samples_do_not_follow_each_other() -> None:
     assert abs(correlation(drawn[1:], drawn[:-1])) < 0.02
 
 
-def test_order_augmentation_and_dropout_of_one_seed_are_different_streams() -> None:
-    keys = {int(rng.key(7, purpose, 0)) for purpose in (rng.ORDER, rng.AUGMENT, rng.DROPOUT)}
-    assert len(keys) == 3
+def test_order_augmentation_dropout_and_mixing_of_one_seed_are_different_streams() -> None:
+    keys = {int(rng.key(7, purpose, 0)) for purpose in (rng.ORDER, rng.AUGMENT, rng.DROPOUT, rng.MIX)}
+    assert len(keys) == 4
     ordering = rng.draw(rng.key(7, rng.ORDER, 0), torch.arange(100))
     assert not bool((ordering == rng.sample_keys(7, 0, torch.arange(100))).any())
 
 
-def test_dropout_has_another_seed_at_each_step_and_rank() -> None:
-    seeds = {rng.dropout_seed(0, step, rank) for step in range(100) for rank in range(10)}
+def test_dropout_has_another_seed_at_each_step_and_micro_batch() -> None:
+    seeds = {rng.dropout_seed(0, step, number) for step in range(100) for number in range(10)}
     assert len(seeds) == 1000
     assert min(seeds) >= 0

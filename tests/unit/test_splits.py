@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
-from lockstep.data.splits import ArraySplit, FileSplit, check_labels, check_shapes
+from lockstep.data import splits
+from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels, check_shapes
 from lockstep.errors import InputError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
@@ -118,6 +122,60 @@ def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, s
     assert sentence.startswith(f"dataset: image 1, {bad}, cannot be decoded (")
     assert "remove or replace the file" in sentence
     assert ".cpp" not in sentence
+
+
+def bomb(path: Path, side: int = 50_000) -> Path:
+    """A small image file whose header says `side` by `side` pixels."""
+    Image.fromarray(PIXELS).save(path)
+    content = bytearray(path.read_bytes())
+    if path.suffix == ".png":
+        content[16:24] = struct.pack(">II", side, side)
+        content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    elif path.suffix == ".gif":
+        content[6:10] = struct.pack("<HH", side, side)
+    elif path.suffix == ".bmp":
+        content[18:26] = struct.pack("<ii", side, side)
+    else:
+        frame = content.index(b"\xff\xc0") + 5
+        content[frame : frame + 4] = struct.pack(">HH", side, side)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["png", "gif", "jpg", "bmp"])
+def test_a_header_that_asks_for_too_much_is_refused_before_anything_is_decoded(tmp_path: Path, suffix: str) -> None:
+    path = bomb(tmp_path / f"bomb.{suffix}")
+    with pytest.raises(InputError, match=rf"image 0, {path}, cannot be decoded \(its header says 50000x50000 pixels"):
+        decoded(path)
+
+
+@pytest.mark.parametrize("suffix", ["png", "gif", "jpg"])
+def test_the_bound_on_pixels_is_ours_and_not_that_of_pillow(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"image.{suffix}"
+    Image.fromarray(PIXELS).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    monkeypatch.setattr(splits, "PIXELS", 600)
+    assert decoded(path).shape == (3, 20, 20)
+    monkeypatch.setattr(splits, "PIXELS", 599)
+    with pytest.raises(InputError, match=r"30x20 pixels, expected at most 599\)"):
+        decoded(path)
+
+
+def test_a_file_of_another_kind_is_not_opened_whatever_it_is_called(tmp_path: Path) -> None:
+    # Pillow hands this kind to Ghostscript.
+    Image.fromarray(PIXELS).save(tmp_path / "image.eps")
+    path = (tmp_path / "image.eps").rename(tmp_path / "image.png")
+    with pytest.raises(InputError, match="cannot identify image file"):
+        decoded(path)
+
+
+def test_a_broken_image_keeps_its_sentence_on_its_way_from_a_worker() -> None:
+    error = BrokenImage(17, Path("a.png"), "cut short")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.what) == (str(error), error.what)
+    assert error.what == "image 17, a.png, cannot be decoded (cut short)"
 
 
 def test_a_label_that_is_no_class_is_named() -> None:

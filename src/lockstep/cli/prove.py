@@ -191,7 +191,7 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     newest = newest_good(run_dir.checkpoints)
     assert newest is not None
     samples = [
-        (record["epoch"], record["step"], record["index"], record["pixels"])
+        (record["epoch"], record["step"], record["index"], record["hash"])
         for path in run_dir.logs.glob("rank*.samples.jsonl")
         for record in map(json.loads, path.read_text().splitlines())
     ]

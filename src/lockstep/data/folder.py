@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -30,6 +31,7 @@ class Folder:
         decode_size: side in pixels of a stored image.
         input_size: side in pixels of what the model sees; null is `decode_size`.
         crop: the central share of a stored image's side that is evaluated.
+        skip: the most broken images that a run leaves out; 0 ends it at the first.
     """
 
     path: str = "???"
@@ -38,6 +40,7 @@ class Folder:
     decode_size: int = 256
     input_size: int | None = None
     crop: float = 1.0
+    skip: int = 0
 
     mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
     std: ClassVar[tuple[float, ...]] = IMAGENET_STD
@@ -50,6 +53,8 @@ class Folder:
             )
         if not 0 < self.crop <= 1:
             raise InputError(f"dataset.crop is {self.crop}, expected a share above 0 and at most 1")
+        if self.skip < 0:
+            raise InputError(f"dataset.skip is {self.skip}, expected 0 or more")
 
     @property
     def classes(self) -> int:
@@ -96,7 +101,7 @@ class Folder:
                 raise InputError(f"dataset.path: {folder / label} has no images ({', '.join(sorted(SUFFIXES))})")
             paths += [folder / label / file for file in files]
             labels += [numbers[label]] * len(files)
-        return FileSplit(paths, torch.tensor(labels), self.decode_size)
+        return FileSplit(paths, torch.tensor(labels), self.decode_size, self.skip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,10 +123,15 @@ def _scan(folder: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
     names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
     if not names:
         raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
-    return tuple(
-        (
-            name,
-            tuple(sorted(e.name for e in os.scandir(folder / name) if Path(e.name).suffix.lower() in SUFFIXES)),
-        )
-        for name in names
-    )
+    return tuple((name, tuple(sorted(_image_files(folder / name)))) for name in names)
+
+
+def _image_files(folder: Path) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if Path(entry.name).suffix.lower() not in SUFFIXES:
+                continue
+            # Opening a pipe would wait for its writer. A link that leads nowhere is a broken image like others.
+            if not entry.is_file() and Path(entry.path).exists():
+                raise InputError(f"dataset.path: {entry.path} is no regular file, expected an image; remove it")
+            yield entry.name

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep import log
 from lockstep.data.order import Batch, batches, blocks, share
+from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.protocols import Split
@@ -28,61 +30,66 @@ from lockstep.world import World
 
 GB = 1e9
 DECODE_CHUNK = 256
+# The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
+LEFT_OUT = -100
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shard:
-    """One rank's part of a global batch, on the device: uint8 images (b, C, H, W), labels and indices (b,).
+    """Piece `number` of the `pieces` that a global batch of `count` examples is cut into, on the device.
 
-    Fields:
-        partners: labels (b,) of each example's partner, the next one of the global batch; null where examples have
-            none. The images and indices are then b + 1: the partner of the last is not of the shard.
-        count: examples of the global batch over all ranks.
-        rank, ranks: whose shard it is; a micro-batch of it has the number `number` among those of all ranks.
+    `images` are uint8 (b, C, H, W), `indices` and `known_labels` int64 (b,). Where samples are mixed, the three
+    of a piece that is not empty hold one more: the partner of its last example.
     """
 
     step: int
     epoch: int
     images: Tensor
-    labels: Tensor
+    known_labels: Tensor
     indices: Tensor
     count: int
-    rank: int = 0
-    ranks: int = 1
-    partners: Tensor | None = None
-    number: int = 0
+    number: int
+    pieces: int
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of the piece's own examples."""
+        return self.known_labels[: self._place.stop - self._place.start]
+
+    @property
+    def _place(self) -> slice:
+        return share(self.count, self.pieces, self.number)
 
     def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
         """The shard in `parts` pieces, and whether a piece is the last; a piece may be empty.
 
-        The cuts are those of the global batch into `ranks * parts`: two ranks of one piece have those of one
-        rank of two.
+        The global batch is what is cut: two ranks with two pieces each have the four pieces of one rank.
         """
-        first = share(self.count, self.ranks, self.rank).start
+        partner = len(self.indices) - len(self.labels)
         for part in range(parts):
-            number = self.rank * parts + part
-            cut = share(self.count, self.ranks * parts, number)
-            own = slice(cut.start - first, cut.stop - first)
-            extra = self.partners is not None and own.start < own.stop
-            read = slice(own.start, own.stop + extra)
-            piece = replace(
-                self,
-                images=self.images[read],
-                labels=self.labels[own],
-                indices=self.indices[read],
-                partners=None if self.partners is None else self.partners[own],
-                number=number,
-            )
-            yield piece, part == parts - 1
+            piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
+            start, stop = (at - self._place.start for at in (piece._place.start, piece._place.stop))
+            cut = slice(start, stop + partner if start < stop else stop)
+            tensors = {name: getattr(self, name)[cut] for name in ("images", "known_labels", "indices")}
+            yield replace(piece, **tensors), part == parts - 1
 
 
+# The broken images among those that were read (blank there), by their indices.
+Broken = Mapping[int, BrokenImage]
 # Reads the images of many batches of indices (int64, on the CPU), in order, onto the device.
-Feed = Callable[[Iterable[Tensor]], Iterator[Tensor]]
+Feed = Callable[[Iterable[Tensor]], Iterator[tuple[Tensor, Broken]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loader:
-    """The two splits of a run on their way to one rank's device."""
+    """The two splits of a run on their way to one rank's device.
+
+    Fields:
+        eval_batch: images per block of the evaluation split.
+        train_labels, eval_labels: int64 (N,) on the device; those of broken images are overwritten.
+        partners: whether a shard brings the partner of its last example along.
+        skip: the most broken images that are left out.
+    """
 
     world: World
     plan: Plan
@@ -93,48 +100,83 @@ class Loader:
     train_feed: Feed
     eval_feed: Feed
     partners: bool = False
+    skip: int = 0
+    met: set[tuple[bool, int]] = field(default_factory=set)
 
     def train(self, after: int) -> Iterator[Shard]:
         """This rank's shards for every step behind `after`."""
         ahead: list[Batch] = []
 
         def wanted() -> Iterator[Tensor]:
-            rank, ranks = self.world.rank, self.world.size
-            for batch in batches(self.plan, self.seed, rank=rank, ranks=ranks, after=after, partners=self.partners):
+            world = self.world
+            for batch in batches(
+                self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, partners=self.partners
+            ):
                 ahead.append(batch)
                 yield batch.indices
 
-        for images in self.train_feed(wanted()):
-            yield self._shard(ahead.pop(0), images, self.world.rank, self.world.size)
-
-    def _shard(self, batch: Batch, images: Tensor, rank: int, ranks: int) -> Shard:
-        indices = batch.indices.to(self.world.device, non_blocking=True)
-        labels = self.train_labels[indices]
-        return Shard(
-            step=batch.step,
-            epoch=batch.epoch,
-            images=images,
-            labels=labels[:-1] if self.partners else labels,
-            indices=indices,
-            count=batch.count,
-            rank=rank,
-            ranks=ranks,
-            partners=labels[1:] if self.partners else None,
-        )
+        for images, broken in self.train_feed(wanted()):
+            self._leave_out(broken, self.train_labels)
+            yield self._shard(ahead.pop(0), images, rank=self.world.rank, ranks=self.world.size)
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
         batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
-        images = next(iter(self.train_feed([batch.indices])))
-        return replace(self, partners=False)._shard(batch, images, 0, 1)
+        images, _ = next(iter(self.train_feed([batch.indices])))
+        return self._shard(batch, images, rank=0, ranks=1)
+
+    def _shard(self, batch: Batch, images: Tensor, *, rank: int, ranks: int) -> Shard:
+        indices = batch.indices.to(self.world.device, non_blocking=True)
+        return Shard(
+            step=batch.step,
+            epoch=batch.epoch,
+            images=images,
+            known_labels=self.train_labels[indices],
+            indices=indices,
+            count=batch.count,
+            number=rank,
+            pieces=ranks,
+        )
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
         world = self.world
         mine = blocks(len(self.eval_labels), self.eval_batch, rank=world.rank, ranks=world.size)
         wanted = [torch.arange(block.start, block.stop) for block in mine]
-        for block, images in zip(mine, self.eval_feed(wanted), strict=True):
+        for block, (images, broken) in zip(mine, self.eval_feed(wanted), strict=True):
+            self._leave_out(broken, self.eval_labels)
             yield images, self.eval_labels[block.start : block.stop]
+
+    def _leave_out(self, broken: Broken, labels: Tensor) -> None:
+        """Take broken images out of the loss and of the scores, for good, and warn of each once."""
+        for index, error in broken.items():
+            example = (labels is self.train_labels, index)
+            if example not in self.met:
+                self.met.add(example)
+                labels[index] = LEFT_OUT
+                if len(self.met) > self.skip:
+                    raise self._too_many(f"{error.what} too")
+                log.warn(f"{error.what}: left out, {len(self.met)} of at most {self.skip}")
+
+    def left_out(self) -> int:
+        """The number of different broken images that all ranks together have met so far. Collective.
+
+        Raises:
+            InputError: they are more than `skip`.
+        """
+        if not self.skip:
+            return 0
+        met = (torch.cat([self.train_labels, self.eval_labels]) == LEFT_OUT).int()
+        number = int((self.world.sum(met) > 0).sum())
+        if number > self.skip:
+            raise self._too_many(f"{number} images cannot be decoded")
+        return number
+
+    def _too_many(self, found: str) -> InputError:
+        return InputError(
+            f"dataset.skip is {self.skip}, but {found}; repair or remove the broken images (see the warnings), or "
+            f"leave out more of them with dataset.skip={2 * self.skip}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,11 +184,12 @@ class Resident:
     """The whole split as uint8 on the device; a batch is one gather there."""
 
     def feed(self, split: Split, world: World, *, once: bool) -> Feed:
-        images = (_decode_all(split) if split.images is None else split.images).to(world.device)
+        stored, broken = _decode_all(split) if split.images is None else (split.images, {})
+        images = stored.to(world.device)
 
-        def read(wanted: Iterable[Tensor]) -> Iterator[Tensor]:
+        def read(wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, Broken]]:
             for indices in wanted:
-                yield images[indices.to(world.device, non_blocking=True)]
+                yield images[indices.to(world.device, non_blocking=True)], broken
 
         return read
 
@@ -179,7 +222,7 @@ class Streaming:
     def feed(self, split: Split, world: World, *, once: bool) -> Feed:
         workers = self.count(split, world)
         queue = _Queue()
-        loader: DataLoader[Tensor] = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             _Images(split),
             batch_sampler=queue,
             collate_fn=_as_is,
@@ -191,13 +234,14 @@ class Streaming:
             worker_init_fn=_worker_signals,
         )
 
-        def read(wanted: Iterable[Tensor]) -> Iterator[Tensor]:
+        def read(wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, Broken]]:
             # Lists, because a tensor on its way to a worker costs a shared-memory file each.
             queue.wanted = (indices.tolist() for indices in wanted)
-            for images in loader:
-                if isinstance(images, InputError):
-                    raise images
-                yield images.to(world.device, non_blocking=True)
+            for found in loader:
+                if isinstance(found, InputError):
+                    raise found
+                images, broken = found
+                yield images.to(world.device, non_blocking=True), broken
 
         return read
 
@@ -251,22 +295,39 @@ def available_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
-def _decode_all(split: Split) -> Tensor:
+def _read(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
+    """Images of a split, uint8 (len(indices), C, H, W), and the broken ones: blank, where the split lets them be."""
+    try:
+        return split.fetch(indices), {}
+    except BrokenImage as error:
+        if not split.skip:
+            raise
+        if len(indices) == 1:
+            return split.fetch([]).new_zeros((1, *split.fetch([]).shape[1:])), {indices[0]: error}
+    return _joined([_read(split, [index]) for index in indices])
+
+
+def _joined(parts: list[tuple[Tensor, Broken]]) -> tuple[Tensor, Broken]:
+    broken = {index: error for _, found in parts for index, error in found.items()}
+    return torch.cat([images for images, _ in parts]), broken
+
+
+def _decode_all(split: Split) -> tuple[Tensor, Broken]:
     """Every image of a split that is not in memory, decoded by all cores (the decoders release the lock)."""
     chunks = [list(range(at, min(at + DECODE_CHUNK, len(split)))) for at in range(0, len(split), DECODE_CHUNK)]
     with ThreadPoolExecutor(cores()) as pool:
-        return torch.cat(list(pool.map(split.fetch, chunks)))
+        return _joined(list(pool.map(lambda chunk: _read(split, chunk), chunks)))
 
 
-class _Images(Dataset[Tensor]):
+class _Images(Dataset[Any]):
     """A split as DataLoader wants it; an unreadable image comes back as a value, with its sentence whole."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
 
-    def __getitems__(self, indices: list[int]) -> Tensor | InputError:
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Broken] | InputError:
         try:
-            return self.split.fetch(indices)
+            return _read(self.split, indices)
         except InputError as error:
             return error
 

@@ -21,8 +21,7 @@ def share(n: int, parts: int, part: int) -> slice:
 class Batch:
     """One rank's shard of the global batch of `step`: sample indices (int64), and the global count.
 
-    Where samples have partners, the index of the sample behind the shard follows: the next one of the global
-    batch, after whose last comes its first.
+    With partners a shard that is not empty carries one index more, of the sample behind its last one.
     """
 
     step: int
@@ -32,7 +31,11 @@ class Batch:
 
 
 def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int, partners: bool = False) -> Iterator[Batch]:
-    """The shards of one rank for every step behind `after`, to the end of the run."""
+    """The shards of one rank for every step behind `after`, to the end of the run.
+
+    The partner of a sample, where it is mixed with one, is the next sample of the global batch; the last one's
+    is the first.
+    """
     order, ordered = None, -1
     for step in range(after + 1, plan.total_steps + 1):
         epoch = plan.epoch(step)
@@ -40,12 +43,10 @@ def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int, partner
             order, ordered = permutation(seed, epoch, plan.examples), epoch
         start = plan.position(step) * plan.batch
         together = order[start : start + plan.batch]
-        count = len(together)
-        own = share(count, ranks, rank)
-        if partners and own.start < own.stop:
-            together = torch.cat([together, together[:1]])
-            own = slice(own.start, own.stop + 1)
-        yield Batch(step, epoch, together[own], count)
+        cut, count = share(len(together), ranks, rank), len(together)
+        if partners and cut.start < cut.stop:
+            cut, together = slice(cut.start, cut.stop + 1), torch.cat([together, together[:1]])
+        yield Batch(step, epoch, together[cut], count)
 
 
 def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:

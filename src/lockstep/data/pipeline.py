@@ -25,7 +25,7 @@ class Pipeline:
     shift: Tensor
     memory_format: torch.memory_format
     seed: int
-    mix: Mix | None
+    mix: Mix | None = None
 
     @classmethod
     def of(
@@ -55,20 +55,23 @@ class Pipeline:
         )
 
     def train(self, micro: Shard) -> tuple[Tensor, Tensor]:
-        """A micro-batch of B examples to augmented, normalised images and their targets.
+        """The images (b, C, H, W) of a micro-batch, augmented, normalised and mixed, and their targets.
 
-        The targets are classes, int64 (B,), or with mixing the probability of each class, (B, classes).
+        Targets are int64 labels (b,), or class probabilities (b, classes) where samples are mixed.
         """
+        images = self._augmented(micro)
+        if self.mix is None:
+            return images, micro.labels
+        keys = sample_keys(self.seed, micro.epoch, micro.indices, MIX)
+        mixed, targets = self.mix.apply(images, micro.known_labels, keys)
+        return mixed.contiguous(memory_format=self.memory_format), targets
+
+    def _augmented(self, micro: Shard) -> Tensor:
         if len(micro.images) == 0:
-            return self._empty(micro.images), micro.labels
+            return micro.images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)
         keys = sample_keys(self.seed, micro.epoch, micro.indices)
         height, width = self.input_shape[1:]
-        images = self._finish(self.augment.apply(micro.images, keys, (height, width)))
-        if self.mix is None or micro.partners is None:
-            return images, micro.labels
-        keys = sample_keys(self.seed, micro.epoch, micro.indices[:-1], MIX)
-        mixed, targets = self.mix.apply(images, keys, micro.labels, micro.partners)
-        return mixed.contiguous(memory_format=self.memory_format), targets
+        return self._finish(self.augment.apply(micro.images, keys, (height, width)))
 
     def eval(self, images: Tensor) -> Tensor:
         """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised floats."""
@@ -82,6 +85,3 @@ class Pipeline:
         if pixels.shape[-2:] != self.input_shape[1:]:
             pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)
         return torch.addcmul(self.shift, pixels, self.scale).contiguous(memory_format=self.memory_format)
-
-    def _empty(self, images: Tensor) -> Tensor:
-        return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)

@@ -55,11 +55,11 @@ def permutation(seed: int, epoch: int, n: int) -> Tensor:
     return torch.argsort(draw(key(seed, ORDER, epoch), torch.arange(n)), stable=True)
 
 
-def sample_keys(seed: int, epoch: int, indices: Tensor, stream: int = AUGMENT) -> Tensor:
-    """One key of a stream for each sample index, on the device of `indices`."""
-    return draw(key(seed, stream, epoch).to(indices.device), indices)
+def sample_keys(seed: int, epoch: int, indices: Tensor, purpose: int = AUGMENT) -> Tensor:
+    """One key for each sample index, on the device of `indices`."""
+    return draw(key(seed, purpose, epoch).to(indices.device), indices)
 
 
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
-    """The seed of the device's generator for the forward pass of one micro-batch, by its number over all ranks."""
+    """The seed of the device's generator for the forward pass of one micro-batch of a global batch."""
     return int(_shifted(key(seed, DROPOUT, step, micro_batch), 1))

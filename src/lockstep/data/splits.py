@@ -6,11 +6,32 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import InputError
+
+# By the formats' names in Pillow, which reads the headers; only these decoders are ever tried. Those of
+# torchvision are faster, but its GIF decoder reads all frames.
+TORCHVISION = ("JPEG", "PNG", "WEBP")
+PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"})
+# The most that a header may say: a file of a few kB can ask for any amount of memory.
+PIXELS = 2**27
+
+
+class BrokenImage(InputError):
+    """An image that cannot be decoded. Its arguments: index, path, reason."""
+
+    @property
+    def what(self) -> str:
+        index, path, reason = self.args
+        return f"image {index}, {path}, cannot be decoded ({reason})"
+
+    def __str__(self) -> str:
+        return f"dataset: {self.what}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
 
 
 def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:
@@ -39,6 +60,8 @@ class ArraySplit:
     images: Tensor
     labels: Tensor
 
+    skip: ClassVar[int] = 0
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -50,13 +73,16 @@ class ArraySplit:
 class FileSplit:
     """Image files, each decoded to a square of `size` pixels: the shorter side resized, the centre kept.
 
-    JPEG, PNG, GIF and WebP by torchvision's decoders, anything else by Pillow; always RGB.
+    JPEG, PNG and WebP by torchvision's decoders, anything else by Pillow; always RGB. `skip` is the most broken
+    images that a run leaves out.
     """
 
     paths: Sequence[Path]
     labels: Tensor
     size: int
-    images: None = None
+    skip: int = 0
+
+    images: ClassVar[None] = None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -68,39 +94,34 @@ class FileSplit:
         return decoded
 
     def _decode(self, index: int) -> Tensor:
-        from torchvision.io import ImageReadMode, decode_image
         from torchvision.transforms.v2 import functional as T
 
         path = self.paths[index]
         try:
-            if path.suffix.lower() in NATIVE:
-                image = decode_image(str(path), mode=ImageReadMode.RGB)
-            else:
-                image = _pillow(path)
-        except (RuntimeError, OSError, ValueError) as error:
+            image = _read_rgb(path)
+        except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
             # torchvision puts the place in its C++ sources before its reason.
             reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
-            raise InputError(
-                f"dataset: image {index}, {path}, cannot be decoded ({reason}); remove or replace the file"
-            ) from error
-        if image.dim() == 4:  # an animation: its first frame
-            image = image[0]
+            raise BrokenImage(index, path, reason) from error
         image = T.to_dtype(image, torch.uint8, scale=True)  # PNG has 16 bits too
         if image.shape[-2:] != (self.size, self.size):
             image = T.center_crop(T.resize(image, [self.size], antialias=True), [self.size])
         return image
 
 
-NATIVE = {".jpg", ".jpeg", ".png", ".gif", ".webp"}
-SUFFIXES = NATIVE | {".bmp", ".ppm", ".pgm", ".tif", ".tiff"}
-
-
-def _pillow(path: Path) -> Tensor:
+def _read_rgb(path: Path) -> Tensor:
+    """The first frame of an image file, (3, H, W), of 8 or 16 bits. A header that asks for too much is refused."""
     import numpy as np
     from PIL import Image
+    from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms.v2 import functional as T
 
-    with Image.open(path) as image:
+    Image.MAX_IMAGE_PIXELS = None  # it would warn and raise at numbers of its own
+    with Image.open(path, formats=TORCHVISION + PILLOW) as image:
+        if image.width * image.height > PIXELS:
+            raise ValueError(f"its header says {image.width}x{image.height} pixels, expected at most {PIXELS}")
+        if image.format not in PILLOW:
+            return decode_image(str(path), mode=ImageReadMode.RGB)
         if image.mode.startswith("I;16"):  # whose own conversion to RGB clips at 255
             eight = (np.asarray(image) // 256).astype(np.uint8)
             return T.pil_to_tensor(Image.fromarray(eight).convert("RGB"))

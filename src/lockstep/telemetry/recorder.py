@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.plan import Plan
-from lockstep.protocols import Examples, Sink, Stepped
+from lockstep.protocols import MicroBatch, Sink, Stepped
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
@@ -38,12 +38,12 @@ class Telemetry:
         world, plan: of the run.
         sinks: where scalars go.
         display: what the user watches.
+        samples: keeps what this rank trained on, or nothing.
         step: the last step that is already done.
         window: what a checkpoint kept of the window that was open then (`open_window`); null for none.
         flops: of one example's forward and backward pass; 0 where no figure is wanted.
         peak: floating-point operations per second of all devices; 0 where it is not known.
         loss_limit: a mean loss above it is not one of training any more.
-        samples: keeps which examples this rank saw; null for nobody.
     """
 
     def __init__(
@@ -53,17 +53,16 @@ class Telemetry:
         plan: Plan,
         sinks: list[Sink],
         display: Display,
+        samples: NoSamples,
         step: int,
         window: OpenWindow | None = None,
         flops: float,
         peak: float,
         loss_limit: float = math.inf,
-        samples: NoSamples | None = None,
     ) -> None:
-        self.world, self.plan, self.sinks, self.display = world, plan, sinks, display
+        self.world, self.plan, self.sinks, self.display, self.samples = world, plan, sinks, display, samples
         self.step = self.flushed = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
-        self.samples = samples or NoSamples()
         # The loss of each micro-batch since then, left on the device: looked at only if their sum is not sound.
         self.trail: list[tuple[int, Tensor, int]] = []
         # Sums of loss, hits and examples since the last log point.
@@ -109,14 +108,13 @@ class Telemetry:
             yield shard
             self.display.advance(shard.step)
 
-    def record(self, micro: Examples, images: Tensor, logits: Tensor, loss: Tensor) -> None:
+    def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
         """Count one micro-batch: its summed loss and its hits. Stays on the device."""
-        self.samples.write(micro, images)
-        labels = micro.labels
         self.totals[0] += loss
-        self.trail.append((micro.step, loss, len(labels)))
-        self.totals[1] += (logits.argmax(1) == labels).sum()
-        self.totals[2] += len(labels)
+        self.trail.append((micro.step, loss, len(micro.labels)))
+        self.totals[1] += (logits.argmax(1) == micro.labels).sum()
+        self.totals[2] += len(micro.labels)
+        self.samples.record(micro, images)
 
     def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
         """Close the window at `step`: sum over the ranks and write. Collective, and a device sync."""
@@ -196,7 +194,7 @@ class Telemetry:
         return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.waited_in_all / busy}
 
     def close(self) -> None:
-        """Flush and close the sinks and the display."""
+        """Flush and close the sinks, the samples and the display."""
         self.display.close()
         self.samples.close()
         for sink in self.sinks:

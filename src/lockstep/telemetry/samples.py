@@ -1,45 +1,40 @@
-"""Which samples a rank trained on, and what it saw of them: for proving that runs are alike, not for every day."""
+"""Which examples a rank trained on, step by step, with a hash of what the network saw of each."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lockstep.protocols import Examples
-from lockstep.telemetry.sinks import reopened
-
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from lockstep.protocols import MicroBatch, Sink
 
 
 class NoSamples:
-    """The null object: nothing is kept of the samples."""
+    """Keeps nothing."""
 
-    def write(self, micro: Examples, images: Tensor) -> None:
-        """Note the examples of a micro-batch, and their images as the model gets them."""
+    def record(self, micro: MicroBatch, images: Tensor) -> None: ...
 
-    def close(self) -> None:
-        """Training is over."""
+    def close(self) -> None: ...
 
 
 class Samples(NoSamples):
-    """A JSON line per example: `epoch`, `step`, `index`, and `pixels`, the sum of its pixels' bits as integers.
+    """A line per example: step, epoch, index and hash. Waits for the device at each micro-batch."""
 
-    Syncs the device at every micro-batch. Lines behind `after`, the step that a run goes on from, go.
-    """
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
 
-    def __init__(self, path: Path, after: int) -> None:
-        self.file = reopened(path, after, lambda line: json.loads(line)["step"])
-
-    def write(self, micro: Examples, images: Tensor) -> None:
-        words = images.detach().contiguous().view(_WORDS[images.element_size()])
-        pixels = words.flatten(1).sum(1, dtype=torch.int64).tolist() if len(images) else []
-        for index, each in zip(micro.indices.tolist(), pixels, strict=False):  # the last may be a partner only
-            line = {"epoch": micro.epoch, "step": micro.step, "index": index, "pixels": each}
-            self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+    def record(self, micro: MicroBatch, images: Tensor) -> None:
+        for index, seen in zip(micro.indices.tolist(), fingerprints(images).tolist(), strict=False):
+            self.sink.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": seen})
 
     def close(self) -> None:
-        self.file.close()
+        self.sink.close()
+
+
+def fingerprints(images: Tensor) -> Tensor:
+    """An int64 for each of (b, ...) floats: the bits of its numbers, weighed by their places, summed modulo 2^64.
+
+    Sums of integers do not depend on their order, so every device and every batch gives the same.
+    """
+    words = images.contiguous().flatten(1).view(torch.int64 if images.dtype == torch.float64 else torch.int32)
+    odd = 2 * torch.arange(words.shape[1], device=words.device) + 1
+    return (words * odd).sum(1)

@@ -1,0 +1,218 @@
+"""Every run sees the same data: one global sequence of samples and pixels, and each evaluation example once.
+
+The first part cuts the real loader and pipeline into ranks in this process, since the data path has no
+collectives; the second trains and evaluates in real ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import losses, run_dir, run_until, train_here
+from lockstep import world
+from lockstep.data.augment import CropFlip
+from lockstep.data.loader import Loader, Resident, Streaming
+from lockstep.data.mix import Mix
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.rng import permutation
+from lockstep.data.sources import Digits, Fake
+from lockstep.evaluate import evaluate
+from lockstep.launcher.spawn import Spawn
+from lockstep.models import DigitNet
+from lockstep.plan import Plan
+from lockstep.precision import FP64
+from lockstep.rundir import RunDir
+from lockstep.telemetry.samples import fingerprints
+from lockstep.world import World
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker:UserWarning"),  # a machine of two cores
+]
+
+# Six steps an epoch, the last of three examples; fourteen cross into the third epoch.
+PLAN = Plan(examples=103, batch=20, total_steps=14, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+LOADERS = [Resident(), *(Streaming(workers=workers) for workers in (0, 1, 3))]
+MIXES = {"plain": None, "mixed": Mix(classes=10, mixup=0.4, cutmix=1.0)}
+Log = list[tuple[int, int, int, int]]
+
+
+def sequence(ranks: int, kind: Any, mix: Mix | None, parts: int, after: int = 0) -> Log:
+    """(step, epoch, index, hash of the pixels) of every example behind a step, in global order."""
+    split = Digits().train()
+    pipeline = Pipeline.of(
+        Digits(), CropFlip(), device=torch.device("cpu"), dtype=torch.float32, channels_last=False, seed=3, mix=mix
+    )
+    log: Log = []
+    for rank in range(ranks):
+        here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
+        feed = kind.feed(split, here, once=True)
+        loader = Loader(
+            world=here,
+            plan=PLAN,
+            seed=3,
+            eval_batch=8,
+            train_labels=split.labels,
+            eval_labels=split.labels,
+            train_feed=feed,
+            eval_feed=feed,
+            partners=mix is not None,
+        )
+        for shard in loader.train(after=after):
+            for micro, _ in shard.micro_batches(parts):
+                hashes = fingerprints(pipeline.train(micro)[0]).tolist()
+                examples = zip(micro.indices.tolist(), hashes, strict=False)
+                log += [(micro.step, micro.epoch, index, seen) for index, seen in examples]
+    return sorted(log, key=lambda line: line[0])  # stable: within a step, the ranks in order
+
+
+@pytest.fixture(scope="module", params=MIXES)
+def mix(request: pytest.FixtureRequest) -> Mix | None:
+    return MIXES[request.param]
+
+
+@pytest.fixture(scope="module")
+def reference(mix: Mix | None) -> Log:
+    """One rank, nothing in parallel, one micro-batch."""
+    return sequence(1, Resident(), mix, 1)
+
+
+@pytest.mark.parametrize("kind", LOADERS, ids=repr)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_loader_workers_and_micro_batches_do_not_change_the_data(
+    reference: Log, mix: Mix | None, ranks: int, kind: Any
+) -> None:
+    # Workers are slow to start: they are tried with one number of micro-batches each.
+    for parts in (1, 4) if kind in LOADERS[:2] else (kind.workers,):
+        assert sequence(ranks, kind, mix, parts) == reference
+
+
+def test_going_on_with_fewer_ranks_goes_on_with_the_same_sequence(reference: Log, mix: Mix | None) -> None:
+    first = [line for line in sequence(4, Resident(), mix, 1) if line[0] <= 4]
+    then = [line for line in sequence(2, Streaming(workers=1), mix, 4, after=4) if line[0] <= 9]
+    assert first + then + sequence(1, Resident(), mix, 3, after=9) == reference
+
+
+def test_an_epoch_of_the_sequence_has_each_sample_once_in_the_order_of_its_permutation(reference: Log) -> None:
+    for epoch in (0, 1):
+        assert [index for _, of, index, _ in reference if of == epoch] == permutation(3, epoch, 103).tolist()
+    assert len({(epoch, index, seen) for _, epoch, index, seen in reference}) == len(reference)
+
+
+# Real ranks. Four micro-batches in all, dropout, mixing, and a last batch of two examples.
+COMMON = (
+    "batch=60",
+    "steps=28",
+    "precision=fp64",
+    "model.dropout=0.3",
+    "optimizer=sgd",
+    "train.mixup=0.4",
+    "train.cutmix=1",
+    "train.label_smoothing=0.1",
+    "telemetry.samples=true",
+    "checkpoint.every=5",
+)
+PIECES = {2: 2, 4: 1}
+SIZES = [(1, 1), (1, 256), (7, 1), (7, 3), (1003, 50), (1003, 256)]
+
+
+def scores(here: World, n: int, block: int) -> dict[str, float]:
+    """A fixed network's scores on `n` examples."""
+    source = Fake(examples=4 * n, classes=10, channels=1, size=8)
+    train, held_out = source.train(), source.eval()
+    torch.manual_seed(0)
+    return dict(
+        evaluate(
+            DigitNet().build(10, (1, 8, 8)).double(),
+            loader=Loader(
+                world=here,
+                plan=PLAN,
+                seed=0,
+                eval_batch=block,
+                train_labels=train.labels,
+                eval_labels=held_out.labels,
+                train_feed=Resident().feed(train, here, once=True),
+                eval_feed=Resident().feed(held_out, here, once=False),
+            ),
+            pipeline=Pipeline.of(
+                source, CropFlip(), device=here.device, dtype=torch.float64, channels_last=False, seed=0
+            ),
+            precision=FP64(),
+            world=here,
+        )
+    )
+
+
+def exit_as_rank(folder: Path) -> None:
+    """What a rank does: its part of the runs that are listed, then every evaluation."""
+    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as here:
+        for path, stop_at in json.loads((folder / "cases.json").read_text()):
+            run_until(here, RunDir(Path(path)), stop_at)
+        found = [scores(here, n, block) for n, block in SIZES]
+        (folder / f"scores{here.rank}.json").write_text(json.dumps(found))
+    sys.exit(0)
+
+
+def ranks_do(root: Path, ranks: int, cases: dict[Path, int | None]) -> list[list[dict[str, float]]]:
+    """Train the runs, each to where it is asked to stop, and evaluate; the scores of each rank."""
+    folder = root / f"gang{ranks}"
+    folder.mkdir()
+    for path in cases:
+        micro = f"train.micro_batches={PIECES[ranks]}"
+        run_dir(path, f"launcher.ranks={ranks}", "launcher.threads=1", "strategy=ddp", *COMMON, micro)
+    (folder / "cases.json").write_text(json.dumps([(str(path), stop_at) for path, stop_at in cases.items()]))
+    Spawn(ranks=ranks, threads=1).run(exit_as_rank, RunDir.at(folder))
+    return [json.loads((folder / f"scores{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def samples(path: Path) -> list[tuple[int, ...]]:
+    """What the ranks of a run have logged, in global order."""
+    files = sorted((path / "logs").glob("rank*.samples.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [tuple(line[key] for key in ("step", "epoch", "index", "hash")) for line in sorted(lines, key=by_step)]
+
+
+def by_step(line: dict[str, int]) -> int:
+    return line["step"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs on 1, 2 and 4 ranks, one that goes from 4 to 2 to 1, and the scores on each number of ranks."""
+    root = tmp_path_factory.mktemp("runs")
+    found = {4: ranks_do(root, 4, {root / "4": None, root / "resumed": 12})}
+    assert len((root / "resumed" / "logs" / "rank3.samples.jsonl").read_text().splitlines()) > 10 * 15
+    # As after a kill: the newest checkpoint is older than the last steps that were logged.
+    shutil.rmtree(max((root / "resumed" / "checkpoints").glob("step-*")))
+    found[2] = ranks_do(root, 2, {root / "2": None, root / "resumed": 9})
+    train_here(root / "resumed", *COMMON, "train.micro_batches=4")
+    train_here(root / "1", *COMMON, "train.micro_batches=4")
+    (root / "scores.json").write_text(json.dumps(found))
+    return root
+
+
+@pytest.mark.parametrize("run", ["2", "4", "resumed"])
+def test_the_logs_of_real_ranks_are_one_sequence(root: Path, run: str) -> None:
+    expected = samples(root / "1")
+    assert len(expected) == 1442 + 180
+    assert samples(root / run) == expected
+
+
+@pytest.mark.parametrize("run", ["2", "4", "resumed"])
+def test_even_dropout_is_the_same_where_the_pieces_are_as_many(root: Path, run: str) -> None:
+    assert losses(root / run) == pytest.approx(losses(root / "1"), rel=1e-12)
+
+
+# Three ranks are in test_equal_runs.py.
+@pytest.mark.parametrize("ranks", ["2", "4"])
+def test_evaluation_is_that_of_one_process_on_any_number_of_ranks(root: Path, ranks: str) -> None:
+    expected = [pytest.approx(scores(World.solo(), n, block), rel=1e-12) for n, block in SIZES]
+    for found in json.loads((root / "scores.json").read_text())[ranks]:
+        assert found == expected
