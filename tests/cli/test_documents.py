@@ -26,7 +26,7 @@ from helpers import ROOT, Done, built, command
 from lockstep.errors import BY_EXIT_CODE, LockstepError
 from lockstep.telemetry.sinks import LAYOUT
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/configuration.md", "docs/distributed.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/configuration.md", "docs/distributed.md", "docs/reliability.md")
 CI = (ROOT / ".ci" / "run").read_text()
 
 
@@ -86,6 +86,11 @@ def is_executable(text: str) -> None:
     assert os.access(ROOT / text, os.X_OK)
 
 
+def proves(text: str) -> None:
+    """The job that is to be proved builds."""
+    built(*text.split()[2:])
+
+
 Check = Callable[[str], None]
 ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py": (
@@ -110,6 +115,8 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
     "model.pretrained=true": ("downloads", composes),
+    "lockstep prove": ("runs for minutes; a short one is run", proves),
+    "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
     "experiment=cifar10_resnet34 batch=2048": ("needs two machines", composes),
 }

@@ -13,6 +13,7 @@ from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Auto, DataParallel, Single, Strict
 from lockstep.strategy.allreduce import HookedReplica
+from lockstep.strategy.ddp import CommHook
 from lockstep.strategy.strict import TreeReplica
 from lockstep.world import World
 
@@ -117,6 +118,11 @@ def test_batch_norm_that_makes_a_run_differ_is_said() -> None:
     assert Single().note(normed, world(1), plan()) == ""
     assert DDP(sync_batchnorm=False).note(plain, world(2), plan(2)) == ""
     assert Strict().note(plain, world(2), plan(2)) == ""
+
+
+def test_a_hook_with_a_state_of_its_own_is_said_to_break_resumes() -> None:
+    assert "a resume is not exact" in DDP(comm_hook=CommHook.powersgd).note(nn.Linear(2, 2), world(2), plan())
+    assert DDP(comm_hook=CommHook.bf16).note(nn.Linear(2, 2), world(2), plan()) == ""
 
 
 def test_dp_says_what_holds_it_back() -> None:

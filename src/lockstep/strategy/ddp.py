@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.strategy.base import Distributed
+from lockstep.world import World
 
 
 class CommHook(enum.Enum):
@@ -92,6 +93,11 @@ class DDP(Distributed):
         if self.comm_hook in hooks:
             state, hook = hooks[self.comm_hook]
             replica.register_comm_hook(state, hook)
+
+    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+        if self.comm_hook is CommHook.powersgd:
+            return "strategy.comm_hook=powersgd keeps what no checkpoint has: a resume is not exact"
+        return super().note(model, world, plan)
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(replica, DistributedDataParallel):

@@ -1,0 +1,87 @@
+"""`lockstep prove`: what it runs, what it lets pass, and what it refuses. A whole one runs with the documents."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import Done
+from lockstep.cli.prove import Case, Outcome, cases, compare
+
+LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
+REFERENCE = Outcome(
+    losses=[2.0, 1.0],
+    weights={"a": torch.tensor([4.0, -1.0], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)},
+    samples=[(0, 1, 5, 77), (0, 1, 3, 78), (0, 2, 4, 79), (1, 3, 5, 80)],
+)
+
+
+def prove(*arguments: str, cwd: Path) -> Done:
+    command = [str(Path(sys.executable).parent / "lockstep"), "prove", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def nudged(by: float) -> dict[str, torch.Tensor]:
+    return {"a": REFERENCE.weights["a"] + torch.tensor([0.0, by]), "b": REFERENCE.weights["b"]}
+
+
+def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -> None:
+    found = Outcome([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
+    row, passed = compare(LOOSE, found, REFERENCE)
+    assert passed
+    assert row == ["1.0e-14", "2.5e-13", "4 same"]
+    assert compare(EXACT, REFERENCE, REFERENCE) == (["same", "same bits", "4 same"], True)
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, 1.0 + 1e-11])),
+        (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, float("nan")])),
+        (LOOSE, dataclasses.replace(REFERENCE, weights=nudged(1e-9))),
+        (EXACT, dataclasses.replace(REFERENCE, weights=nudged(1e-15))),
+        (LOOSE, dataclasses.replace(REFERENCE, samples=REFERENCE.samples[1:])),
+        (LOOSE, dataclasses.replace(REFERENCE, samples=[*REFERENCE.samples, REFERENCE.samples[0]])),
+        (LOOSE, dataclasses.replace(REFERENCE, samples=[(0, 1, 5, 76), *REFERENCE.samples[1:]])),
+        (LOOSE, dataclasses.replace(REFERENCE, samples=[(0, 2, 5, 77), *REFERENCE.samples[1:]])),
+    ],
+)
+def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, found: Outcome) -> None:
+    assert not compare(case, found, REFERENCE)[1]
+
+
+def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> None:
+    planned = cases([2, 3, 4], normed=False)
+    names = [case.name for case in planned]
+    assert all(case.reference in names[: number + 1] for number, case in enumerate(planned))
+    assert {f"{strategy} {size}" for strategy in ("ddp", "allreduce", "allreduce_hooks") for size in (2, 3, 4)} < set(
+        names
+    )
+    assert {"single", "dp", "strict 1", "strict 2", "strict 4"} < set(names)
+    assert [case.name for case in planned if case.killed] == [f"ddp {size} killed" for size in (2, 3, 4)]
+    for case in planned:
+        options = dict(each.split("=") for each in case.overrides)
+        if "train.micro_batches" in options:
+            assert int(options["train.micro_batches"]) * int(options["launcher.ranks"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["batch=8"], "batch is 8, expected at least 12"),
+        (["--ranks", "5"], "--ranks is '5', expected some of 1, 2, 3 and 4"),
+        (["--steps", "1"], "--steps is 1, expected 2 or more"),
+        (["model=resnet51"], "model=resnet51"),
+    ],
+)
+def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    done = prove(*arguments, cwd=tmp_path)
+    assert done.code == 2
+    assert sentence in done.err
+    assert "Traceback" not in done.err
