@@ -8,15 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import Case, records, run_dir, run_until
+from helpers import Case, records, run_dir, run_until, train_here
 from lockstep import checkpoint, log, world
-from lockstep.errors import LockstepError
+from lockstep.data.loader import Shard
+from lockstep.data.sources import Digits
+from lockstep.errors import LockstepError, NumericalError
 from lockstep.launcher.spawn import Spawn
+from lockstep.precision import BF16
 from lockstep.rundir import RunDir
 from lockstep.trainer import Trainer
 
@@ -130,6 +134,39 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_dir(case.path, "launcher.ranks=3", "launcher.threads=1", *case.overrides)
     Spawn(ranks=3, threads=1).run(entry, RunDir.at(folder))
     return folder
+
+
+@pytest.mark.parametrize(("bad", "tolerated"), [(1, True), (4, False)])
+def test_steps_that_a_loss_scaler_skips_are_no_fault_until_it_has_nothing_left_to_halve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int, tolerated: bool
+) -> None:
+    # A scaler on the CPU, which fp16 itself is refused on: it halves from 4.
+    scaled = torch.amp.GradScaler("cpu", init_scale=4.0)
+    monkeypatch.setattr(BF16, "scaler", lambda self, device: scaled)
+    whole = Trainer.step
+
+    def step(self: Trainer, shard: Shard) -> dict[str, Any]:
+        factor = float("nan") if AT <= shard.step < AT + bad else 1.0
+        self.pipeline.scale.mul_(factor)
+        result = whole(self, shard)
+        self.pipeline.scale.copy_(1 / (255 * torch.tensor(Digits.std).view(1, -1, 1, 1)))
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step)
+    job = ("batch=100", "steps=20", "precision=bf16", "optimizer=sgd", "telemetry.interval=5")
+    if tolerated:
+        run = train_here(tmp_path / "run", *job)
+        assert last_is_finite(run.path)
+        assert [line["loss/train"] is None for line in records(run) if "loss/train" in line] == [
+            False,
+            True,
+            False,
+            False,
+        ]
+        assert scaled.get_scale() == 2.0
+    else:
+        with pytest.raises(NumericalError, match="first at step 8"):
+            train_here(tmp_path / "run", *job)
 
 
 def words(folder: Path, name: str) -> list[tuple[int, str]]:

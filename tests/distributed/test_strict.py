@@ -6,8 +6,9 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import torch
 
-from helpers import Case, gang, losses, train_here
+from helpers import Case, gang, losses, train_here, weights
 from lockstep import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,8 @@ STRICT = (*COMMON, DROPOUT, "repro=strict")
 # Not in bfloat16: on CPUs with AMX, torch 2.15 computes the weight gradient of a strided convolution over a 1x1 map
 # from memory that was never written.
 NORMED = (*COMMON, "repro=strict", "model=resnet10t", "dataset.input_size=16", "steps=3", "precision=fp32")
+# Twelve micro-batches on any ranks, so that dropout is the same.
+EXACT = (*COMMON, DROPOUT, "precision=fp64", "strategy=ddp")
 DDP = (*COMMON, DROPOUT, "strategy=ddp")
 
 
@@ -49,14 +52,29 @@ def fingerprint(run: Path) -> str:
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Strict runs on 1, 2 and 4 ranks, and one that was stopped on four and on two and ended on one."""
+    """Strict runs on 1, 2 and 4 ranks, and one that was stopped on four and on two and ended on one.
+
+    Beside them an exact one in float64 that goes on from one to three.
+    """
     root = tmp_path_factory.mktemp("strict")
-    moved = root / "moved"
-    gang(root / "gang4", 4, [Case(root / "4", STRICT), Case(root / "bn4", NORMED), Case(moved, STRICT, stop_at=2)])
-    gang(root / "gang2", 2, [Case(root / "2", STRICT), Case(root / "bn2", NORMED), Case(moved, STRICT, stop_at=2)])
+    moved, exact = root / "moved", root / "exact moved"
+
+    def on(ranks: int) -> list[Case]:
+        rest = [
+            Case(moved, STRICT, stop_at=2),
+            Case(exact, (*EXACT, f"train.micro_batches={12 // ranks}"), stop_at=2),
+        ]
+        return [Case(root / f"{ranks}", STRICT), Case(root / f"bn{ranks}", NORMED), *rest]
+
+    gang(root / "gang4", 4, on(4))
+    gang(root / "gang2", 2, on(2))
     train_here(moved, *STRICT)
+    train_here(exact, *EXACT, "strategy=single", "train.micro_batches=12", stop_at=1)
+    gang(root / "gang3", 3, [Case(exact, (*EXACT, "train.micro_batches=4"))])
     return {
         "moved": moved,
+        "exact moved": exact,
+        "exact": train_here(root / "exact", *EXACT, "strategy=single", "train.micro_batches=12").path,
         **{str(ranks): root / str(ranks) for ranks in (2, 4)},
         **{f"bn{ranks}": root / f"bn{ranks}" for ranks in (2, 4)},
         "1": train_here(root / "1", *STRICT).path,
@@ -80,6 +98,17 @@ def test_strict_is_another_order_of_sums_than_exact(strict: dict[str, Path], tmp
     exact = train_here(tmp_path / "exact", *COMMON, DROPOUT, "train.micro_batches=4").path
     assert fingerprint(exact) != fingerprint(strict["1"])
     assert losses(exact)[0] == pytest.approx(losses(strict["1"])[0], rel=1e-6)
+
+
+def test_an_exact_run_goes_on_from_four_ranks_to_two_one_and_three_to_summation_order(
+    strict: dict[str, Path],
+) -> None:
+    pairs = list(zip(losses(strict["exact moved"]), losses(strict["exact"]), strict=True))
+    assert len(pairs) == 6
+    assert max(abs(a - b) / b for a, b in pairs) < 1e-12
+    expected = weights(strict["exact"])
+    for name, tensor in weights(strict["exact moved"]).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
