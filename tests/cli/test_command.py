@@ -33,7 +33,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("epoch=3", "Did you mean 'epochs'?"),
+        ("epoch=3", "Did you mean 'epochs'"),
         ("modle=resnet18", "Did you mean 'model'?"),
         ("epochs=abc", "epochs is 'abc', expected a whole number: epochs=10"),
         ("epochs", "'epochs' cannot be read, expected KEY=VALUE"),

@@ -19,8 +19,8 @@ class Stragglers:
     rank waits for another one, and in backward all do. (With synchronised batch norm they meet in the forward pass
     already; then only what comes before it, the data, can be told.) It is the host's time.
 
-    A rank is slow if, in the median over `STEPS` steps, it is busy longer than the others by `SHARE` of a whole
-    step and by `FLOOR_S` seconds. It is named once.
+    A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the others in the median, by `SHARE` of
+    a whole step and by `FLOOR_S` seconds. It is named once.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class Stragglers:
             return ""
         times = [median(each) for each in zip(*(said for _, said in self.heard), strict=True)]
         slow = times.index(max(times))
-        excess = times[slow] - median(times[:slow] + times[slow + 1 :])
+        excess = sorted(said[slow] - median(said[:slow] + said[slow + 1 :]) for _, said in self.heard)
         whole = median(each for each, _ in self.heard)
-        if slow in self.named or excess < max(FLOOR_S, SHARE * whole):
+        if slow in self.named or excess[1] < max(FLOOR_S, SHARE * whole):
             return ""
         self.named.add(slow)
         return (
-            f"rank {slow} is slow: at each step the others wait {1000 * excess:.0f} of {1000 * whole:.0f} ms for it; "
-            "look at what else runs on its cores, and at its data"
+            f"rank {slow} is slow: at each step the others wait {1000 * median(excess):.0f} of {1000 * whole:.0f} ms "
+            "for it; look at what else runs on its cores, and at its data"
         )
