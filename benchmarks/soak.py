@@ -1,0 +1,357 @@
+"""Kills jobs again and again, at random moments, and shows that nothing is lost: the run that was killed is the run.
+
+    python benchmarks/soak.py --kills 100 --json soak.json
+
+For each number of ranks a small real job (dropout, averaged weights, bfloat16, loader workers, checkpoints every ten
+steps) is trained to its end once. Then the same command is started again and again in one folder, and its processes
+are all killed with SIGKILL after a random time, so that kills fall into imports, start-up, training, saving and
+evaluation alike. A run that comes to its end is compared with the first, to the last bit: the newest checkpoint, all
+logged figures (those of speed have other values), and that each figure of each step is in each file exactly once.
+Then the next one begins in a new folder, until all kills are spent. Linux. Exits with 1 if there was any difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+from torch import Tensor
+
+from lockstep import checkpoint
+from lockstep.errors import InputError
+from lockstep.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+JOB = (
+    "name=soak",
+    "device=cpu",
+    "batch=100",
+    "model.dropout=0.3",
+    "optimizer=sgd",
+    "train.ema=0.9",
+    "precision=bf16",
+    "loader=streaming",
+    "loader.workers=2",
+    "checkpoint.every=10",
+    "telemetry.interval=5",
+    "telemetry.tensorboard=true",
+    "launcher.threads=1",
+)
+MARK = "LOCKSTEP_SOAK_RUN"  # in the environment of every process of a job
+SOONEST_S = 1.0
+ENOUGH = 10  # differences on one number of ranks, behind which it is given up
+GONE_S = 10.0  # in which the last process of a job has to be gone
+# Figures of speed: they have the steps of the other run, and values of their own.
+TIMED = ("perf/", "img_per_s", "data_wait_pct")
+
+console = Console(highlight=False)
+
+
+@dataclass
+class Tally:
+    """What became of the runs on one number of ranks; `resumes` are the starts in a folder where a job was killed."""
+
+    ranks: int
+    seconds: float = 0.0
+    runs: int = 0
+    kills: Counter[str] = field(default_factory=Counter)
+    resumes: Counter[str] = field(default_factory=Counter)
+    hash_equal: int = 0
+    losses_equal: int = 0
+    files_whole: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a finished run left: a hash of its newest checkpoint, and for each file its figures by (tag, step)."""
+
+    fingerprint: str
+    weights: str
+    status: str
+    figures: dict[str, list[tuple[str, int, object]]]
+
+    @classmethod
+    def of(cls, run: RunDir) -> Record:
+        found = checkpoint.newest_good(run.checkpoints)
+        assert found is not None, f"{run.path} has no checkpoint"
+        loaded = checkpoint.load(found)
+        parts = (loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])
+        digest = hashlib.sha256()
+        for part in leaves(parts):
+            digest.update(part)
+        return cls(
+            fingerprint=digest.hexdigest(),
+            weights=hashlib.sha256(run.weights.read_bytes()).hexdigest(),
+            status=run.read_summary()["status"],
+            figures={
+                "metrics.jsonl": list(from_lines(run.metrics)),
+                "metrics.csv": list(from_table(run.table)),
+                "TensorBoard": list(from_events(run.path)),
+            },
+        )
+
+    def losses(self) -> list[tuple[str, int, object]]:
+        return [each for each in self.figures["metrics.jsonl"] if each[0].startswith("loss/")]
+
+    def differences(self, other: Record) -> Iterator[str]:
+        """What in the files is not as in those of `other`."""
+        if self.status != "completed":
+            yield f"summary.json says {self.status}"
+        if self.weights != other.weights:
+            yield "model.safetensors differs"
+        for name, figures in self.figures.items():
+            times = Counter((tag, step) for tag, step, _ in figures)
+            expected = Counter((tag, step) for tag, step, _ in other.figures[name])
+            if several := [each for each, count in times.items() if count > 1]:
+                yield f"{name} has {len(several)} figures more than once, such as {several[0]}"
+            if odd := times.keys() ^ expected.keys():
+                yield f"{name} misses, or has besides, {len(odd)} figures, such as {min(odd)}"
+            if changed := set(untimed(figures)) ^ set(untimed(other.figures[name])):
+                yield f"{name} has {len(changed)} other values, such as {min(changed, key=repr)}"
+
+
+def leaves(value: Any) -> Iterator[bytes]:
+    """All that a tree of tensors and plain values is made of, in one order."""
+    if isinstance(value, Tensor):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield repr(key).encode()
+            yield from leaves(value[key])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield repr(value).encode()
+
+
+def untimed(figures: list[tuple[str, int, object]]) -> Iterator[tuple[str, int, object]]:
+    return (each for each in figures if not each[0].startswith(TIMED))
+
+
+def from_lines(path: Path) -> Iterator[tuple[str, int, object]]:
+    for line in map(json.loads, path.read_text().splitlines()):
+        yield from ((tag, line["step"], value) for tag, value in line.items() if tag not in ("step", "time"))
+
+
+def from_table(path: Path) -> Iterator[tuple[str, int, object]]:
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            yield from ((tag, int(row["step"]), value) for tag, value in row.items())
+
+
+def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
+    """Every record of the raw files: what TensorBoard itself would hide counts too."""
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in map(Event.FromString, RawEventFileLoader(str(path)).Load()):
+            yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+
+
+def processes(folder: Path) -> list[int]:
+    """The living processes of the job at `folder`: ranks have sessions of their own under torch elastic."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:  # it ended just now, or is someone else's
+            continue
+        if f"{MARK}={folder}".encode() in environment and alive:
+            found.append(int(entry.name))
+    return found
+
+
+def shared_memory() -> set[str]:
+    """The files in shared memory that no process has: those of other jobs on this machine are theirs."""
+    held = ""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            held += (entry / "maps").read_text()
+            held += "".join(str(each.readlink()) + "\n" for each in (entry / "fd").iterdir())
+        except OSError:
+            continue
+    return {each.name for each in Path("/dev/shm").glob("*") if str(each) not in held}
+
+
+def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """SIGKILL for every process of a job, at once."""
+    everyone = processes(folder)
+    os.killpg(process.pid, signal.SIGKILL)
+    for pid in everyone:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait()
+
+
+def start(folder: Path, ranks: int, steps: int) -> subprocess.Popen[bytes]:
+    """The command of a user; what it prints is added to a file beside the folder."""
+    overrides = [*JOB, f"steps={steps}", f"launcher.ranks={ranks}", f"strategy={'ddp' if ranks > 1 else 'single'}"]
+    with folder.with_suffix(".out").open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_WAIT_POLICY": "passive", MARK: str(folder)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def moment(run: RunDir, started: float) -> str:
+    """What a job that was started at `started`, and killed, was doing."""
+    if not run.metrics.exists() or run.metrics.stat().st_mtime < started:
+        return "starting"
+    return "saving" if any(run.checkpoints.glob(".*.tmp")) else "training"
+
+
+def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Random) -> None:
+    """Train on `tally.ranks` once, and then as often as it takes to be killed `kills` times."""
+    reference = RunDir(root / f"{tally.ranks}-reference")
+    began = time.monotonic()
+    if failed := start(reference.path, tally.ranks, steps).wait():
+        tally.faults.append(f"the run that nobody killed ended with exit code {failed}")
+        return
+    tally.seconds = time.monotonic() - began
+    expected = Record.of(reference)
+    litter = shared_memory()
+    while tally.kills.total() < kills and len(tally.faults) < ENOUGH:
+        tally.runs += 1
+        run = RunDir(root / f"{tally.ranks}-{tally.runs}")
+        while (code := attempt(tally, run, kills, steps, chance)) is None:
+            pass
+        if code:
+            tally.faults.append(
+                f"run {run.path.name}: ended with exit code {code}, see {run.path.with_suffix('.out')}"
+            )
+            continue
+        compare(tally, run, expected)
+        console.print(f"{tally.ranks} ranks, run {tally.runs} at its end, killed {tally.kills.total()} times so far")
+    if left := shared_memory() - litter:
+        tally.faults.append(f"/dev/shm has {', '.join(sorted(left))} behind the jobs")
+
+
+def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Random) -> int | None:
+    """Start a run, or go on with it; its exit code, or None if it was killed on its way."""
+    found = checkpoint.candidates(run.checkpoints)
+    if run.path.exists():
+        tally.resumes["from a checkpoint" if found else "from scratch"] += 1
+        tally.faults += [f"{each}: {reason}" for each in found if (reason := checkpoint.damage(each))]
+    over = bool(found) and checkpoint.read_facts(found[0])["progress"]["step"] == steps
+    started = time.time()
+    process = start(run.path, tally.ranks, steps)
+    patience = chance.uniform(SOONEST_S, max(SOONEST_S, tally.seconds)) if tally.kills.total() < kills else None
+    try:
+        code: int | None = process.wait(patience)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        if process.returncode is None:
+            kill(process, run.path)
+    until = time.monotonic() + GONE_S
+    while processes(run.path) and time.monotonic() < until:
+        time.sleep(0.02)
+    if left := processes(run.path):
+        tally.faults.append(f"run {run.path.name}: {len(left)} processes outlived it")
+    if code is None:
+        tally.kills[moment(run, started)] += 1
+    # A job that was killed on its way out is told that nothing is left to do.
+    return 0 if over and code == InputError.exit_code else code
+
+
+def compare(tally: Tally, run: RunDir, expected: Record) -> None:
+    """Count in what a run that came to its end is equal to the one that nobody killed."""
+    found = Record.of(run)
+    same_state = found.fingerprint == expected.fingerprint
+    different = list(found.differences(expected))
+    tally.hash_equal += same_state
+    tally.losses_equal += found.losses() == expected.losses()
+    tally.files_whole += not different
+    different += [] if same_state else ["the newest checkpoint is another"]
+    tally.faults += [f"run {run.path.name}: {each}" for each in different]
+
+
+def show(tallies: list[Tally]) -> None:
+    """The table of all numbers of ranks."""
+    table = Table(
+        "ranks",
+        "kills",
+        "at start",
+        "training",
+        "in a save",
+        "resumed",
+        "from scratch",
+        "runs",
+        "hash",
+        "losses",
+        "files",
+    )
+    for each in tallies:
+        ends = (f"{count}/{each.runs}" for count in (each.hash_equal, each.losses_equal, each.files_whole))
+        moments = (str(each.kills[name]) for name in ("starting", "training", "saving"))
+        resumed = (str(each.resumes[name]) for name in ("from a checkpoint", "from scratch"))
+        table.add_row(str(each.ranks), str(each.kills.total()), *moments, *resumed, str(each.runs), *ends)
+    console.print(table)
+    console.print(
+        "resumed: from a checkpoint, at the starts behind a kill. hash, losses, files: runs equal to the one that "
+        "nobody killed. No process outlived its job, and shared memory is as before, where nothing else is said."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="over all numbers of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=240, help="of each run")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    console.print(f"seed {arguments.seed}, torch {torch.__version__}, {os.cpu_count()} cores")
+    chance = random.Random(arguments.seed)
+    root = Path(tempfile.mkdtemp(prefix="lockstep-soak-"))
+    tallies = [Tally(ranks) for ranks in arguments.ranks]
+    parts = len(tallies)
+    for number, tally in enumerate(tallies):
+        kills = (number + 1) * arguments.kills // parts - number * arguments.kills // parts
+        soak(tally, root, kills=kills, steps=arguments.steps, chance=chance)
+        for fault in tally.faults:
+            console.print(f"{tally.ranks} ranks: {fault}", soft_wrap=True)
+    show(tallies)
+    if arguments.json:
+        facts = {"seed": arguments.seed, "steps": arguments.steps, "torch": torch.__version__}
+        machine = {"cores": os.cpu_count(), "machine": platform.processor() or platform.machine()}
+        arguments.json.write_text(
+            json.dumps({**facts, **machine, "ranks": list(map(asdict, tallies))}, indent=2) + "\n"
+        )
+    if any(tally.faults for tally in tallies):
+        console.print(f"not the same run: the folders are kept in {root}", soft_wrap=True)
+        sys.exit(1)
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
