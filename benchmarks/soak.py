@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ GONE_S = 10.0  # in which the last process of a job has to be gone
 # Figures of speed: they have the steps of the other run, and values of their own.
 TIMED = ("perf/", "img_per_s", "data_wait_pct")
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=110)
 
 
 @dataclass
@@ -186,14 +186,15 @@ def processes(folder: Path) -> list[int]:
 
 def shared_memory() -> set[str]:
     """The files in shared memory that no process has: those of other jobs on this machine are theirs."""
+    found = list(Path("/dev/shm").glob("*"))
     held = ""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             held += (entry / "maps").read_text()
-            held += "".join(str(each.readlink()) + "\n" for each in (entry / "fd").iterdir())
-        except OSError:
+            held += "".join(f"{each.readlink()}\n" for each in (entry / "fd").iterdir())
+        except OSError:  # it ended just now, or is someone else's
             continue
-    return {each.name for each in Path("/dev/shm").glob("*") if str(each) not in held}
+    return {each.name for each in found if str(each) not in held and each.exists()}
 
 
 def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -251,7 +252,10 @@ def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Ran
             continue
         compare(tally, run, expected)
         console.print(f"{tally.ranks} ranks, run {tally.runs} at its end, killed {tally.kills.total()} times so far")
-    if left := shared_memory() - litter:
+    until = time.monotonic() + GONE_S
+    while (left := shared_memory() - litter) and time.monotonic() < until:
+        time.sleep(0.5)  # of other jobs, which have just ended
+    if left:
         tally.faults.append(f"/dev/shm has {', '.join(sorted(left))} behind the jobs")
 
 
@@ -345,7 +349,7 @@ def main() -> None:
         facts = {"seed": arguments.seed, "steps": arguments.steps, "torch": torch.__version__}
         machine = {"cores": os.cpu_count(), "machine": platform.processor() or platform.machine()}
         arguments.json.write_text(
-            json.dumps({**facts, **machine, "ranks": list(map(asdict, tallies))}, indent=2) + "\n"
+            json.dumps({**facts, **machine, "ranks": list(map(vars, tallies))}, indent=2) + "\n"
         )
     if any(tally.faults for tally in tallies):
         console.print(f"not the same run: the folders are kept in {root}", soft_wrap=True)
