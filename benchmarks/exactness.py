@@ -1,0 +1,303 @@
+"""What exactness costs: each part of the promise against the same work without it, in turns, on this machine.
+
+    python benchmarks/exactness.py --json exactness.json
+
+Augmentation: random numbers that are derived from each sample's key, against the same arithmetic on numbers of a
+plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
+against torch's DistributedSampler and BatchSampler. Save: how long training stands still for one, against
+`torch.save` and fsync in line. Strict: the real command on one and two ranks. Besides training: the vote and the
+watchdog's sign of life of each step, and the comparison of the replicas at each log point, on two ranks. Figures are
+medians; CPU, one thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import timm
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
+from torchvision.transforms import v2
+
+from lockstep.checkpoint import Checkpointer
+from lockstep.data import augment
+from lockstep.data.augment import CropFlip, RandomResizedCrop
+from lockstep.data.order import batches
+from lockstep.data.rng import sample_keys, uniform
+from lockstep.health import check_replicas
+from lockstep.launcher.spawn import Spawn
+from lockstep.plan import Plan
+from lockstep.rundir import RunDir
+from lockstep.watchdog import watched
+from lockstep.world import Vote, World, join
+
+ROOT = Path(__file__).parent.parent
+BATCH = 256
+STEP_S = 0.005  # of other work between two votes
+LOG_INTERVAL = 20  # telemetry.interval, as it is by default: the replicas are compared at log points
+
+console = Console(highlight=False, width=110)
+Figures = dict[str, float]
+Rows = dict[str, Figures]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """The seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
+    """The median of what each case measures: called in turns, so that what else runs here slows all alike."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, measure in cases.items():
+            found[name].append(measure())
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def scaled(figures: Figures, factor: float) -> Figures:
+    return {name: factor * each for name, each in figures.items()}
+
+
+def augmentation() -> Rows:
+    """Microseconds per sample of a batch; first of five random numbers for each alone."""
+    generator = torch.Generator()
+
+    def drawn(keys: Tensor, _: int) -> Tensor:
+        return torch.rand(len(keys), generator=generator)
+
+    def keyed_alone() -> None:
+        keys = sample_keys(0, 0, torch.arange(BATCH))
+        for n in range(5):
+            uniform(keys, n)
+
+    def plain_alone() -> None:
+        keys = torch.empty(BATCH)
+        for n in range(5):
+            drawn(keys, n)
+
+    def keyed(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
+        height, width = images.shape[2:]
+        transform.apply(images, sample_keys(0, 0, torch.arange(BATCH)), (height, width))
+
+    def plain(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
+        height, width = images.shape[2:]
+        with mock.patch.object(augment, "uniform", drawn):
+            transform.apply(images, torch.empty(BATCH), (height, width))
+
+    def per_sample(transform: nn.Module, images: Tensor) -> None:
+        torch.stack([transform(image) for image in images])
+
+    alone = {"plain": partial(timed, plain_alone), "keyed": partial(timed, keyed_alone)}
+    rows = {"numbers alone": scaled(in_turns(alone, 200), 1e6 / BATCH)}
+    for size, repeats in ((32, 20), (224, 5)):
+        images = torch.randint(0, 256, (BATCH, 3, size, size), dtype=torch.uint8)
+        flip = v2.RandomHorizontalFlip()
+        pairs: list[tuple[CropFlip | RandomResizedCrop, nn.Module]] = [
+            (CropFlip(), v2.Compose([v2.RandomCrop(size, padding=4), flip])),
+            (RandomResizedCrop(), v2.Compose([v2.ToDtype(torch.float32), v2.RandomResizedCrop(size), flip])),
+        ]
+        for ours, theirs in pairs:
+            cases = {
+                "plain": partial(timed, partial(plain, ours, images)),
+                "keyed": partial(timed, partial(keyed, ours, images)),
+                "torchvision": partial(timed, partial(per_sample, theirs, images)),
+            }
+            rows[f"{type(ours).__name__} {size} px"] = scaled(in_turns(cases, repeats), 1e6 / BATCH)
+    return rows
+
+
+def order() -> Rows:
+    """Milliseconds for one rank's part of an epoch, the second of two."""
+
+    def theirs(examples: int) -> None:
+        dataset = TensorDataset(torch.empty(examples))
+        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=2, rank=1)
+        for each in BatchSampler(sampler, BATCH // 2, drop_last=False):
+            torch.tensor(each)
+
+    def ours(examples: int) -> None:
+        steps = -(-examples // BATCH)
+        every = {"log_every": steps, "eval_every": steps, "save_every": steps}
+        plan = Plan(examples=examples, batch=BATCH, total_steps=steps, micro_batches=1, **every)
+        for _ in batches(plan, 0, rank=1, ranks=2, after=0):
+            pass
+
+    rows = {}
+    for examples in (50_000, 1_281_167):
+        cases = {
+            "DistributedSampler": partial(timed, partial(theirs, examples)),
+            "lockstep": partial(timed, partial(ours, examples)),
+        }
+        rows[f"{examples:,} examples"] = scaled(in_turns(cases, 3), 1000)
+    return rows
+
+
+def strict(repeats: int) -> Rows:
+    """Milliseconds per step of the real command, as its own log has them, without the first window."""
+
+    def step_ms(*overrides: str) -> float:
+        common = ("dataset=fake", "dataset.size=32", "dataset.classes=10", "model=resnet18", "batch=32", "steps=8")
+        quiet = ("telemetry.tensorboard=false", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
+        with tempfile.TemporaryDirectory() as folder:
+            words = [*common, *quiet, *overrides, "launcher.threads=1", "telemetry.interval=2"]
+            subprocess.run(
+                [sys.executable, "train.py", *words, f"hydra.run.dir={folder}/run", f"output_root={folder}"],
+                cwd=ROOT,
+                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+            lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
+            return statistics.median([line["perf/step_ms"] for line in lines if "perf/step_ms" in line][1:])
+
+    rows = {}
+    for ranks in (1, 2):
+        on = f"launcher.ranks={ranks}"
+        cases = {
+            "exact": partial(step_ms, on),
+            "exact, as many micro-batches": partial(step_ms, on, f"train.micro_batches={4 // ranks}"),
+            "strict": partial(step_ms, on, "repro=strict"),
+        }
+        rows[f"{ranks} rank{'s' * (ranks > 1)}"] = in_turns(cases, repeats)
+    return rows
+
+
+def saving() -> Rows:
+    """Milliseconds of one save of a resnet50d with Adam, 300 MB."""
+    model = timm.create_model("resnet50d")
+    optimizer = torch.optim.Adam(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def in_line() -> None:
+            with Path(folder, "plain.pt").open("wb") as file:
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        # With one to keep, each save but the first reads its files back before the one before it goes.
+        keeper = Checkpointer(run_dir=RunDir.at(Path(folder, "run")), identity={}, keep=1, keep_best=0, writes=True)
+        written: list[float] = []
+
+        def stopped() -> float:
+            progress = {"step": len(written) + 1, "score": None, "best": None, "best_step": 0, "window": None}
+            began = time.perf_counter()
+            keeper.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
+            stop = time.perf_counter() - began
+            keeper.wait()
+            written.append(time.perf_counter() - began)
+            return stop
+
+        found = in_turns({"torch.save, fsync": partial(timed, in_line), "lockstep, stands still": stopped}, 5)
+        keeper.close()
+    found["lockstep, on disk and read back"] = statistics.median(written)
+    return {"resnet50d, Adam": scaled(found, 1000)}
+
+
+def each_step() -> Rows:
+    """Microseconds on one of two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        Spawn(ranks=2, threads=1).run(rank_entry, RunDir.at(Path(folder)))
+        return {"2 ranks": json.loads(Path(folder, "step.json").read_text())}
+
+
+def rank_entry(folder: Path) -> None:
+    """What a rank of `each_step` does; the first one leaves the figures."""
+    with (
+        join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
+        Path(folder, f"{world.rank}.stacks").open("w") as stacks,
+        watched(world, timeout=60, file=stacks, leave_word=lambda *_: None) as alive,
+    ):
+        model = timm.create_model("resnet50d")
+        figures = scaled(step_costs(world, model, alive), 1e6)
+        if world.is_main:
+            Path(folder, "step.json").write_text(json.dumps(figures))
+
+
+def step_costs(world: World, model: nn.Module, alive: Callable[[], None]) -> Figures:
+    """Seconds of what a step, or a log point, has besides training."""
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(0.5)
+    vote = Vote(world)
+
+    def voted() -> float:
+        time.sleep(STEP_S)  # the sum of the step before goes on meanwhile
+        return timed(lambda: vote(False, False, busy=STEP_S))
+
+    def lived() -> float:
+        calls = 10_000
+        began = time.perf_counter()
+        for _ in range(calls):
+            alive()
+        return (time.perf_counter() - began) / calls
+
+    def compared() -> float:
+        world.barrier()
+        return timed(lambda: check_replicas(model, world, 1))
+
+    found = in_turns({"vote": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
+    vote.close()
+    found["check_replicas, per step"] = found["check_replicas, 25.6 M"] / LOG_INTERVAL
+    return found
+
+
+def exit_as_rank(folder: Path) -> None:
+    """How the spawn launcher calls a rank."""
+    rank_entry(folder)
+    sys.exit(0)
+
+
+def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
+    """A table of the figures, with their ratios to the first of their row."""
+    columns = dict.fromkeys(name for figures in rows.values() for name in figures)
+    table = Table("", *columns, title=title, title_justify="left")
+    for name, figures in rows.items():
+        first = next(iter(figures.values()))
+        table.add_row(name, *(f"{each:,.3g}" + f"  {each / first:.2f}x" * ratios for each in figures.values()))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="of the runs of the real command")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    console.print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    tables = {}
+    for title, measure in (
+        ("augmentation, us per sample", augmentation),
+        ("order of an epoch, ms", order),
+        ("a save, ms", saving),
+        ("strict, ms per step of resnet18 at 32 px, batch 32", partial(strict, arguments.repeats)),
+        ("besides training, us", each_step),
+    ):
+        tables[title] = measure()
+        show(title, tables[title], ratios=measure is not each_step)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"torch": torch.__version__, **tables}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
