@@ -74,5 +74,5 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     """` Did you mean 'a', 'b'?` for the options closest to `word`, shown behind `prefix`; or an empty string."""
-    close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.6)
+    close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.65)
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""

@@ -98,7 +98,7 @@ class FileSplit:
 
         path = self.paths[index]
         try:
-            image = _read_rgb(path)
+            image = _read_rgb(path, self.size)
         except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
             # torchvision puts the place in its C++ sources before its reason.
             reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
@@ -109,8 +109,11 @@ class FileSplit:
         return image
 
 
-def _read_rgb(path: Path) -> Tensor:
-    """The first frame of an image file, (3, H, W), of 8 or 16 bits. A header that asks for too much is refused."""
+def _read_rgb(path: Path, size: int) -> Tensor:
+    """The first frame of an image file, (3, H, W), of 8 or 16 bits. A header that asks for too much is refused.
+
+    `size` is what the shorter side will be resized to.
+    """
     import numpy as np
     from PIL import Image
     from torchvision.io import ImageReadMode, decode_image
@@ -118,8 +121,13 @@ def _read_rgb(path: Path) -> Tensor:
 
     Image.MAX_IMAGE_PIXELS = None  # it would warn and raise at numbers of its own
     with Image.open(path, formats=TORCHVISION + PILLOW) as image:
-        if image.width * image.height > PIXELS:
-            raise ValueError(f"its header says {image.width}x{image.height} pixels, expected at most {PIXELS}")
+        # Also once its shorter side has been resized: a strip of one pixel would become a field.
+        short, long = sorted(image.size)
+        if short * long > PIXELS or short == 0 or long / short * size * size > PIXELS:
+            raise ValueError(
+                f"its header says {image.width}x{image.height}, expected at most {PIXELS} pixels, also with its "
+                f"shorter side resized to {size}"
+            )
         if image.format not in PILLOW:
             return decode_image(str(path), mode=ImageReadMode.RGB)
         if image.mode.startswith("I;16"):  # whose own conversion to RGB clips at 255
