@@ -81,7 +81,7 @@ class Job:
 
     epochs: int = 20
     steps: int | None = None
-    batch: int = 64
+    batch: int | str = 64
     seed: int = 0
     repro: str = "exact"
     device: str = "auto"

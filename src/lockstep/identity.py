@@ -33,7 +33,7 @@ def plan_of(job: Job, examples: int) -> Plan:
     """The plan of a job over a training split of so many examples."""
     return make_plan(
         examples=examples,
-        batch=job.batch,
+        batch=int(job.batch),
         epochs=job.epochs,
         total_steps=job.steps,
         # `auto` is known only when a rank has tried what fits.

@@ -35,7 +35,7 @@ def micro_batches_that_fit(job: Job, world: World, *, least: int = 1) -> int | N
 
     None if not even single examples do. Local: the ranks may come to different numbers.
     """
-    shard = math.ceil(job.batch / world.size)
+    shard = math.ceil(int(job.batch) / world.size)
     micro_batches = least
     while True:
         examples = math.ceil(shard / micro_batches)
@@ -71,7 +71,7 @@ def explain(error: BaseException, job: Job, world: World, step: int) -> Lockstep
         return LockstepError(f"out of memory in the evaluation behind step {step - 1}; use train.eval_batch={fewer}")
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     now = job.train.micro_batches
-    examples = math.ceil(job.batch / world.size / now)
+    examples = math.ceil(int(job.batch) / world.size / now)
     fitting = micro_batches_that_fit(job, world, least=2 * now) if examples > 1 else None
     advice = (
         f"train.micro_batches={fitting} fits and leaves the global batch as it is; train.micro_batches=auto "

@@ -45,7 +45,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         if not any(each.startswith("name=") for each in invocation.overrides):
             job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
         overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
-    resolved = resolve(job, sweep=invocation.sweep)
+    resolved = resolve(_fitting(job, overrides), sweep=invocation.sweep)
     built = config.build_all(resolved)
     _check(built)
     _check_run(built, folder)
@@ -70,6 +70,21 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     )
 
 
+def _fitting(job: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """`batch=auto` in other words: the global batch that the job has without it, cut so that it fits.
+
+    The batch is part of what a run is, so it is never chosen by what a machine has room for.
+    """
+    if job["batch"] != "auto":
+        return job
+    if job["train"]["micro_batches"] not in (1, "auto"):
+        raise InputError(
+            f"batch=auto chooses train.micro_batches, which is {job['train']['micro_batches']}; leave one of them out"
+        )
+    own = config.to_dict(config.recompose([each for each in overrides if each != "batch=auto"], ()))["batch"]
+    return {**job, "batch": own, "train": {**job["train"], "micro_batches": "auto"}}
+
+
 def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
     """A plain config with device, ranks, strategy, launcher and paths decided.
 
@@ -77,6 +92,8 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
         InputError: the machine does not have what was asked for.
     """
     built = config.build_all(job)
+    if not isinstance(built.batch, int):
+        raise InputError(f"batch is {built.batch!r}, expected auto or a whole number: batch=64")
     device = _device(built.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     launcher, strategy = built.launcher, _strategy(built)

@@ -87,6 +87,7 @@ RANGES = [
     ("seed=-1", "seed is -1, expected a number from 0"),
     ("seed=9999999999999999999999", "seed is 9999999999999999999999, expected a number from 0"),
     ("batch=0", "batch is 0, expected at least 1"),
+    ("batch=abc", "batch is 'abc', expected auto or a whole number: batch=64"),
     ("batch=2000", "batch is 2000, but the training split has 1442 examples; use batch=1442 or less"),
     (
         "train.micro_batches=65",

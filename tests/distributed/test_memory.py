@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, built, losses, train_here
+from helpers import ROOT, built, losses, train, train_here
 from lockstep import memory
 from lockstep.world import World
 
@@ -78,6 +78,26 @@ def test_auto_changes_nothing_where_all_fits(tmp_path: Path) -> None:
     assert losses(train_here(tmp_path / "auto", *job, "train.micro_batches=auto")) == losses(
         train_here(tmp_path / "plain", *job)
     )
+
+
+def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_path: Path) -> None:
+    done = train(
+        "experiment=mnist_tutorial",
+        "dataset=fake",
+        "dataset.size=28",
+        "dataset.channels=1",
+        "batch=auto",
+        "steps=1",
+        "dataset.examples=2000",
+        f"output_root={tmp_path}",
+    )
+    assert done.code == 0, done.err
+    (config,) = tmp_path.glob("*/config.yaml")
+    assert "\nbatch: 64\n" in config.read_text()
+    assert "  micro_batches: 1\n" in config.read_text()
+    both = train("batch=auto", "train.micro_batches=2", f"output_root={tmp_path / 'none'}")
+    assert both.code == 2
+    assert "batch=auto chooses train.micro_batches, which is 2; leave one of them out" in both.err
 
 
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:

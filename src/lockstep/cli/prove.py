@@ -146,7 +146,7 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
 def _examined(overrides: list[str], steps: int) -> tuple[bool, list[str]]:
     """Whether the model has batch norm, and the overrides that every run has behind the user's."""
     job = config.build_all(config.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
-    if job.batch < MICRO_BATCHES:
+    if not isinstance(job.batch, int) or job.batch < MICRO_BATCHES:
         raise InputError(f"batch is {job.batch}, expected at least {MICRO_BATCHES} to cut it for 1 to 4 ranks alike")
     with torch.random.fork_rng(devices=[]):
         normed = has_batchnorm(job.model.build(job.dataset.classes, job.dataset.input_shape))
