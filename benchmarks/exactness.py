@@ -106,7 +106,7 @@ def augmentation() -> Rows:
 
     alone = {"plain": partial(timed, plain_alone), "keyed": partial(timed, keyed_alone)}
     rows = {"numbers alone": scaled(in_turns(alone, 200), 1e6 / BATCH)}
-    for size, repeats in ((32, 20), (224, 5)):
+    for size, repeats in ((32, 20), (224, 3)):
         images = torch.randint(0, 256, (BATCH, 3, size, size), dtype=torch.uint8)
         flip = v2.RandomHorizontalFlip()
         pairs: list[tuple[CropFlip | RandomResizedCrop, nn.Module]] = [
