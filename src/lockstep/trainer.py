@@ -71,7 +71,7 @@ class Trainer:
             NumericalError: a loss is not finite.
         """
         vote = Vote(self.world)
-        self.telemetry.stragglers.watch(self.replica)
+        self.telemetry.time_forward(self.replica)
         for shard in self.telemetry.watch(self.loader.train(after=self.progress.step)):
             scalars = self.step(shard)
             step = self.progress.step = shard.step

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.plan import Plan
 from lockstep.protocols import MicroBatch, Sink, Stepped
@@ -182,6 +182,11 @@ class Telemetry:
         started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
+
+    def time_forward(self, replica: nn.Module) -> None:
+        """Time the forward passes, where other ranks may wait for them. (A compiled model is better off without.)"""
+        if self.world.size > 1:
+            self.stragglers.watch(replica)
 
     def heard(self, busy: list[float]) -> None:
         """Take the time that each rank was busy in a step, and say which one the others wait for."""
