@@ -271,6 +271,16 @@ class Checkpointer:
     pending: Future[None] | None = None
     failure: str = ""
 
+    def mend(self, best_step: int) -> None:
+        """Export the best weights of a run that was killed after it had saved them and before they were exported."""
+        best = self.run_dir.checkpoints / f"step-{best_step:08d}"
+        if not self.writes or damage(best):
+            return
+        digests, exported = _manifest(best), self.run_dir.weights
+        if not exported.exists() or _sha256(exported) != digests.get(EMA, digests[MODEL]):
+            write_atomic(self.run_dir.checkpoints / BEST, best.name)
+            self._export(best)
+
     def overdue(self) -> bool:
         """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
         if self.pending is not None and self.pending.done():

@@ -68,6 +68,7 @@ def run(
         every_s=plan.save_every_s,
     )
     progress, origin = _restore(job, network, checkpointer)
+    checkpointer.mend(progress.best_step)
 
     if world.is_main:
         note = job.strategy.note(network.model, world, plan)
@@ -274,7 +275,7 @@ def _observers(
     if world.is_main:
         files = [
             sinks.JsonLines(run_dir.metrics, progress.step),
-            sinks.Table(run_dir.table, plan, progress.step),
+            sinks.Table(run_dir.table, plan, progress.step, sinks.last_figures(run_dir.metrics)),
         ]
         if job.telemetry.tensorboard:
             board = [sinks.TensorBoard(run_dir.path, progress.step, report.hyperparameters(job, world))]

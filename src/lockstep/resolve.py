@@ -255,7 +255,8 @@ def _check_run(job: Job, folder: Path | None) -> None:
     if found is not None:
         checkpoint.check_identity(identity(job, examples), found)
         step = checkpoint.read_facts(found)["progress"]["step"]
-        if step >= plan.total_steps:
+        ended = folder is None or RunDir(folder).read_summary().get("status") == "completed"
+        if step > plan.total_steps or (step == plan.total_steps and ended):
             longer = f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
             raise InputError(
                 f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "

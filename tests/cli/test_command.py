@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -162,6 +164,22 @@ def test_a_refused_resume_leaves_the_old_run_as_it_was(finished: Path, overrides
     words = overrides.replace("LATEST", str(finished / (finished / "latest").read_text().strip())).split()
     assert expected in sentence(train(f"output_root={finished}", "device=cpu", *words))
     assert tree(finished) == before
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_comes_to_its_end(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished / (finished / "latest").read_text().strip(), run)
+    summary = json.loads((run / "summary.json").read_text())
+    left = {key: summary[key] for key in ("started", "step")} | {"status": "running"}
+    (run / "summary.json").write_text(json.dumps(left))
+    (run / "model.safetensors").unlink()
+    before = (run / "metrics.jsonl").read_text()
+    done = train(f"resume={run}", f"output_root={tmp_path}", "device=cpu")
+    assert done.code == 0, done.err
+    ended = json.loads((run / "summary.json").read_text())
+    assert [ended[key] for key in ("status", "step", "best")] == ["completed", 3, summary["best"]]
+    assert (run / "model.safetensors").is_file()
+    assert (run / "metrics.jsonl").read_text() == before
 
 
 def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Path) -> None:

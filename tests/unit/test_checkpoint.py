@@ -350,6 +350,25 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
     assert same(load_file(run.weights), averages[2])
 
 
+@pytest.mark.parametrize("left", ["nothing", "older"])
+def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str) -> None:
+    (best,) = saved(run, 4)
+    expected = run.weights.read_bytes()
+    (run.checkpoints / checkpoint.BEST).unlink()
+    if left == "older":
+        run.weights.write_bytes(b"older weights")
+    else:
+        run.weights.unlink()
+    writer(run, writes=False).mend(4)
+    assert run.weights.exists() is (left == "older")
+    writer(run).mend(4)
+    assert run.weights.read_bytes() == expected
+    assert (run.checkpoints / checkpoint.BEST).read_text() == best.name
+    run.weights.write_bytes(b"none")
+    writer(run).mend(0)
+    assert run.weights.read_bytes() == b"none", "step 0 is no best one"
+
+
 def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:
     made, target = parts(), writer(run)
     target.save(model=made.model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress=progress(1))

@@ -21,7 +21,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.errors import StorageError
 from lockstep.plan import Plan
-from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard
+from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, last_figures
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -30,6 +30,24 @@ FullDisk = Callable[[int], AbstractContextManager[None]]
 
 def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: Path) -> None:
+    lines, path = JsonLines(tmp_path / "metrics.jsonl", 0), tmp_path / "metrics.csv"
+    lines.write(5, {"loss/train": 0.7, "acc/train_top1": 60.0, "optim/lr": 0.2})
+    lines.write(10, {"loss/train": 0.5, "acc/train_top1": 75.0, "optim/lr": 0.1})
+    lines.close()
+    table = Table(path, PLAN, 12, last_figures(tmp_path / "metrics.jsonl"))
+    table.write(15, {"acc/val_top1": 90.0})
+    table.close()
+    (row,) = csv.DictReader(path.read_text().splitlines())
+    assert [row[key] for key in ("step", "train_loss", "train_top1", "lr", "val_top1")] == [
+        "15",
+        "0.5",
+        "75",
+        "0.1",
+        "90",
+    ]
 
 
 def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:

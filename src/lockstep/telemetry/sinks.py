@@ -121,6 +121,14 @@ COLUMNS = {
 }
 
 
+def last_figures(path: Path) -> dict[str, float]:
+    """The last value of each tag in a `metrics.jsonl`."""
+    figures: dict[str, float] = {}
+    for line in path.read_text().splitlines():
+        figures.update(json.loads(line))
+    return {tag: value for tag, value in figures.items() if value is not None}
+
+
 class Table:
     """`metrics.csv`: a row per evaluation, with the last figures of training beside it.
 
@@ -128,11 +136,12 @@ class Table:
         path: of the file.
         plan: of the run.
         after: the step that the run goes on from.
+        latest: the last figures before it, by tag (`last_figures`).
     """
 
-    def __init__(self, path: Path, plan: Plan, after: int) -> None:
+    def __init__(self, path: Path, plan: Plan, after: int, latest: Mapping[str, float] | None = None) -> None:
         self.path, self.plan = path, plan
-        self.latest: dict[str, float] = {}
+        self.latest = dict(latest or {})
         header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
         self.file = reopened(path, after, lambda line: line.partition(",")[0], header)
         self.writer = csv.writer(self.file, lineterminator="\n")
