@@ -60,9 +60,7 @@ def test_torchrun_says_a_mistake_once(tmp_path: Path) -> None:
     ("number", "overrides"),
     [
         (signal.SIGTERM, TWO),
-        (signal.SIGUSR1, TWO),
         (signal.SIGINT, (*TWO, "launcher=spawn")),
-        (signal.SIGTERM, ("launcher=inline",)),
         (signal.SIGUSR1, ("launcher=inline",)),
     ],
 )

@@ -113,7 +113,7 @@ def test_an_exact_run_goes_on_from_four_ranks_to_two_one_and_three_to_summation_
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_three_and_four_ranks_resume_to_the_bit(tmp_path: Path, ranks: int) -> None:
-    stops = (1, 2, 4, 5)
+    stops = (1, 4)
     first = [Case(tmp_path / f"stop{stop}", DDP, stop_at=stop) for stop in stops]
     gang(tmp_path / "first", ranks, [Case(tmp_path / "whole", DDP), *first])
     gang(tmp_path / "second", ranks, [Case(tmp_path / f"stop{stop}", DDP) for stop in stops])
