@@ -273,11 +273,16 @@ class Checkpointer:
 
     def mend(self, best_step: int) -> None:
         """Export the best weights of a run that was killed after it had saved them and before they were exported."""
-        best = self.run_dir.checkpoints / f"step-{best_step:08d}"
-        if not self.writes or damage(best):
+        best, exported = self.run_dir.checkpoints / f"step-{best_step:08d}", self.run_dir.weights
+        if not self.writes:
             return
-        digests, exported = _manifest(best), self.run_dir.weights
-        if not exported.exists() or _sha256(exported) != digests.get(EMA, digests[MODEL]):
+        try:
+            digests = _manifest(best)
+        except (OSError, ValueError, RecursionError):  # none, or damaged
+            return
+        # Mostly the weights are there, and the whole checkpoint need not be read once more to see it.
+        whole = exported.exists() and _sha256(exported) == digests.get(EMA, digests[MODEL])
+        if not whole and not damage(best):
             write_atomic(self.run_dir.checkpoints / BEST, best.name)
             self._export(best)
 
