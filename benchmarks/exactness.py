@@ -20,15 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import timm
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from torchvision.transforms import v2
@@ -44,35 +42,12 @@ from lockstep.plan import Plan
 from lockstep.rundir import RunDir
 from lockstep.watchdog import watched
 from lockstep.world import Vote, World, join
+from measure import Figures, Rows, in_turns, scaled, show, timed, write
 
 ROOT = Path(__file__).parent.parent
 BATCH = 256
 STEP_S = 0.005  # of other work between two votes
 LOG_INTERVAL = 20  # telemetry.interval, as it is by default: the replicas are compared at log points
-
-console = Console(highlight=False, width=110)
-Figures = dict[str, float]
-Rows = dict[str, Figures]
-
-
-def timed(call: Callable[[], object]) -> float:
-    """The seconds of one call."""
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
-    """The median of what each case measures: called in turns, so that what else runs here slows all alike."""
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(repeats):
-        for name, measure in cases.items():
-            found[name].append(measure())
-    return {name: statistics.median(each) for name, each in found.items()}
-
-
-def scaled(figures: Figures, factor: float) -> Figures:
-    return {name: factor * each for name, each in figures.items()}
 
 
 def augmentation() -> Rows:
@@ -269,24 +244,13 @@ def exit_as_rank(folder: Path) -> None:
     sys.exit(0)
 
 
-def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
-    """A table of the figures, with their ratios to the first of their row."""
-    columns = dict.fromkeys(name for figures in rows.values() for name in figures)
-    table = Table("", *columns, title=title, title_justify="left")
-    for name, figures in rows.items():
-        first = next(iter(figures.values()))
-        table.add_row(name, *(f"{each:,.3g}" + f"  {each / first:.2f}x" * ratios for each in figures.values()))
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="of the runs of the real command")
     parser.add_argument("--json", type=Path, help="where the figures go")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console.print(f"torch {torch.__version__}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    tables = {}
+    tables: dict[str, Rows] = {}
     for title, measure in (
         ("augmentation, us per sample", augmentation),
         ("order of an epoch, ms", order),
@@ -296,8 +260,7 @@ def main() -> None:
     ):
         tables[title] = measure()
         show(title, tables[title], ratios=measure is not each_step)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, **tables}, indent=2) + "\n")
+    write(arguments.json, tables)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,14 @@ from helpers import ROOT, Done, built, command
 from lockstep.errors import BY_EXIT_CODE, LockstepError
 from lockstep.telemetry.sinks import LAYOUT
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/configuration.md", "docs/distributed.md", "docs/reliability.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/configuration.md",
+    "docs/distributed.md",
+    "docs/performance.md",
+    "docs/reliability.md",
+)
 CI = (ROOT / ".ci" / "run").read_text()
 
 

@@ -1,0 +1,77 @@
+"""What the benchmarks share: taking turns, medians, tables and their JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+console = Console(highlight=False, width=118)
+Figures = dict[str, float]
+Rows = dict[str, Figures]
+
+
+def timed(call: Callable[[], object]) -> float:
+    """The seconds of one call."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
+    """The median of what each case measures: called in turns, so that what else runs here slows all alike."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, measure in cases.items():
+            found[name].append(measure())
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
+def scaled(figures: Figures, factor: float) -> Figures:
+    """The figures in another unit."""
+    return {name: factor * each for name, each in figures.items()}
+
+
+def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
+    """A table of the figures, with their ratios to the first of their row."""
+    columns = dict.fromkeys(name for figures in rows.values() for name in figures)
+    table = Table("", *columns, title=title, title_justify="left")
+    for name, figures in rows.items():
+        first = next(iter(figures.values()))
+        cells = (
+            "" if each is None else f"{each:,.3g}" + f"  {each / first:.2f}x" * ratios
+            for each in map(figures.get, columns)
+        )
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": gpu,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def write(path: Path | None, tables: Mapping[str, Rows], **facts: Any) -> None:
+    """Print the machine, and keep the tables as JSON where a path is given."""
+    about = machine()
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()))
+    if path is not None:
+        path.write_text(json.dumps({"machine": about, **facts, **tables}, indent=2) + "\n")
