@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import timm
 import torch
@@ -32,10 +31,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from torchvision.transforms import v2
 
 from lockstep.checkpoint import Checkpointer
-from lockstep.data import augment
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.order import batches
-from lockstep.data.rng import sample_keys, uniform
+from lockstep.data.rng import Draws
 from lockstep.health import check_replicas
 from lockstep.launcher.spawn import Spawn
 from lockstep.plan import Plan
@@ -54,27 +52,28 @@ def augmentation() -> Rows:
     """Microseconds per sample of a batch; first of five random numbers for each alone."""
     generator = torch.Generator()
 
-    def drawn(keys: Tensor, _: int) -> Tensor:
-        return torch.rand(len(keys), generator=generator)
+    class Drawn(Draws):
+        """Numbers of a plain generator."""
+
+        def uniform(self, n: int) -> Tensor:
+            return torch.rand(len(self.indices), generator=generator)
 
     def keyed_alone() -> None:
-        keys = sample_keys(0, 0, torch.arange(BATCH))
+        draws = Draws(0, 0, torch.arange(BATCH))
         for n in range(5):
-            uniform(keys, n)
+            draws.uniform(n)
 
     def plain_alone() -> None:
-        keys = torch.empty(BATCH)
         for n in range(5):
-            drawn(keys, n)
+            Drawn(0, 0, torch.arange(BATCH)).uniform(n)
 
     def keyed(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
         height, width = images.shape[2:]
-        transform.apply(images, sample_keys(0, 0, torch.arange(BATCH)), (height, width))
+        transform.apply(images, Draws(0, 0, torch.arange(BATCH)), (height, width))
 
     def plain(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
         height, width = images.shape[2:]
-        with mock.patch.object(augment, "uniform", drawn):
-            transform.apply(images, torch.empty(BATCH), (height, width))
+        transform.apply(images, Drawn(0, 0, torch.arange(BATCH)), (height, width))
 
     def per_sample(transform: nn.Module, images: Tensor) -> None:
         torch.stack([transform(image) for image in images])

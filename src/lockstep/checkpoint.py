@@ -131,12 +131,22 @@ def _is_progress(found: Mapping[str, Any]) -> bool:
 
 
 def _is_window(found: Any) -> bool:
-    """The same of the window that was open: the last log point, and three sums for each rank."""
+    """The same of the window that was open: the last log point, and what each rank has behind it."""
     match found:
         case None:
             return True
-        case {"flushed": int(flushed), "totals": [_, *_] as rows} if len(found) == 2 and flushed >= 0:
-            return all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) for row in rows)
+        case {"flushed": int(flushed), "trails": [_, *_] as trails} if len(found) == 2 and flushed >= 0:
+            return all(map(_is_trail, trails))
+    return False
+
+
+def _is_trail(found: Any) -> bool:
+    """The same of the micro-batches of a rank. A loss may be infinite where a scaler tolerates it."""
+    match found:
+        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(found) == 4:
+            whole = all(isinstance(each, int) for each in [*steps, *examples])
+            floats = all(isinstance(each, float) for each in losses)
+            return whole and floats and len(losses) == len(steps) == len(examples)
     return False
 
 

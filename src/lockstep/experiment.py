@@ -204,6 +204,7 @@ def _mix(job: Job) -> Mix | None:
 
 
 def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *, partners: bool) -> Loader:
+    pixels = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
     return Loader(
         world=world,
         plan=plan,
@@ -215,6 +216,7 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *
         train_feed=job.loader.feed(train, world, once=True),
         eval_feed=job.loader.feed(held_out, world, once=False),
         partners=partners,
+        stride=job.loader.stride(plan.batch // world.size, pixels),
         skip=train.skip,
     )
 

@@ -196,14 +196,24 @@ class Optimizer(Protocol):
     def build(self, model: nn.Module) -> torch.optim.Optimizer: ...
 
 
+class Draws(Protocol):
+    """The random numbers of a batch of examples, each float32 (b,) in [0, 1)."""
+
+    def uniform(self, n: int) -> Tensor:
+        """Number `n` of each example in this epoch."""
+
+    def lasting(self, n: int) -> Tensor:
+        """Number `n` of each example, the same in all epochs."""
+
+
 class Augment(Protocol):
     """Random changes of training images, a pure function of (seed, epoch, sample index)."""
 
-    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         """Change a batch.
 
         Args:
-            images: float (B, C, H, W) in 0..255.
-            keys: int64 (B,), one counter-based random key per sample (`lockstep.data.rng`).
+            images: uint8 (B, C, H, W).
+            draws: the random numbers of its examples.
             size: the (height, width) the model wants; an augmentation that resamples may go there at once.
         """

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoint import Checkpointer
 from lockstep.data.loader import Loader, Shard
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.rng import dropout_seed
+from lockstep.data.rng import dropout_seed, reseed
 from lockstep.errors import NumericalError, Stopped
 from lockstep.evaluate import evaluate
 from lockstep.health import REMEDIES, check_finite, check_replicas
@@ -72,7 +72,7 @@ class Trainer:
         """
         vote = Vote(self.world)
         self.telemetry.time_forward(self.replica)
-        for shard in self.telemetry.watch(self.loader.train(after=self.progress.step)):
+        for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
             scalars = self.step(shard)
             step = self.progress.step = shard.step
             self.alive()
@@ -102,9 +102,9 @@ class Trainer:
         # cut into shards and micro-batches.
         scale = self.strategy.divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
-            torch.manual_seed(dropout_seed(self.seed, micro.step, micro.number))
+            reseed(self.world.device, dropout_seed(self.seed, micro.step, micro.number))
             with self.strategy.accumulate(self.replica, last):
-                images, targets = self.pipeline.train(micro)
+                images, targets = self.pipeline.mixed(micro)
                 with self.precision.autocast(self.world.device):
                     logits = self.replica(images).to(self.precision.storage)
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)

@@ -57,6 +57,13 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank, by rank, on each of them. Pickled, as in `broadcast`."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

@@ -64,10 +64,11 @@ def sequence(ranks: int, kind: Any, mix: Mix | None, parts: int, after: int = 0)
             train_feed=feed,
             eval_feed=feed,
             partners=mix is not None,
+            stride=parts,
         )
-        for shard in loader.train(after=after):
+        for shard in pipeline.train(loader.train(after=after)):
             for micro, _ in shard.micro_batches(parts):
-                hashes = fingerprints(pipeline.train(micro)[0]).tolist()
+                hashes = fingerprints(pipeline.mixed(micro)[0]).tolist()
                 examples = zip(micro.indices.tolist(), hashes, strict=False)
                 log += [(micro.step, micro.epoch, index, seen) for index, seen in examples]
     return sorted(log, key=lambda line: line[0])  # stable: within a step, the ranks in order

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
-from lockstep.data.rng import sample_keys, uniform
+from lockstep.data.rng import Draws, uniform
 from lockstep.errors import InputError
 from lockstep.protocols import Augment
 
@@ -23,8 +23,13 @@ def images(n: int, *shape: int) -> Tensor:
     return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def keys(n: int) -> Tensor:
-    return sample_keys(3, 1, torch.arange(100, 100 + n))
+def draws(n: int) -> Draws:
+    return Draws(3, 1, torch.arange(100, 100 + n))
+
+
+def some(of: Draws, chosen: Tensor | slice) -> Draws:
+    """The draws of some of the examples."""
+    return Draws(of.seed, of.epoch, of.indices[chosen])
 
 
 @pytest.mark.parametrize("augment", ALL, ids=repr)
@@ -32,9 +37,9 @@ def keys(n: int) -> Tensor:
 def test_a_sample_is_changed_alike_in_a_batch_and_alone(
     augment: Augment, shape: tuple[int, ...], size: tuple[int, int]
 ) -> None:
-    batch, each = images(19, *shape), keys(19)
+    batch, each = images(19, *shape), draws(19)
     together = augment.apply(batch, each, size)
-    alone = [augment.apply(batch[at : at + 1], each[at : at + 1], size) for at in range(19)]
+    alone = [augment.apply(batch[at : at + 1], some(each, slice(at, at + 1)), size) for at in range(19)]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -44,16 +49,16 @@ def test_a_sample_is_changed_alike_in_any_batch_of_any_samples(
     augment: Augment, chosen: list[int], seed: int, epoch: int
 ) -> None:
     stored, indices = images(12, 2, 9, 11), torch.arange(12)
-    whole = augment.apply(stored, sample_keys(seed, epoch, indices), (7, 7))
+    whole = augment.apply(stored, Draws(seed, epoch, indices), (7, 7))
     batch = torch.tensor(chosen)
-    assert torch.equal(augment.apply(stored[batch], sample_keys(seed, epoch, batch), (7, 7)), whole[batch])
+    assert torch.equal(augment.apply(stored[batch], Draws(seed, epoch, batch), (7, 7)), whole[batch])
 
 
 @pytest.mark.parametrize("augment", ALL, ids=repr)
 def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
-    batch, each, turned = images(7, 3, 16, 16), keys(7), torch.arange(6, -1, -1)
+    batch, each, turned = images(7, 3, 16, 16), draws(7), torch.arange(6, -1, -1)
     straight = augment.apply(batch, each, (16, 16))
-    assert torch.equal(augment.apply(batch[turned], each[turned], (16, 16)), straight[turned])
+    assert torch.equal(augment.apply(batch[turned], some(each, turned), (16, 16)), straight[turned])
 
 
 def naive_crop_flip(image: Tensor, key: Tensor, pad: int, flip: float) -> Tensor:
@@ -67,8 +72,8 @@ def naive_crop_flip(image: Tensor, key: Tensor, pad: int, flip: float) -> Tensor
 @pytest.mark.parametrize(("pad", "flip"), [(4, 0.5), (1, 0.0), (0, 1.0), (9, 0.3)])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12)])
 def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[int, ...]) -> None:
-    batch, each = images(64, *shape), keys(64)
-    expected = [naive_crop_flip(image, key, pad, flip) for image, key in zip(batch, each, strict=True)]
+    batch, each = images(64, *shape), draws(64)
+    expected = [naive_crop_flip(image, key, pad, flip) for image, key in zip(batch, each.keys, strict=True)]
     assert torch.equal(CropFlip(pad=pad, flip=flip).apply(batch, each, (9, 9)), torch.stack(expected))
 
 
@@ -76,33 +81,33 @@ def test_crop_flip_reaches_every_shift_and_both_sides() -> None:
     # One bright pixel in the middle tells where each image went.
     image = torch.zeros(2000, 1, 9, 9, dtype=torch.uint8)
     image[:, :, 4, 4] = 1
-    seen = CropFlip(pad=2, flip=0.0).apply(image, keys(2000), (9, 9)).nonzero()[:, 2:]
+    seen = CropFlip(pad=2, flip=0.0).apply(image, draws(2000), (9, 9)).nonzero()[:, 2:]
     counts = torch.bincount((seen[:, 0] - 2) * 5 + seen[:, 1] - 2, minlength=25)
     assert bool((counts - 80).abs().max() < 45)
     row = torch.arange(9, dtype=torch.uint8).expand(2000, 1, 9, 9)
-    mirrored = CropFlip(pad=0, flip=0.25).apply(row, keys(2000), (9, 9))[:, 0, 0, 0] == 8
+    mirrored = CropFlip(pad=0, flip=0.25).apply(row, draws(2000), (9, 9))[:, 0, 0, 0] == 8
     assert mirrored.float().mean().item() == pytest.approx(0.25, abs=0.04)
 
 
 def test_crop_flip_without_pad_and_mirror_changes_nothing() -> None:
     batch = images(8, 3, 10, 10)
-    assert torch.equal(CropFlip(pad=0, flip=0.0).apply(batch, keys(8), (10, 10)), batch)
+    assert torch.equal(CropFlip(pad=0, flip=0.0).apply(batch, draws(8), (10, 10)), batch)
 
 
 def test_the_whole_box_of_a_resized_crop_is_the_image() -> None:
     batch = images(8, 3, 20, 20)
     whole = RandomResizedCrop(scale=[1.0, 1.0], ratio=[1.0, 1.0], flip=0.0)
-    torch.testing.assert_close(whole.apply(batch, keys(8), (20, 20)), batch.float(), atol=0.01, rtol=0)
+    torch.testing.assert_close(whole.apply(batch, draws(8), (20, 20)), batch.float(), atol=0.01, rtol=0)
 
 
 def test_a_certain_mirror_of_the_whole_box_is_the_mirror_image() -> None:
     batch = images(8, 3, 20, 20)
     mirror = RandomResizedCrop(scale=[1.0, 1.0], ratio=[1.0, 1.0], flip=1.0)
-    torch.testing.assert_close(mirror.apply(batch, keys(8), (20, 20)), batch.flip(-1).float(), atol=0.01, rtol=0)
+    torch.testing.assert_close(mirror.apply(batch, draws(8), (20, 20)), batch.flip(-1).float(), atol=0.01, rtol=0)
 
 
 def test_a_resized_crop_has_the_size_of_the_model_and_the_range_of_pixels() -> None:
-    made = RandomResizedCrop().apply(images(32, 3, 40, 40), keys(32), (24, 16))
+    made = RandomResizedCrop().apply(images(32, 3, 40, 40), draws(32), (24, 16))
     assert made.shape == (32, 3, 24, 16)
     assert 0 <= made.min() < made.max() <= 255
 
@@ -112,7 +117,7 @@ def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_f
     side = torch.arange(256.0)
     grid = torch.stack([side[None].expand(256, 256), side[:, None].expand(256, 256)]).to(torch.uint8)
     augment = RandomResizedCrop(scale=[0.2, 0.4], ratio=[0.8, 1.25], flip=0.0)
-    made = augment.apply(grid.expand(400, 2, 256, 256), keys(400), (32, 32))
+    made = augment.apply(grid.expand(400, 2, 256, 256), draws(400), (32, 32))
     extent = (made.amax((2, 3)) - made.amin((2, 3))) * 32 / 31 / 256
     width, height = extent[:, 0], extent[:, 1]
     area, ratio = width * height, width / height

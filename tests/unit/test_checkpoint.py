@@ -83,8 +83,11 @@ def writer(run: RunDir, **options: Any) -> Checkpointer:
     return Checkpointer(run_dir=run, **{"identity": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options})
 
 
+TRAIL = {"losses": [0.5], "steps": [1], "examples": [4], "hits": 3}
+
+
 def progress(step: int, best: bool = True, score: float | None = None) -> dict[str, Any]:
-    window = {"flushed": 0, "totals": [[0.5, 3.0, 4.0]]}
+    window = {"flushed": 0, "trails": [TRAIL]}
     return {"step": step, "best": 12.5, "best_step": step if best else 0, "score": score, "window": window}
 
 
@@ -582,10 +585,11 @@ def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_pat
         {"best_step": None},
         {"score": [1]},
         {"window": 3},
-        {"window": {"flushed": 0, "totals": []}},
-        {"window": {"flushed": 0, "totals": [[1, 2]]}},
-        {"window": {"flushed": 0, "totals": [[1, 2, "3"]]}},
-        {"window": {"flushed": "0", "totals": [[1, 2, 3]]}},
+        {"window": {"flushed": 0, "trails": []}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "steps": []}]}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "losses": ["0.5"]}]}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "more": 1}]}},
+        {"window": {"flushed": "0", "trails": [TRAIL]}},
         {"more": 1},
     ],
     ids=repr,

@@ -63,6 +63,11 @@ def loader(source: Source, kind: Any, where: World | None = None, *, partners: b
     )
 
 
+def shards(made: Loader, after: int = 0) -> Iterator[Shard]:
+    """What the loader gives, with the images as they are stored."""
+    return (shard for stride in made.train(after) for shard in stride.shards(stride.images))
+
+
 def equal(one: Shard, other: Shard) -> bool:
     """Whether two shards are the same in every field."""
     names = ("images", "labels", "known_labels", "indices")
@@ -80,8 +85,8 @@ def source(request: pytest.FixtureRequest, folder: Folder) -> Source:
 def test_streaming_gives_the_shards_of_resident(source: Source, workers: int, where: World) -> None:
     for after in (0, 5):
         pairs = zip(
-            loader(source, Resident(), where).train(after),
-            loader(source, Streaming(workers=workers), where).train(after),
+            shards(loader(source, Resident(), where), after),
+            shards(loader(source, Streaming(workers=workers), where), after),
             strict=True,
         )
         steps = [one.step for one, other in pairs if equal(one, other)]
@@ -99,7 +104,7 @@ def test_streaming_evaluates_the_blocks_of_resident_again_and_again(source: Sour
 
 def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> None:
     split = source.train()
-    for shard in loader(source, Resident()).train(after=0):
+    for shard in shards(loader(source, Resident())):
         assert torch.equal(shard.images, split.fetch(shard.indices.tolist()))
         assert torch.equal(shard.labels, split.labels[shard.indices])
         assert shard.images.dtype == torch.uint8
@@ -107,15 +112,15 @@ def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> N
 
 def test_the_last_batch_of_an_epoch_may_leave_a_rank_with_nothing() -> None:
     for kind in (Resident(), Streaming(workers=0)):
-        shards = list(loader(Digits(), kind, world(0, 3)).train(after=0))
-        assert [len(shard.labels) for shard in shards] == [5, 5, 5, 0, 5, 5, 5, 0, 5]
-        assert [shard.count for shard in shards] == [16, 16, 16, 2, 16, 16, 16, 2, 16]
-        assert shards[3].images.shape == (0, 1, 8, 8)
+        given = list(shards(loader(Digits(), kind, world(0, 3))))
+        assert [len(shard.labels) for shard in given] == [5, 5, 5, 0, 5, 5, 5, 0, 5]
+        assert [shard.count for shard in given] == [16, 16, 16, 2, 16, 16, 16, 2, 16]
+        assert given[3].images.shape == (0, 1, 8, 8)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_the_micro_batches_of_a_shard_are_the_shard(parts: int) -> None:
-    shard = next(loader(Digits(), Resident(), world(0, 3)).train(after=0))
+    shard = next(shards(loader(Digits(), Resident(), world(0, 3))))
     pieces = list(shard.micro_batches(parts))
     for name in ("images", "labels", "indices"):
         assert torch.equal(torch.cat([getattr(piece, name) for piece, _ in pieces]), getattr(shard, name))
@@ -149,7 +154,7 @@ def test_pieces_depend_on_ranks_times_micro_batches_alone(count: int, ranks: int
 def test_the_images_and_labels_of_partners_come_along(source: Source) -> None:
     split = source.train()
     for kind in (Resident(), Streaming(workers=0)):
-        for shard in loader(source, kind, world(1, 3), partners=True).train(after=0):
+        for shard in shards(loader(source, kind, world(1, 3), partners=True)):
             assert torch.equal(shard.images, split.fetch(shard.indices.tolist()))
             assert torch.equal(shard.known_labels, split.labels[shard.indices])
             assert len(shard.indices) == len(shard.labels) + 1
@@ -227,7 +232,7 @@ def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
     path = spoil(folder, tmp_path / "copy", "train/a/03.png", "train/b/00.png", "val/b/04.png")
     source = Folder(path=str(path), decode_size=8, skip=3)
     ours, whole = (loader(each, kind, partners=partners) for each in (source, folder))
-    for one, other in zip(ours.train(after=0), whole.train(after=0), strict=True):
+    for one, other in zip(shards(ours), shards(whole), strict=True):
         broken = torch.isin(one.indices, torch.tensor([3, 25]))
         assert torch.equal(one.known_labels, other.known_labels.masked_fill(broken, LEFT_OUT))
         assert torch.equal(one.images, other.images.masked_fill(broken[:, None, None, None], 0))

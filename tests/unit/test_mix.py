@@ -47,8 +47,7 @@ def plain_loop(mix: Mix, dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]
     batch = permutation(SEED, epoch, PLAN.examples)[start : start + PLAN.batch]
 
     def augmented(index: Tensor) -> Tensor:
-        image, label = split.images[index][None], split.labels[index][None]
-        return pipeline(None, dtype).train(Shard(step, epoch, image, label, index[None], 1, 0, 1))[0][0]
+        return pipeline(None, dtype).augmented(split.images[index][None], epoch, index[None])[0]
 
     images, targets = [], []
     for index, following in zip(batch, [*batch[1:], batch[0]], strict=True):
@@ -71,7 +70,7 @@ def plain_loop(mix: Mix, dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]
     return torch.stack(images), torch.stack(targets)
 
 
-def shards(ranks: int, loader: Resident | Streaming, rank: int) -> list[Shard]:
+def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) -> list[Shard]:
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
     feed = loader.feed(split, world, once=True)
@@ -85,8 +84,9 @@ def shards(ranks: int, loader: Resident | Streaming, rank: int) -> list[Shard]:
         train_feed=feed,
         eval_feed=feed,
         partners=True,
+        stride=3,
     )
-    return list(made.train(after=0))
+    return list(path.train(made.train(after=0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -99,25 +99,26 @@ def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(k
         *((ranks, parts, Resident()) for ranks in (1, 2, 3, 4) for parts in (1, 4)),
         (3, 4, Streaming(workers=0)),
     ]:
-        by_rank = [shards(ranks, loader, rank) for rank in range(ranks)]
+        by_rank = [shards(path, ranks, loader, rank) for rank in range(ranks)]
         for step, whole in enumerate(expected):
-            pieces = [path.train(micro) for each in by_rank for micro, _ in each[step].micro_batches(parts)]
+            pieces = [path.mixed(micro) for each in by_rank for micro, _ in each[step].micro_batches(parts)]
             for place in (0, 1):
                 assert all(piece[place].dtype == dtype for piece in pieces)
                 assert torch.equal(torch.cat([piece[place] for piece in pieces]), whole[place])
 
 
 def test_without_mixing_the_targets_are_the_labels() -> None:
-    shard = shards(1, Resident(), 0)[0]
-    assert torch.equal(pipeline(None).train(shard)[1], shard.labels)
+    shard = shards(pipeline(None), 1, Resident(), 0)[0]
+    assert torch.equal(pipeline(None).mixed(shard)[1], shard.labels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_piece_without_examples_has_a_loss_of_zero(kind: str) -> None:
-    last = shards(4, Resident(), 0)[2]
+    path = pipeline(mixing(kind))
+    last = shards(path, 4, Resident(), 0)[2]
     empty = [micro for micro, _ in last.micro_batches(4) if not len(micro.labels)]
     assert empty
-    images, targets = pipeline(mixing(kind)).train(empty[0])
+    images, targets = path.mixed(empty[0])
     logits = images.flatten(1) @ torch.ones(64, 10, requires_grad=True)
     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
     loss.backward()
@@ -168,8 +169,9 @@ def test_with_both_on_half_of_the_samples_take_each() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_weighted_sum_of_the_losses_of_both_labels(kind: str) -> None:
-    shard = shards(1, Resident(), 0)[0]
-    _, targets = pipeline(mixing(kind, label_smoothing=0.1), torch.float64).train(shard)
+    path = pipeline(mixing(kind, label_smoothing=0.1), torch.float64)
+    shard = shards(path, 1, Resident(), 0)[0]
+    _, targets = path.mixed(shard)
     logits = torch.randn(10, 10, dtype=torch.float64)
     own, following = (
         F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)

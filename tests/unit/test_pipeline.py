@@ -10,7 +10,6 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
 from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
-from lockstep.data.loader import Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.sources import CIFAR10, Digits, Fake, Folder
 
@@ -23,9 +22,8 @@ def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
 
 
 def train(made: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
-    """The images of a global batch in one piece, through the pipeline."""
-    labels, count = torch.zeros_like(indices), len(indices)
-    return made.train(Shard(1, epoch, images, labels, indices, count, number=0, pieces=1))[0]
+    """The images of a batch, as in training."""
+    return made.augmented(images, epoch, indices)
 
 
 def images(n: int, *shape: int) -> Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.plan import Plan
-from lockstep.telemetry import Telemetry, Window
+from lockstep.telemetry import OpenWindow, Telemetry, Window
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.world import World
@@ -65,7 +68,9 @@ class Step:
     indices: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
-def recorder(sink: Kept, *, step: int = 0, flops: float = 0.0, peak: float = 0.0) -> Telemetry:
+def recorder(
+    sink: Kept, *, step: int = 0, window: OpenWindow | None = None, flops: float = 0.0, peak: float = 0.0
+) -> Telemetry:
     return Telemetry(
         world=World.solo(),
         plan=PLAN,
@@ -73,6 +78,7 @@ def recorder(sink: Kept, *, step: int = 0, flops: float = 0.0, peak: float = 0.0
         display=Watched(),
         samples=NoSamples(),
         step=step,
+        window=window,
         flops=flops,
         peak=peak,
     )
@@ -126,10 +132,26 @@ def test_a_window_starts_behind_the_one_before() -> None:
 
 def test_a_million_small_losses_are_summed_without_loss() -> None:
     telemetry = recorder(Kept())
-    telemetry.totals += torch.tensor([2.0**24, 0, 1])
+    count(telemetry, [2.0**24], [True])
     for _ in range(100):
         count(telemetry, [0.01], [True])
-    assert float(telemetry.totals[0]) == pytest.approx(2.0**24 + 1, abs=1e-4)
+    assert telemetry.flush(101, {}).loss * 101 == pytest.approx(2.0**24 + 1, abs=1e-4)
+
+
+@given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=200), st.data())
+def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[float], data: st.DataObject) -> None:
+    at = data.draw(st.integers(1, len(losses) - 1))
+    whole, first = recorder(Kept()), recorder(Kept())
+    for loss in losses:
+        count(whole, [loss], [loss > 0, True])
+    for loss in losses[:at]:
+        count(first, [loss], [loss > 0, True])
+    then = recorder(Kept(), step=1, window=json.loads(json.dumps(first.open_window())))
+    for loss in losses[at:]:
+        count(then, [loss], [loss > 0, True])
+    expected, found = whole.flush(2, {}), then.flush(2, {})
+    assert (found.first, found.loss, found.top1) == (expected.first, expected.loss, expected.top1)
+    assert found.examples == expected.examples - 2 * at
 
 
 def test_waiting_for_data_is_measured_and_pauses_are_left_out() -> None:

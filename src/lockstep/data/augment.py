@@ -1,7 +1,7 @@
 """Augmentations, each for a whole batch at once on its device.
 
-What happens to a sample is decided by its key alone (`lockstep.data.rng`), so ranks, workers, batch sizes and
-resumes cannot change it. They take uint8 and give uint8 or float in 0..255, of the size they please.
+What happens to a sample is decided by its own random numbers (`lockstep.data.rng`), so ranks, workers, batch sizes
+and resumes cannot change it. They take uint8 and give uint8 or float in 0..255, of the size they please.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.rng import uniform
+from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 
 
@@ -20,7 +20,7 @@ from lockstep.errors import InputError
 class Nothing:
     """Images as they are."""
 
-    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         return images
 
 
@@ -43,12 +43,12 @@ class CropFlip:
             raise InputError(f"augment.pad is {self.pad}, expected 0 or more")
         _check_probability("flip", self.flip)
 
-    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         height, width = images.shape[-2:]
         padded = F.pad(images, [self.pad] * 4)
-        top = (uniform(keys, 0) * (2 * self.pad + 1)).long()
-        left = (uniform(keys, 1) * (2 * self.pad + 1)).long()
-        mirrored = (uniform(keys, 2) < self.flip)[:, None]
+        top = (draws.uniform(0) * (2 * self.pad + 1)).long()
+        left = (draws.uniform(1) * (2 * self.pad + 1)).long()
+        mirrored = (draws.uniform(2) < self.flip)[:, None]
         x = torch.arange(width, device=images.device)[None]
         columns = left[:, None] + torch.where(mirrored, width - 1 - x, x)
         rows = top[:, None] + torch.arange(height, device=images.device)[None]
@@ -82,16 +82,16 @@ class RandomResizedCrop:
             raise InputError(f"augment.scale is {self.scale}, expected shares of the image: at most 1")
         _check_probability("flip", self.flip)
 
-    def apply(self, images: Tensor, keys: Tensor, size: tuple[int, int]) -> Tensor:
-        area = self.scale[0] + uniform(keys, 0) * (self.scale[1] - self.scale[0])
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+        area = self.scale[0] + draws.uniform(0) * (self.scale[1] - self.scale[0])
         low, high = torch.tensor(self.ratio).log().tolist()
-        ratio = torch.exp(low + uniform(keys, 1) * (high - low))
+        ratio = torch.exp(low + draws.uniform(1) * (high - low))
         # In units of the image: its centre is 0 and its edges are at -1 and 1, as grid_sample has it.
         width = (area * ratio).sqrt().clamp(max=1.0)
         height = (area / ratio).sqrt().clamp(max=1.0)
-        x = (2 * uniform(keys, 2) - 1) * (1 - width)
-        y = (2 * uniform(keys, 3) - 1) * (1 - height)
-        mirror = torch.where(uniform(keys, 4) < self.flip, -1.0, 1.0)
+        x = (2 * draws.uniform(2) - 1) * (1 - width)
+        y = (2 * draws.uniform(3) - 1) * (1 - height)
+        mirror = torch.where(draws.uniform(4) < self.flip, -1.0, 1.0)
         zero = torch.zeros_like(x)
         theta = torch.stack([torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1)
         grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import log
-from lockstep.data.order import Batch, batches, blocks, share
+from lockstep.data.order import Batch, batches, blocks, share, strides
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.plan import Plan
@@ -30,6 +31,8 @@ from lockstep.world import World
 
 GB = 1e9
 DECODE_CHUNK = 256
+# Of the images that are gathered and augmented together: as float32 4 MB, which a core's cache nearly holds.
+STRIDE_PIXELS = 2**20
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
 LEFT_OUT = -100
 
@@ -38,8 +41,8 @@ LEFT_OUT = -100
 class Shard:
     """Piece `number` of the `pieces` that a global batch of `count` examples is cut into, on the device.
 
-    `images` are uint8 (b, C, H, W), `indices` and `known_labels` int64 (b,). Where samples are mixed, the three
-    of a piece that is not empty hold one more: the partner of its last example.
+    `images` (b, C, H, W) are as stored (uint8) or as the model takes them, `indices` and `known_labels` int64 (b,).
+    Where samples are mixed, the three of a piece that is not empty hold one more: the partner of its last example.
     """
 
     step: int
@@ -51,10 +54,11 @@ class Shard:
     number: int
     pieces: int
 
-    @property
+    @cached_property
     def labels(self) -> Tensor:
         """The labels of the piece's own examples."""
-        return self.known_labels[: self._place.stop - self._place.start]
+        own = self._place.stop - self._place.start
+        return self.known_labels if own == len(self.known_labels) else self.known_labels[:own]
 
     @property
     def _place(self) -> slice:
@@ -65,6 +69,9 @@ class Shard:
 
         The global batch is what is cut: two ranks with two pieces each have the four pieces of one rank.
         """
+        if parts == 1:
+            yield self, True
+            return
         partner = len(self.indices) - len(self.labels)
         for part in range(parts):
             piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
@@ -72,6 +79,33 @@ class Shard:
             cut = slice(start, stop + partner if start < stop else stop)
             tensors = {name: getattr(self, name)[cut] for name in ("images", "known_labels", "indices")}
             yield replace(piece, **tensors), part == parts - 1
+
+
+@dataclass(frozen=True)
+class Stride:
+    """A rank's shards of consecutive steps of one epoch, read together: for small batches a call costs more than
+    its pixels.
+
+    `images` are uint8 (n, C, H, W), `known_labels` and `indices` int64 (n,), on the device, step after step.
+    """
+
+    batches: list[Batch]
+    images: Tensor
+    known_labels: Tensor
+    indices: Tensor
+    rank: int
+    ranks: int
+
+    @property
+    def epoch(self) -> int:
+        return self.batches[0].epoch
+
+    def shards(self, images: Tensor) -> Iterator[Shard]:
+        """The shard of each step, with its part of `images` (n, ...): what was made of the stored ones."""
+        sizes = [len(batch.indices) for batch in self.batches]
+        cuts = (tensor.split(sizes) for tensor in (images, self.known_labels, self.indices))
+        for batch, seen, labels, indices in zip(self.batches, *cuts, strict=True):
+            yield Shard(batch.step, batch.epoch, seen, labels, indices, batch.count, self.rank, self.ranks)
 
 
 # The broken images among those that were read (blank there), by their indices.
@@ -88,6 +122,7 @@ class Loader:
         eval_batch: images per block of the evaluation split.
         train_labels, eval_labels: int64 (N,) on the device; those of broken images are overwritten.
         partners: whether a shard brings the partner of its last example along.
+        stride: the most steps whose shards are read together.
         skip: the most broken images that are left out.
     """
 
@@ -100,43 +135,36 @@ class Loader:
     train_feed: Feed
     eval_feed: Feed
     partners: bool = False
+    stride: int = 1
     skip: int = 0
     met: set[tuple[bool, int]] = field(default_factory=set)
 
-    def train(self, after: int) -> Iterator[Shard]:
+    def train(self, after: int) -> Iterator[Stride]:
         """This rank's shards for every step behind `after`."""
-        ahead: list[Batch] = []
+        ahead: list[list[Batch]] = []
 
         def wanted() -> Iterator[Tensor]:
             world = self.world
-            for batch in batches(
-                self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, partners=self.partners
+            for together in strides(
+                batches(self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, partners=self.partners),
+                self.stride,
             ):
-                ahead.append(batch)
-                yield batch.indices
+                ahead.append(together)
+                yield torch.cat([batch.indices for batch in together])
 
         for images, broken in self.train_feed(wanted()):
             self._leave_out(broken, self.train_labels)
-            yield self._shard(ahead.pop(0), images, rank=self.world.rank, ranks=self.world.size)
+            yield self._stride(ahead.pop(0), images, rank=self.world.rank, ranks=self.world.size)
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
         batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
         images, _ = next(iter(self.train_feed([batch.indices])))
-        return self._shard(batch, images, rank=0, ranks=1)
+        return next(self._stride([batch], images, rank=0, ranks=1).shards(images))
 
-    def _shard(self, batch: Batch, images: Tensor, *, rank: int, ranks: int) -> Shard:
-        indices = batch.indices.to(self.world.device, non_blocking=True)
-        return Shard(
-            step=batch.step,
-            epoch=batch.epoch,
-            images=images,
-            known_labels=self.train_labels[indices],
-            indices=indices,
-            count=batch.count,
-            number=rank,
-            pieces=ranks,
-        )
+    def _stride(self, together: list[Batch], images: Tensor, *, rank: int, ranks: int) -> Stride:
+        indices = torch.cat([batch.indices for batch in together]).to(self.world.device, non_blocking=True)
+        return Stride(together, images, self.train_labels[indices], indices, rank, ranks)
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
@@ -183,6 +211,10 @@ class Loader:
 class Resident:
     """The whole split as uint8 on the device; a batch is one gather there."""
 
+    def stride(self, shard: int, pixels: int) -> int:
+        """The steps to read together, for shards of so many images of so many pixels."""
+        return max(1, STRIDE_PIXELS // max(1, shard * pixels))
+
     def feed(self, split: Split, world: World, *, once: bool) -> Feed:
         stored, broken = _decode_all(split) if split.images is None else (split.images, {})
         images = stored.to(world.device)
@@ -212,6 +244,10 @@ class Streaming:
             raise InputError(f"loader.workers is {self.workers!r}, expected auto or a number from 0")
         if self.prefetch < 1:
             raise InputError(f"loader.prefetch is {self.prefetch}, expected at least 1")
+
+    def stride(self, shard: int, pixels: int) -> int:
+        """The steps to read together: workers read ahead as it is."""
+        return 1
 
     def count(self, split: Split, world: World) -> int:
         """The number of workers that `workers` means for this split on this machine."""

@@ -49,6 +49,22 @@ def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int, partner
         yield Batch(step, epoch, together[cut], count)
 
 
+def strides(one_by_one: Iterator[Batch], steps: int) -> Iterator[list[Batch]]:
+    """The same batches in groups of up to `steps` of one epoch.
+
+    The first group has one, so that a run does not wait for many before its first step.
+    """
+    together: list[Batch] = []
+    size = 1
+    for batch in one_by_one:
+        if together and (len(together) == size or together[0].epoch != batch.epoch):
+            yield together
+            together, size = [], steps
+        together.append(batch)
+    if together:
+        yield together
+
+
 def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
     """The blocks of `size` of `n` examples that a rank evaluates.
 

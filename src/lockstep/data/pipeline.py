@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.loader import Shard
+from lockstep.data.loader import Shard, Stride
 from lockstep.data.mix import Mix
-from lockstep.data.rng import MIX, sample_keys
+from lockstep.data.rng import MIX, Draws, sample_keys
 from lockstep.protocols import Augment, Source
 
 
@@ -54,24 +55,28 @@ class Pipeline:
             mix=mix,
         )
 
-    def train(self, micro: Shard) -> tuple[Tensor, Tensor]:
-        """The images (b, C, H, W) of a micro-batch, augmented, normalised and mixed, and their targets.
+    def train(self, strides: Iterable[Stride]) -> Iterator[Shard]:
+        """The shards of `strides`, their images augmented and normalised."""
+        for stride in strides:
+            yield from stride.shards(self.augmented(stride.images, stride.epoch, stride.indices))
+
+    def mixed(self, micro: Shard) -> tuple[Tensor, Tensor]:
+        """The images (b, C, H, W) of a micro-batch of `train`, mixed where samples are, and their targets.
 
         Targets are int64 labels (b,), or class probabilities (b, classes) where samples are mixed.
         """
-        images = self._augmented(micro)
         if self.mix is None:
-            return images, micro.labels
+            return micro.images, micro.labels
         keys = sample_keys(self.seed, micro.epoch, micro.indices, MIX)
-        mixed, targets = self.mix.apply(images, micro.known_labels, keys)
-        return mixed.contiguous(memory_format=self.memory_format), targets
+        images, targets = self.mix.apply(micro.images, micro.known_labels, keys)
+        return images.contiguous(memory_format=self.memory_format), targets
 
-    def _augmented(self, micro: Shard) -> Tensor:
-        if len(micro.images) == 0:
-            return micro.images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)
-        keys = sample_keys(self.seed, micro.epoch, micro.indices)
+    def augmented(self, images: Tensor, epoch: int, indices: Tensor) -> Tensor:
+        """uint8 (n, C, H, W) as the model takes them in an epoch of training: floats (n, C, h, w)."""
+        if len(images) == 0:
+            return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)
         height, width = self.input_shape[1:]
-        return self._finish(self.augment.apply(micro.images, keys, (height, width)))
+        return self._finish(self.augment.apply(images, Draws(self.seed, epoch, indices), (height, width)))
 
     def eval(self, images: Tensor) -> Tensor:
         """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised floats."""

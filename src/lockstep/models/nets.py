@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -31,6 +32,14 @@ class Network(ABC):
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Network):
+    """Softmax regression on the pixels: the least that a network can be, and what the others have to beat."""
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
 
 
 @dataclass(frozen=True, kw_only=True)

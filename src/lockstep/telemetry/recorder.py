@@ -22,11 +22,25 @@ from lockstep.world import World
 S = TypeVar("S", bound=Stepped)
 
 
+# So many logits (as float32 4 MB) or micro-batches wait for their hits to be counted together.
+UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
+
+
+class Trail(TypedDict):
+    """What a rank has behind the last log point: the summed loss of each micro-batch, its step and its examples,
+    and the hits of all."""
+
+    losses: list[float]
+    steps: list[int]
+    examples: list[int]
+    hits: int
+
+
 class OpenWindow(TypedDict):
-    """The last log point, and the sums of loss, hits and examples behind it, a row for each rank."""
+    """The last log point, and the trail of each rank behind it."""
 
     flushed: int
-    totals: list[list[float]]
+    trails: list[Trail]
 
 
 class Telemetry:
@@ -63,10 +77,15 @@ class Telemetry:
         self.world, self.plan, self.sinks, self.display, self.samples = world, plan, sinks, display, samples
         self.step = self.flushed = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
-        # The loss of each micro-batch since then, left on the device: looked at only if their sum is not sound.
-        self.trail: list[tuple[int, Tensor, int]] = []
-        # Sums of loss, hits and examples since the last log point.
-        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
+        # Of each micro-batch since the last log point; the losses stay on the device until then. They are kept one
+        # by one, because in a fixed order their sum has the same bits whether the window was resumed or not.
+        self.losses: list[Tensor] = []
+        self.steps: list[int] = []
+        self.counts: list[int] = []
+        self.hits = torch.zeros((), dtype=torch.int64, device=world.device)
+        self.uncounted: list[tuple[Tensor, Tensor]] = []
+        # The same of a window that a resume went on with.
+        self.resumed_losses = torch.zeros(0, dtype=torch.float64, device=world.device)
         self.carried = 0
         if window is not None:
             self._reopen(window)
@@ -79,20 +98,32 @@ class Telemetry:
 
     def open_window(self) -> OpenWindow:
         """What has gathered since the last log point, of every rank, for a checkpoint. Collective."""
-        gathered = torch.zeros((self.world.size, 3), dtype=torch.float64, device=self.world.device)
-        gathered[self.world.rank] = self.totals
-        return {"flushed": self.flushed, "totals": self.world.sum(gathered).tolist()}
+        return {"flushed": self.flushed, "trails": self.world.gather(self._trail())}
+
+    def _trail(self) -> Trail:
+        self._count_hits()
+        return {
+            "losses": self._all_losses().tolist(),
+            "steps": self.steps[:],
+            "examples": self.counts[:],
+            "hits": int(self.hits),
+        }
+
+    def _all_losses(self) -> Tensor:
+        """The losses since the last log point, in order: float64, on the device."""
+        new = torch.stack(self.losses).double() if self.losses else self.resumed_losses[:0]
+        return torch.cat([self.resumed_losses, new])
 
     def _reopen(self, window: OpenWindow) -> None:
-        """Go on with a window: each rank with its own sums, or the first with those of another number of ranks."""
+        """Go on with a window: each rank with its own trail; another number of ranks shares them out."""
         self.flushed = window["flushed"]
-        sums = torch.tensor(window["totals"], dtype=torch.float64, device=self.world.device)
-        own = sums
-        if len(sums) != self.world.size:
-            own = sums.new_zeros((self.world.size, 3))
-            own[0] = sums.sum(0)
-        self.totals += own[self.world.rank]
-        self.carried = int(sums[:, 2].sum())
+        self.carried = sum(sum(trail["examples"]) for trail in window["trails"])
+        for trail in window["trails"][self.world.rank :: self.world.size]:
+            losses = torch.tensor(trail["losses"], dtype=torch.float64, device=self.world.device)
+            self.resumed_losses = torch.cat([self.resumed_losses, losses])
+            self.steps += trail["steps"]
+            self.counts += trail["examples"]
+            self.hits += trail["hits"]
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, timing how long each is waited for."""
@@ -109,16 +140,28 @@ class Telemetry:
             self.display.advance(shard.step)
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
-        """Count one micro-batch: its summed loss and its hits. Stays on the device."""
-        self.totals[0] += loss
-        self.trail.append((micro.step, loss, len(micro.labels)))
-        self.totals[1] += (logits.argmax(1) == micro.labels).sum()
-        self.totals[2] += len(micro.labels)
+        """Count one micro-batch: its summed loss (a scalar) and its hits. Stays on the device."""
+        self.losses.append(loss)
+        self.steps.append(micro.step)
+        self.counts.append(len(micro.labels))
+        self.uncounted.append((logits, micro.labels))
+        if len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) == UNCOUNTED_MICRO_BATCHES:
+            self._count_hits()
         self.samples.record(micro, images)
+
+    def _count_hits(self) -> None:
+        """Count what waits: for small batches the calls cost more than the numbers."""
+        if self.uncounted:
+            logits, labels = (torch.cat(each) for each in zip(*self.uncounted, strict=True))
+            self.hits += (logits.argmax(1) == labels).sum()
+            self.uncounted.clear()
 
     def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
         """Close the window at `step`: sum over the ranks and write. Collective, and a device sync."""
-        loss, hits, examples = self.world.sum(self.totals).tolist()
+        self._count_hits()
+        summed = self._all_losses().sum()
+        counted = torch.tensor(sum(self.counts), dtype=torch.float64, device=self.world.device)
+        loss, hits, examples = self.world.sum(torch.stack([summed, self.hits.double(), counted])).tolist()
         now = time.perf_counter()
         seconds = max(now - self.mark - self.paused, 1e-9)
         steps = step - max(self.flushed, self.resumed)
@@ -132,9 +175,10 @@ class Telemetry:
             waited=self.waited,
             suspect=None if loss / examples <= self.loss_limit else self._suspect(step),
         )
-        self.totals.zero_()
-        self.trail.clear()
-        self.carried = 0
+        for each in (self.losses, self.steps, self.counts):
+            each.clear()
+        self.hits.zero_()
+        self.resumed_losses, self.carried = self.resumed_losses[:0], 0
         self.examples += window.examples
         self.busy += seconds
         self.waited_in_all += self.waited
@@ -155,7 +199,9 @@ class Telemetry:
 
     def _suspect(self, step: int) -> int:
         """The first step of the window with an unsound loss on any rank; `step` if only their mean is. Collective."""
-        bad = (at for at, loss, examples in self.trail if examples and not loss.item() / examples <= self.loss_limit)
+        trail = self._trail()
+        each = zip(trail["steps"], trail["losses"], trail["examples"], strict=True)
+        bad = (at for at, loss, examples in each if examples and not loss / examples <= self.loss_limit)
         first = torch.full((self.world.size,), step, device=self.world.device)
         first[self.world.rank] = next(bad, step)
         others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
