@@ -50,6 +50,7 @@ class TrainBlock:
     label_smoothing: float = 0.0
     mixup: float = 0.0
     cutmix: float = 0.0
+    cutout: int = 0
     clip_norm: float | None = None
     ema: float | None = None
     eval_every: int | str = "1ep"

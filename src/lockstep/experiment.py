@@ -114,6 +114,7 @@ def run(
             dtype=job.precision.storage,
             channels_last=job.model.channels_last,
             seed=job.seed,
+            cutout=job.train.cutout,
             mix=mix,
         ),
         checkpointer=checkpointer,

@@ -199,6 +199,10 @@ class Optimizer(Protocol):
 class Draws(Protocol):
     """The random numbers of a batch of examples, each float32 (b,) in [0, 1)."""
 
+    @property
+    def epoch(self) -> int:
+        """Counted from 0."""
+
     def uniform(self, n: int) -> Tensor:
         """Number `n` of each example in this epoch."""
 

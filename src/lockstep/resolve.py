@@ -213,6 +213,7 @@ def _check(job: Job) -> None:
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
         lambda: _between("train.mixup", job.train.mixup, 0, math.inf),
         lambda: _between("train.cutmix", job.train.cutmix, 0, math.inf),
+        lambda: _at_least("train.cutout", job.train.cutout, 0),
         lambda: None if job.train.clip_norm is None else _above("train.clip_norm", job.train.clip_norm, 0),
     ]
     problems = []

@@ -12,11 +12,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
-from lockstep.data.rng import Draws, uniform
+from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 from lockstep.protocols import Augment
 
-ALL: list[Augment] = [Nothing(), CropFlip(), CropFlip(pad=1, flip=0.0), RandomResizedCrop()]
+ALL: list[Augment] = [
+    Nothing(),
+    CropFlip(),
+    CropFlip(reflect=True, alternate=True),
+    CropFlip(pad=1, flip=0.0),
+    RandomResizedCrop(),
+]
 
 
 def images(n: int, *shape: int) -> Tensor:
@@ -61,20 +67,46 @@ def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
     assert torch.equal(augment.apply(batch[turned], some(each, turned), (16, 16)), straight[turned])
 
 
-def naive_crop_flip(image: Tensor, key: Tensor, pad: int, flip: float) -> Tensor:
-    """One image, step by step: pad with zeros, crop, mirror."""
+def naive_crop_flip(image: Tensor, own: Draws, made: CropFlip) -> Tensor:
+    """One image, step by step: pad, crop, mirror."""
     height, width = image.shape[-2:]
-    top, left = (int(uniform(key, n) * (2 * pad + 1)) for n in (0, 1))
-    crop = F.pad(image, [pad] * 4)[:, top : top + height, left : left + width]
-    return crop.flip(-1) if uniform(key, 2) < flip else crop
+    top, left = (int(own.uniform(n) * (2 * made.pad + 1)) for n in (0, 1))
+    mode = "reflect" if made.reflect else "constant"
+    padded = F.pad(image[None].float(), [made.pad] * 4, mode=mode)[0].to(torch.uint8)
+    crop = padded[:, top : top + height, left : left + width]
+    mirror = bool(own.lasting(0) < made.flip) != (own.epoch == 1) if made.alternate else own.uniform(2) < made.flip
+    return crop.flip(-1) if mirror else crop
 
 
-@pytest.mark.parametrize(("pad", "flip"), [(4, 0.5), (1, 0.0), (0, 1.0), (9, 0.3)])
+@pytest.mark.parametrize("options", [{}, {"reflect": True}, {"alternate": True}], ids=str)
+@pytest.mark.parametrize(("pad", "flip"), [(4, 0.5), (1, 0.0), (0, 1.0), (7, 0.3)])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12)])
-def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[int, ...]) -> None:
-    batch, each = images(64, *shape), draws(64)
-    expected = [naive_crop_flip(image, key, pad, flip) for image, key in zip(batch, each.keys, strict=True)]
-    assert torch.equal(CropFlip(pad=pad, flip=flip).apply(batch, each, (9, 9)), torch.stack(expected))
+def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[int, ...], options: Any) -> None:
+    batch, each, made = images(64, *shape), draws(64), CropFlip(pad=pad, flip=flip, **options)
+    expected = [naive_crop_flip(image, some(each, slice(at, at + 1)), made) for at, image in enumerate(batch)]
+    assert torch.equal(made.apply(batch, each, (9, 9)), torch.stack(expected))
+
+
+def test_reflection_goes_to_and_fro_in_an_image_that_is_smaller_than_the_padding() -> None:
+    image = torch.tensor([[[[10, 20, 30]]]], dtype=torch.uint8)
+    each = Draws(0, 0, torch.arange(500))
+    seen = CropFlip(pad=5, reflect=True, flip=0.0).apply(image.expand(500, 1, 1, 3), each, (1, 3))
+    row = [30, 20, 10, 20, 30, 20, 10, 20, 30, 20, 10, 20, 30]
+    left = (each.uniform(1) * 11).long().tolist()
+    # Shifted by -5 to 5: position 0 of the image is place 5 of the padded row 20 30 20 10 20 ...
+    padded = [20, 10, 20, 30, 20, *row[2:5], 20, 10, 20, 30, 20]
+    assert seen[:, 0, 0].tolist() == [padded[at : at + 3] for at in left]
+
+
+def test_alternating_mirrors_an_image_in_every_second_epoch() -> None:
+    row = torch.arange(4, dtype=torch.uint8).expand(200, 1, 1, 4)
+    made = CropFlip(pad=0, alternate=True)
+    seen = torch.stack(
+        [made.apply(row, Draws(0, epoch, torch.arange(200)), (1, 4))[:, 0, 0, 0] for epoch in range(4)]
+    )
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], 3 - seen[0])
+    assert 60 < int((seen[0] == 0).sum()) < 140
 
 
 def test_crop_flip_reaches_every_shift_and_both_sides() -> None:

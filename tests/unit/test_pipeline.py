@@ -96,3 +96,17 @@ def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
     last = train(pipeline(CIFAR10(), CropFlip(), channels_last=True), batch, indices, 0)
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(last, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))
+
+
+def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image() -> None:
+    batch, indices = images(400, 3, 32, 32), torch.arange(400)
+    plain, cut = train(pipeline(CIFAR10()), batch, indices), train(pipeline(CIFAR10(), cutout=8), batch, indices)
+    blank = (cut == 0).all(1)
+    assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
+    areas = (blank & (plain != 0).any(1)).sum((1, 2))
+    assert int(areas.max()) == 64
+    assert int(areas.min()) >= 4 * 4 - 4  # at a corner half of each side is left
+    rows, columns = (blank.any(at).sum(0) for at in (2, 1))
+    for place in (rows, columns):
+        assert int(place.min()) > 0
+    assert torch.equal(train(pipeline(CIFAR10(), cutout=8), batch[7:9], indices[7:9]), cut[7:9])

@@ -32,11 +32,16 @@ class CropFlip:
 
     Fields:
         pad: pixels on each side.
+        reflect: pad with the image's own mirror image instead of black.
         flip: probability of a horizontal mirror.
+        alternate: mirror an image in every second epoch, by chance from the first or from the second one on, instead
+            of by chance in each (Jordan 2024, "94% on CIFAR-10 in 3.29 seconds"); `flip` is the share that begins.
     """
 
     pad: int = 4
+    reflect: bool = False
     flip: float = 0.5
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         if self.pad < 0:
@@ -45,16 +50,30 @@ class CropFlip:
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         height, width = images.shape[-2:]
-        padded = F.pad(images, [self.pad] * 4)
-        top = (draws.uniform(0) * (2 * self.pad + 1)).long()
-        left = (draws.uniform(1) * (2 * self.pad + 1)).long()
-        mirrored = (draws.uniform(2) < self.flip)[:, None]
-        x = torch.arange(width, device=images.device)[None]
-        columns = left[:, None] + torch.where(mirrored, width - 1 - x, x)
-        rows = top[:, None] + torch.arange(height, device=images.device)[None]
-        # Advanced indices with a slice between them come first: (B, H, W, C).
-        which = torch.arange(len(images), device=images.device)[:, None, None]
-        return padded[which, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        top, left = ((draws.uniform(n) * (2 * self.pad + 1)).long()[:, None] for n in (0, 1))
+        x = torch.arange(width, device=images.device)
+        columns = left + torch.where(self._mirrored(draws)[:, None], width - 1 - x, x)
+        rows = top + torch.arange(height, device=images.device)
+        if self.reflect:
+            rows, columns = (_reflected(at - self.pad, side) for at, side in ((rows, height), (columns, width)))
+            padded, stored = images, width
+        else:
+            padded, stored = F.pad(images, [self.pad] * 4), width + 2 * self.pad
+        # One gather, by the places of the pixels in a channel: the fastest of seven ways on a CPU, and one kernel.
+        places = (rows[:, :, None] * stored + columns[:, None, :]).flatten(1)
+        channels = padded.flatten(2)
+        return channels.gather(2, places[:, None].expand(-1, channels.shape[1], -1)).view_as(images)
+
+    def _mirrored(self, draws: Draws) -> Tensor:
+        if self.alternate:
+            return (draws.lasting(0) < self.flip) ^ (draws.epoch % 2 == 1)
+        return draws.uniform(2) < self.flip
+
+
+def _reflected(at: Tensor, side: int) -> Tensor:
+    """Places outside of 0 to side - 1 as the places that a mirror at the outermost pixel shows there."""
+    at = at.abs() % max(1, 2 * side - 2)
+    return side - 1 - (side - 1 - at).abs()
 
 
 @dataclass(frozen=True, kw_only=True)

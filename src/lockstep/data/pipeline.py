@@ -11,13 +11,16 @@ from torch.nn import functional as F
 
 from lockstep.data.loader import Shard, Stride
 from lockstep.data.mix import Mix
-from lockstep.data.rng import MIX, Draws, sample_keys
+from lockstep.data.rng import CUTOUT, MIX, Draws, sample_keys, uniform
 from lockstep.protocols import Augment, Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The path of a batch of one data set, the same for both loaders."""
+    """The path of a batch of one data set, the same for both loaders.
+
+    `cutout` is the side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
+    """
 
     augment: Augment
     input_shape: tuple[int, int, int]
@@ -26,6 +29,7 @@ class Pipeline:
     shift: Tensor
     memory_format: torch.memory_format
     seed: int
+    cutout: int = 0
     mix: Mix | None = None
 
     @classmethod
@@ -38,6 +42,7 @@ class Pipeline:
         dtype: torch.dtype,
         channels_last: bool,
         seed: int,
+        cutout: int = 0,
         mix: Mix | None = None,
     ) -> Pipeline:
         """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
@@ -52,6 +57,7 @@ class Pipeline:
             shift=-mean / std,
             memory_format=torch.channels_last if channels_last else torch.contiguous_format,
             seed=seed,
+            cutout=cutout,
             mix=mix,
         )
 
@@ -76,7 +82,22 @@ class Pipeline:
         if len(images) == 0:
             return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)
         height, width = self.input_shape[1:]
-        return self._finish(self.augment.apply(images, Draws(self.seed, epoch, indices), (height, width)))
+        seen = self._finish(self.augment.apply(images, Draws(self.seed, epoch, indices), (height, width)))
+        if self.cutout:
+            seen.masked_fill_(self._cut_out(epoch, indices), 0)
+        return seen
+
+    def _cut_out(self, epoch: int, indices: Tensor) -> Tensor:
+        """A square around a uniform centre for each image, cut at the border: bool (n, 1, h, w)."""
+        keys = sample_keys(self.seed, epoch, indices, CUTOUT)
+
+        def within(length: int, n: int) -> Tensor:
+            start = (uniform(keys, n) * length).long()[:, None] - self.cutout // 2
+            at = torch.arange(length, device=keys.device)
+            return (at >= start) & (at < start + self.cutout)
+
+        height, width = self.input_shape[1:]
+        return (within(height, 0)[:, :, None] & within(width, 1)[:, None, :])[:, None]
 
     def eval(self, images: Tensor) -> Tensor:
         """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised floats."""
@@ -89,4 +110,5 @@ class Pipeline:
         pixels = images.to(self.scale.dtype)
         if pixels.shape[-2:] != self.input_shape[1:]:
             pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)
-        return torch.addcmul(self.shift, pixels, self.scale).contiguous(memory_format=self.memory_format)
+        # One operation after the other: a fused one may round another way at the end of a batch.
+        return (pixels * self.scale).add_(self.shift).contiguous(memory_format=self.memory_format)

@@ -24,7 +24,7 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 # What a stream of numbers is for; streams of one seed are independent.
-ORDER, AUGMENT, DROPOUT, MIX, LASTING = 1, 2, 3, 4, 5
+ORDER, AUGMENT, DROPOUT, MIX, LASTING, CUTOUT = range(1, 7)
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
