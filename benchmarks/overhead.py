@@ -31,7 +31,7 @@ from measure import Rows, console, in_turns, show, write
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BATCH, CLASSES = 60_000, 64, 10
 STEPS = -(-EXAMPLES // BATCH)
-CHUNK = 16  # batches that the chunked bare loop gathers at a time
+CHUNK = 5  # batches that the chunked bare loop gathers at a time
 
 Epoch = Callable[[], float]
 
@@ -78,7 +78,7 @@ def chunked(name: str) -> Epoch:
         order = torch.randperm(EXAMPLES)
         for at in range(0, EXAMPLES, CHUNK * BATCH):
             chosen = order[at : at + CHUNK * BATCH]
-            pixels = images[chosen].float().mul_(1 / (255 * 0.25)).sub_(2.0)
+            pixels = images.index_select(0, chosen).float().mul_(1 / (255 * 0.25)).sub_(2.0)
             known = labels[chosen]
             for inputs, targets in zip(pixels.split(BATCH), known.split(BATCH), strict=True):
                 loss = F.cross_entropy(model(inputs), targets)

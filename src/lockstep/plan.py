@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ def seconds(key: str, value: str | float) -> float:
     return float(found[1]) * _SECONDS[found[2] or "s"]
 
 
+@functools.lru_cache(maxsize=1024)  # a schedule asks at every step
 def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int) -> int:
     """A duration in steps: `100` or `"100"` (steps), `"2ep"` (epochs), `"5%"` (of the whole run).
 
@@ -59,7 +61,7 @@ class Plan:
     save_every: int
     save_every_s: float | None = None
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """The last global batch of an epoch may be short; it is a step like any other."""
         return math.ceil(self.examples / self.batch)

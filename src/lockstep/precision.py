@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,7 +30,9 @@ class FP32:
         torch.backends.cudnn.allow_tf32 = self.matmul == "high"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype is not self.storage)
+        if self.dtype is self.storage:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.dtype)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device.type, enabled=False)

@@ -31,8 +31,8 @@ from lockstep.world import World
 
 GB = 1e9
 DECODE_CHUNK = 256
-# Of the images that are gathered and augmented together: as float32 4 MB, which a core's cache nearly holds.
-STRIDE_PIXELS = 2**20
+# Of the images that are gathered and augmented together: as float32 1 MB, which a core's cache holds.
+STRIDE_PIXELS = 2**18
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
 LEFT_OUT = -100
 
@@ -58,7 +58,7 @@ class Shard:
     def labels(self) -> Tensor:
         """The labels of the piece's own examples."""
         own = self._place.stop - self._place.start
-        return self.known_labels if own == len(self.known_labels) else self.known_labels[:own]
+        return self.known_labels if own == self.known_labels.shape[0] else self.known_labels[:own]
 
     @property
     def _place(self) -> slice:
@@ -102,7 +102,7 @@ class Stride:
 
     def shards(self, images: Tensor) -> Iterator[Shard]:
         """The shard of each step, with its part of `images` (n, ...): what was made of the stored ones."""
-        sizes = [len(batch.indices) for batch in self.batches]
+        sizes = [batch.indices.shape[0] for batch in self.batches]
         cuts = (tensor.split(sizes) for tensor in (images, self.known_labels, self.indices))
         for batch, seen, labels, indices in zip(self.batches, *cuts, strict=True):
             yield Shard(batch.step, batch.epoch, seen, labels, indices, batch.count, self.rank, self.ranks)
@@ -221,7 +221,8 @@ class Resident:
 
         def read(wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, Broken]]:
             for indices in wanted:
-                yield images[indices.to(world.device, non_blocking=True)], broken
+                # Copies whole images, where indexing goes byte by byte: an eighth of its time on a CPU.
+                yield images.index_select(0, indices.to(world.device, non_blocking=True)), broken
 
         return read
 

@@ -66,7 +66,7 @@ class ArraySplit:
         return len(self.labels)
 
     def fetch(self, indices: list[int]) -> Tensor:
-        return self.images[torch.tensor(indices, dtype=torch.int64)]
+        return self.images.index_select(0, torch.tensor(indices, dtype=torch.int64))
 
 
 @dataclass(frozen=True)

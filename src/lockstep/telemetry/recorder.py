@@ -143,7 +143,7 @@ class Telemetry:
         """Count one micro-batch: its summed loss (a scalar) and its hits. Stays on the device."""
         self.losses.append(loss)
         self.steps.append(micro.step)
-        self.counts.append(len(micro.labels))
+        self.counts.append(micro.labels.shape[0])
         self.uncounted.append((logits, micro.labels))
         if len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) == UNCOUNTED_MICRO_BATCHES:
             self._count_hits()

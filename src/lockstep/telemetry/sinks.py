@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from google.protobuf.message import DecodeError
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
@@ -187,9 +188,10 @@ class TensorBoard:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if not self.failed:
+            # One record for all: TensorBoard's checksum is Python, and costs more than anything else here.
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
             with self._forgiving():
-                for tag, value in scalars.items():
-                    self.writer.add_scalar(tag, value, step)
+                self.writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def flush(self) -> None:
         if not self.failed:
