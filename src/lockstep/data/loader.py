@@ -103,7 +103,7 @@ class Stride:
     def shards(self, images: Tensor) -> Iterator[Shard]:
         """The shard of each step, with its part of `images` (n, ...): what was made of the stored ones."""
         sizes = [batch.indices.shape[0] for batch in self.batches]
-        cuts = (tensor.split(sizes) for tensor in (images, self.known_labels, self.indices))
+        cuts = (torch.split_with_sizes(tensor, sizes) for tensor in (images, self.known_labels, self.indices))
         for batch, seen, labels, indices in zip(self.batches, *cuts, strict=True):
             yield Shard(batch.step, batch.epoch, seen, labels, indices, batch.count, self.rank, self.ranks)
 

@@ -6,16 +6,19 @@ splitmix64 seeded with `key`. Integer arithmetic wraps alike on every device, so
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+_MASK = (1 << 64) - 1
+
 
 def _signed(word: int) -> int:
     """A 64-bit word as the int64 that has its bits."""
-    word &= (1 << 64) - 1
+    word &= _MASK
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -46,12 +49,11 @@ def key(seed: int, *words: int) -> int:
 
     By Python's integers, which for a single word take a tenth of the time of tensors.
     """
-    mask = (1 << 64) - 1
-    state = seed & mask
+    state = seed & _MASK
     for word in words:
-        z = state + (word + 1) * _GOLDEN & mask
-        z = (z ^ z >> 30) * _FIRST & mask
-        z = (z ^ z >> 27) * _SECOND & mask
+        z = state + (word + 1) * _GOLDEN & _MASK
+        z = (z ^ z >> 30) * _FIRST & _MASK
+        z = (z ^ z >> 27) * _SECOND & _MASK
         state = z ^ z >> 31
     return _signed(state)
 
@@ -71,9 +73,12 @@ def sample_keys(seed: int, epoch: int, indices: Tensor, purpose: int = AUGMENT) 
     return draw(key(seed, purpose, epoch), indices)
 
 
+_stream = functools.cache(key)
+
+
 def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
     """The seed of the device's generator for the forward pass of one micro-batch of a global batch."""
-    return key(seed, DROPOUT, step, micro_batch) >> 1 & (1 << 63) - 1
+    return key(_stream(seed, DROPOUT), step, micro_batch) >> 1 & _MASK >> 1
 
 
 def reseed(device: torch.device, seed: int) -> None:
