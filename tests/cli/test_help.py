@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,25 @@ def test_an_error_of_composition_does_not_wait_for_torch() -> None:
     done = command(sys.executable, "-X", "importtime", "train.py", "epoch=3")
     assert done.code == 2
     assert "torch" not in imported(done)
+
+
+# What only some jobs use, or what torch imports only for its compiler: 0.1 to 1.2 s each.
+UNUSED = (
+    *("torch._dynamo", "torch._inductor", "triton", "sympy", "torchvision", "timm", "sklearn", "scipy", "matplotlib"),
+    *("pandas", "PIL", "torch.distributed.elastic.agent", "torch.utils.flop_counter", "filelock"),
+)
+
+
+def test_a_job_imports_nothing_that_its_config_does_not_use(tmp_path: Path) -> None:
+    job = (f"output_root={tmp_path}", "steps=2", "checkpoint.every=1", "device=cpu", "train.ema=0.9")
+    done = command(sys.executable, "-X", "importtime", "train.py", *job)
+    assert done.code == 0, done.err
+    assert {"torch", "tensorboard"} <= imported(done)
+    assert sorted(set(UNUSED) & imported(done)) == []
+
+
+def test_a_job_without_tensorboard_does_not_import_it(tmp_path: Path) -> None:
+    job = (f"output_root={tmp_path}", "steps=1", "device=cpu", "telemetry.tensorboard=false")
+    assert not {"tensorboard", "google.protobuf"} & imported(
+        command(sys.executable, "-X", "importtime", "train.py", *job)
+    )

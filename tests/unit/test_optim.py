@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.optim import SGD, Adam, AdamW, Timm, averaged, gradient_norm, set_learning_rate
@@ -22,6 +23,29 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(2, 1, 8, 8)).square().sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGD(lr=0.1, momentum=0.9), lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9)),
+        (Adam(lr=0.1), lambda of: torch.optim.Adam(of, lr=0.1)),
+        (AdamW(lr=0.1, decay_all=True), lambda of: torch.optim.AdamW(of, lr=0.1)),
+    ],
+    ids=["sgd", "adam", "adamw"],
+)
+def test_an_optimizer_is_that_of_torch(
+    ours: SGD | Adam, theirs: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+) -> None:
+    models = network(), network()
+    optimizers = ours.build(models[0]), theirs(models[1].parameters())
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            one_step(model, optimizer)
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
 
 
 def test_biases_and_norms_do_not_decay() -> None:

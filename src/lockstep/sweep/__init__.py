@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.table import Table
 
 from lockstep import config, log, refusals
 from lockstep.errors import InputError, Interrupted, LockstepError, Stopped
@@ -96,6 +95,8 @@ class Report(Callback):
         atexit.register(_forget, folder, [each for each in (folder, *folder.parents) if not each.exists()])
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from rich.table import Table
+
         folder = Path(config.hydra.sweep.dir)
         ledger = folder / LEDGER
         if not ledger.is_file():

@@ -6,7 +6,6 @@ import re
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 # Dense peak rates in 1e12 operations per second, from NVIDIA's data sheets: (fp32, tf32, bf16 and fp16).
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
@@ -26,6 +25,8 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
 
 def training_flops(model: nn.Module, input_shape: tuple[int, int, int], device: torch.device) -> float:
     """Floating-point operations of one example's forward and backward pass: three times its forward."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
     training = model.training
     model.eval()
     counter = FlopCounterMode(display=False)

@@ -16,14 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from google.protobuf.message import DecodeError
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
-
 from lockstep import log
 from lockstep.errors import StorageError
 from lockstep.plan import Plan
@@ -175,6 +167,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, after: int, facts: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
         self.failed = False
         with self._forgiving():
             described = LAYOUT_TAG in _trimmed(sorted(folder.glob(EVENTS)), after)
@@ -188,6 +183,8 @@ class TensorBoard:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if not self.failed:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
             # One record for all: TensorBoard's checksum is Python, and costs more than anything else here.
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
             with self._forgiving():
@@ -205,6 +202,8 @@ class TensorBoard:
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
+        from google.protobuf.message import DecodeError
+
         try:
             yield
         except (OSError, DecodeError) as error:
@@ -218,6 +217,10 @@ def _trimmed(paths: list[Path], after: int) -> set[str]:
     TensorBoard hides such steps if it is told to, but whoever reads the files finds both. A record cut short by a
     kill ends its file.
     """
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
     seen: set[tuple[str, int]] = set()
     for path in paths:
         kept = io.BytesIO()

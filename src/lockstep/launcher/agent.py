@@ -1,0 +1,140 @@
+"""Torch's elastic agent in this process: one command per rank, restarts.
+
+The agent starts, watches and restarts the ranks. Where they meet, which of them are ended and what becomes of a
+signal is ours, as under `spawn`: the agent's own rendezvous listens on all interfaces, and its signal handler
+raises in the middle of whatever it does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from lockstep import log
+from lockstep.errors import RankFailed
+from lockstep.launcher.base import cause, forget_errors
+from lockstep.launcher.ranks import LOOPBACK, Forwarding, failures, forwarding, loopback_store, starting
+from lockstep.protocols import Entry
+from lockstep.rundir import RunDir
+
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+
+
+def watch(entry: Entry, run_dir: RunDir, *, ranks: int, restarts: int) -> None:
+    """Run `entry` in so many ranks under an agent, and wait for them.
+
+    Raises:
+        LockstepError: what ended them.
+    """
+    forget_errors(run_dir)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=ranks,
+        rdzv_handler=Meeting(),
+        # A command and not a function: a function's worker cannot leave cleanly after a signal.
+        entrypoint=sys.executable,
+        args=("-m", entry.__module__, str(run_dir.path)),
+        max_restarts=restarts,
+    )
+    agent = Agent(spec, run_dir)
+    with log.quiet_libraries(), _without_its_signals(), forwarding(agent) as request:
+        agent.request = request
+        agent.run()
+        if agent.failed:
+            raise cause(run_dir, agent.failed)
+
+
+class Agent(LocalElasticAgent):
+    """The agent, with our way to start ranks, to end the others when one has failed, and to restart."""
+
+    def __init__(self, spec: WorkerSpec, run_dir: RunDir) -> None:
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
+        self.run_dir = run_dir
+        self.failed: dict[int, int] = {}
+        self.request = Forwarding(self)
+
+    def codes(self) -> dict[int, int | None]:
+        return {rank: process.poll() for rank, process in self._processes().items()}
+
+    def send(self, number: int) -> None:
+        for process in self._processes().values():
+            process.send_signal(number)
+
+    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+        if self._pcontext is None:  # a signal came first
+            return {}
+        assert isinstance(self._pcontext, SubprocessContext)
+        return {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with starting():
+            started = super()._start_workers(worker_group)
+        self.request.repeat()
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.failed = failures(self)
+        result = super()._monitor_workers(worker_group)
+        self.failed = self.failed or {rank: each.exitcode for rank, each in result.failures.items()}
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Called after a failure: only a fault is worth another try."""
+        ended = cause(self.run_dir, self.failed)
+        if self.request.heard or not isinstance(ended, RankFailed):
+            raise ended
+        log.warn(f"{ended}; all ranks are started again from the last checkpoint")
+        forget_errors(self.run_dir)
+        super()._restart_workers(worker_group)
+
+
+class Meeting(RendezvousHandler):
+    """One machine has no one to wait for: a rendezvous is a fresh store on the loopback interface.
+
+    Fresh for each attempt, because a restarted rank could find an entry of the one before it.
+    """
+
+    use_agent_store = True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = loopback_store()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        return str(os.getpid())
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+@contextmanager
+def _without_its_signals() -> Iterator[None]:
+    """Have the agent install no signal handler of its own while the context is open."""
+    os.environ[HANDLED] = ""
+    try:
+        yield
+    finally:
+        del os.environ[HANDLED]
