@@ -31,7 +31,7 @@ from measure import Rows, console, in_turns, show, write
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BATCH, CLASSES = 60_000, 64, 10
 STEPS = -(-EXAMPLES // BATCH)
-CHUNK = 5  # batches that the chunked bare loop gathers at a time
+CHUNK = 20  # batches that the chunked bare loop gathers at a time
 
 Epoch = Callable[[], float]
 

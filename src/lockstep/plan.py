@@ -68,7 +68,7 @@ class Plan:
 
     def due(self, event: Event, step: int) -> bool:
         """Whether `event` falls on `step`. Everything falls on the last step."""
-        every = {"log": self.log_every, "eval": self.eval_every, "save": self.save_every}[event]
+        every: int = getattr(self, f"{event}_every")
         return step == self.total_steps or step % every == 0
 
     def epoch(self, step: int) -> int:

@@ -134,9 +134,9 @@ def cut(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
     pieces = []
     for rank in range(ranks):
         place = share(count, ranks, rank)
-        stop = place.stop + (partner and place.start < place.stop)
-        each = (torch.arange(count + 1) % max(count, 1))[place.start : stop]
-        shard = Shard(1, 0, each, each, each, count, rank, ranks)
+        known = partner and place.start < place.stop
+        each = (torch.arange(count + 1) % max(count, 1))[place.start : place.stop + known]
+        shard = Shard(1, 0, each, each, each, count, rank, ranks, known)
         pieces += [piece for piece, _ in shard.micro_batches(parts)]
     return pieces
 

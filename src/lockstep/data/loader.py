@@ -12,7 +12,6 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from lockstep.world import World
 
 GB = 1e9
 DECODE_CHUNK = 256
-# Of the images that are gathered and augmented together: as float32 1 MB, which a core's cache holds.
-STRIDE_PIXELS = 2**18
+# Of the images that are gathered and augmented together, at most: as float32 they are 4 MB.
+STRIDE_PIXELS = 2**20
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
 LEFT_OUT = -100
 
@@ -42,7 +41,8 @@ class Shard:
     """Piece `number` of the `pieces` that a global batch of `count` examples is cut into, on the device.
 
     `images` (b, C, H, W) are as stored (uint8) or as the model takes them, `indices` and `known_labels` int64 (b,).
-    Where samples are mixed, the three of a piece that is not empty hold one more: the partner of its last example.
+    With a `partner`, because samples are mixed, the three hold one more: that of the piece's last example. A piece
+    without examples has none.
     """
 
     step: int
@@ -53,12 +53,12 @@ class Shard:
     count: int
     number: int
     pieces: int
+    partner: bool = False
 
-    @cached_property
+    @property
     def labels(self) -> Tensor:
         """The labels of the piece's own examples."""
-        own = self._place.stop - self._place.start
-        return self.known_labels if own == self.known_labels.shape[0] else self.known_labels[:own]
+        return self.known_labels[:-1] if self.partner else self.known_labels
 
     @property
     def _place(self) -> slice:
@@ -72,13 +72,14 @@ class Shard:
         if parts == 1:
             yield self, True
             return
-        partner = len(self.indices) - len(self.labels)
         for part in range(parts):
             piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
             start, stop = (at - self._place.start for at in (piece._place.start, piece._place.stop))
-            cut = slice(start, stop + partner if start < stop else stop)
-            tensors = {name: getattr(self, name)[cut] for name in ("images", "known_labels", "indices")}
-            yield replace(piece, **tensors), part == parts - 1
+            partner = self.partner and start < stop
+            tensors = {
+                name: getattr(self, name)[start : stop + partner] for name in ("images", "known_labels", "indices")
+            }
+            yield replace(piece, **tensors, partner=partner), part == parts - 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Stride:
     indices: Tensor
     rank: int
     ranks: int
+    partners: bool
 
     @property
     def epoch(self) -> int:
@@ -104,8 +106,9 @@ class Stride:
         """The shard of each step, with its part of `images` (n, ...): what was made of the stored ones."""
         sizes = [batch.indices.shape[0] for batch in self.batches]
         cuts = (torch.split_with_sizes(tensor, sizes) for tensor in (images, self.known_labels, self.indices))
-        for batch, seen, labels, indices in zip(self.batches, *cuts, strict=True):
-            yield Shard(batch.step, batch.epoch, seen, labels, indices, batch.count, self.rank, self.ranks)
+        for batch, size, seen, labels, indices in zip(self.batches, sizes, *cuts, strict=True):
+            partner = self.partners and size > 0
+            yield Shard(batch.step, batch.epoch, seen, labels, indices, batch.count, self.rank, self.ranks, partner)
 
 
 # The broken images among those that were read (blank there), by their indices.
@@ -154,17 +157,17 @@ class Loader:
 
         for images, broken in self.train_feed(wanted()):
             self._leave_out(broken, self.train_labels)
-            yield self._stride(ahead.pop(0), images, rank=self.world.rank, ranks=self.world.size)
+            yield self._stride(ahead.pop(0), images, self.world.rank, self.world.size, self.partners)
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
         batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
         images, _ = next(iter(self.train_feed([batch.indices])))
-        return next(self._stride([batch], images, rank=0, ranks=1).shards(images))
+        return next(self._stride([batch], images, rank=0, ranks=1, partners=False).shards(images))
 
-    def _stride(self, together: list[Batch], images: Tensor, *, rank: int, ranks: int) -> Stride:
+    def _stride(self, together: list[Batch], images: Tensor, rank: int, ranks: int, partners: bool) -> Stride:
         indices = torch.cat([batch.indices for batch in together]).to(self.world.device, non_blocking=True)
-        return Stride(together, images, self.train_labels[indices], indices, rank, ranks)
+        return Stride(together, images, self.train_labels[indices], indices, rank, ranks, partners)
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""

@@ -22,7 +22,7 @@ from lockstep.world import World
 S = TypeVar("S", bound=Stepped)
 
 
-# So many logits (as float32 4 MB) or micro-batches wait for their hits to be counted together.
+# So many logits (as float32 4 MB) or micro-batches wait to be counted together.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
 
 
@@ -77,15 +77,14 @@ class Telemetry:
         self.world, self.plan, self.sinks, self.display, self.samples = world, plan, sinks, display, samples
         self.step = self.flushed = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
-        # Of each micro-batch since the last log point; the losses stay on the device until then. They are kept one
-        # by one, because in a fixed order their sum has the same bits whether the window was resumed or not.
-        self.losses: list[Tensor] = []
+        # Micro-batches that are not counted yet: step, summed loss, logits, labels.
+        self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        # Of each since the last log point; the losses (float64) stay on the device until then. They are kept one by
+        # one, because in a fixed order their sum has the same bits whether the window was resumed or not.
+        self.losses = torch.zeros(0, dtype=torch.float64, device=world.device)
         self.steps: list[int] = []
         self.counts: list[int] = []
         self.hits = torch.zeros((), dtype=torch.int64, device=world.device)
-        self.uncounted: list[tuple[Tensor, Tensor]] = []
-        # The same of a window that a resume went on with.
-        self.resumed_losses = torch.zeros(0, dtype=torch.float64, device=world.device)
         self.carried = 0
         if window is not None:
             self._reopen(window)
@@ -101,26 +100,20 @@ class Telemetry:
         return {"flushed": self.flushed, "trails": self.world.gather(self._trail())}
 
     def _trail(self) -> Trail:
-        self._count_hits()
+        self._count()
         return {
-            "losses": self._all_losses().tolist(),
+            "losses": self.losses.tolist(),
             "steps": self.steps[:],
             "examples": self.counts[:],
             "hits": int(self.hits),
         }
-
-    def _all_losses(self) -> Tensor:
-        """The losses since the last log point, in order: float64, on the device."""
-        new = torch.stack(self.losses).double() if self.losses else self.resumed_losses[:0]
-        return torch.cat([self.resumed_losses, new])
 
     def _reopen(self, window: OpenWindow) -> None:
         """Go on with a window: each rank with its own trail; another number of ranks shares them out."""
         self.flushed = window["flushed"]
         self.carried = sum(sum(trail["examples"]) for trail in window["trails"])
         for trail in window["trails"][self.world.rank :: self.world.size]:
-            losses = torch.tensor(trail["losses"], dtype=torch.float64, device=self.world.device)
-            self.resumed_losses = torch.cat([self.resumed_losses, losses])
+            self.losses = torch.cat([self.losses, self.losses.new_tensor(trail["losses"])])
             self.steps += trail["steps"]
             self.counts += trail["examples"]
             self.hits += trail["hits"]
@@ -141,25 +134,25 @@ class Telemetry:
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
         """Count one micro-batch: its summed loss (a scalar) and its hits. Stays on the device."""
-        self.losses.append(loss)
-        self.steps.append(micro.step)
-        self.counts.append(micro.labels.shape[0])
-        self.uncounted.append((logits, micro.labels))
+        self.uncounted.append((micro.step, loss, logits, micro.labels))
         if len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) == UNCOUNTED_MICRO_BATCHES:
-            self._count_hits()
+            self._count()
         self.samples.record(micro, images)
 
-    def _count_hits(self) -> None:
-        """Count what waits: for small batches the calls cost more than the numbers."""
+    def _count(self) -> None:
+        """Count what waits, all at once: for small batches the calls cost more than the numbers."""
         if self.uncounted:
-            logits, labels = (torch.cat(each) for each in zip(*self.uncounted, strict=True))
-            self.hits += (logits.argmax(1) == labels).sum()
+            steps, losses, logits, labels = zip(*self.uncounted, strict=True)
             self.uncounted.clear()
+            self.steps += steps
+            self.counts += [each.shape[0] for each in labels]
+            self.losses = torch.cat([self.losses, torch.stack(losses).double()])
+            self.hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
 
     def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
         """Close the window at `step`: sum over the ranks and write. Collective, and a device sync."""
-        self._count_hits()
-        summed = self._all_losses().sum()
+        self._count()
+        summed = self.losses.sum()
         counted = torch.tensor(sum(self.counts), dtype=torch.float64, device=self.world.device)
         loss, hits, examples = self.world.sum(torch.stack([summed, self.hits.double(), counted])).tolist()
         now = time.perf_counter()
@@ -175,10 +168,11 @@ class Telemetry:
             waited=self.waited,
             suspect=None if loss / examples <= self.loss_limit else self._suspect(step),
         )
-        for each in (self.losses, self.steps, self.counts):
-            each.clear()
+        self.losses = self.losses[:0]
+        self.steps.clear()
+        self.counts.clear()
         self.hits.zero_()
-        self.resumed_losses, self.carried = self.resumed_losses[:0], 0
+        self.carried = 0
         self.examples += window.examples
         self.busy += seconds
         self.waited_in_all += self.waited
