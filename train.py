@@ -25,6 +25,7 @@ def main(composed: DictConfig) -> float | None:
         with claiming(invocation) as lock:
             if "RANK" not in os.environ:  # a folder that is in use is said before torch is imported
                 claim(config.to_dict(composed), invocation, lock)
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, idle here, forbid to fork
             # Imported here, because they need torch, and --help and --cfg job must not wait for it.
             from lockstep import worker
             from lockstep.launcher import once

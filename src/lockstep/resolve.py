@@ -21,7 +21,7 @@ from lockstep.data.loader import cores
 from lockstep.errors import InputError
 from lockstep.identity import identity, plan_of
 from lockstep.launcher import Auto as AutoLauncher
-from lockstep.launcher import Elastic, Inline
+from lockstep.launcher import Inline, Spawn
 from lockstep.launcher.base import Backend
 from lockstep.lock import Lock
 from lockstep.optim import check_decay
@@ -37,6 +37,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     Raises:
         InputError: something of the job does not fit, or another job is in the folder; nothing was written.
     """
+    torch.set_num_threads(1)  # a process of one thread can be forked into ranks, each of which sets its own number
     folder = claim(job, invocation, lock)
     overrides = list(invocation.overrides)
     if (earlier := continued(job, invocation)) is not None:
@@ -102,13 +103,13 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
     if type(launcher) is AutoLauncher:
         alone = launched_rank() is not None or (ranks == 1 and not sweep)
-        launcher = (Inline if alone else Elastic)(**vars(launcher))
+        launcher = (Inline if alone else Spawn)(**vars(launcher))
     elif launched_rank() is not None:
         launcher = Inline(**{name: getattr(launcher, name) for name in vars(AutoLauncher())})
     if type(launcher) is Inline and ranks > 1 and launched_rank() is None:
         wants = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
-            f"launcher=inline has one rank, but {wants} asks for {ranks}; use launcher=elastic, or launcher.ranks=1"
+            f"launcher=inline has one rank, but {wants} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
         )
     launcher = replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)

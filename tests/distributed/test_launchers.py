@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import command, losses, records, weights
-from processes import JOB, TWO, processes, start, steps_done, summary, wait_for
+from processes import ELASTIC, JOB, TWO, processes, start, steps_done, summary, wait_for
 
 STEPS = 40
 
@@ -18,7 +18,7 @@ STEPS = 40
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that every other launcher must give too: two ranks by the elastic launcher."""
     folder = tmp_path_factory.mktemp("reference") / "run"
-    process = start(folder, *TWO, f"steps={STEPS}")
+    process = start(folder, *ELASTIC, f"steps={STEPS}")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "ranks  2 by DDP" in out

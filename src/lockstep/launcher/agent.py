@@ -24,7 +24,15 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from lockstep import log
 from lockstep.errors import RankFailed
 from lockstep.launcher.base import cause, forget_errors
-from lockstep.launcher.ranks import LOOPBACK, Forwarding, failures, forwarding, loopback_store, starting
+from lockstep.launcher.ranks import (
+    LOOPBACK,
+    Forwarding,
+    failures,
+    forwarding,
+    loopback_listener,
+    loopback_store,
+    starting,
+)
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
 
@@ -108,7 +116,7 @@ class Meeting(RendezvousHandler):
     use_agent_store = True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = loopback_store()
+        store = loopback_store(loopback_listener())
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     def get_backend(self) -> str:

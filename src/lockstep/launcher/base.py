@@ -68,7 +68,7 @@ class Inline:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Inline):
-    """`inline` for one rank, `elastic` for several or in a sweep. Resolved before a run starts."""
+    """`inline` for one rank, `spawn` for several or in a sweep. Resolved before a run starts."""
 
 
 def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:

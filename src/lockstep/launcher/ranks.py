@@ -95,11 +95,12 @@ def starting() -> Iterator[None]:
         del os.environ[LAUNCHER]
 
 
-def loopback_store() -> TCPStore:
-    """A store for the ranks of this machine to meet at: on a port of its own, out of reach for other machines.
+def loopback_listener() -> socket.socket:
+    """A port of its own for the ranks of this machine to meet at, out of reach for other machines."""
+    return socket.create_server((LOOPBACK, 0))
 
-    Left to itself a `TCPStore` listens on all interfaces.
-    """
-    listener = socket.create_server((LOOPBACK, 0))
+
+def loopback_store(listener: socket.socket) -> TCPStore:
+    """A store that serves a port: left to itself a `TCPStore` listens on all interfaces. It has threads."""
     port = listener.getsockname()[1]
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
