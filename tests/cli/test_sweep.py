@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import Done, train
+from helpers import ROOT, Done, train
+from processes import children, ended, wait_for
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -83,4 +89,33 @@ def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) ->
     assert done.out.endswith(f"job 0: {sentence}\n")
     (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
     assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [2, 0]
+    assert processes_of(tmp_path) == []
+
+
+def begun(root: Path, number: int) -> bool:
+    """Whether a job of the sweep has finished a step."""
+    return any(each.read_text() for each in root.glob(f"sweeps/*/{number:03}*/metrics.jsonl"))
+
+
+def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(tmp_path: Path) -> None:
+    words = ("-m", "seed=1,2,3", "device=cpu", "epochs=1000", "schedule=constant", "telemetry.interval=1")
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *words, f"output_root={tmp_path}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for number, name in enumerate((signal.SIGKILL, signal.SIGINT)):
+        wait_for(functools.partial(begun, tmp_path, number))
+        (rank,) = children(process.pid)
+        assert Path(f"/proc/{rank}/cmdline").read_text() == Path(f"/proc/{process.pid}/cmdline").read_text()  # a fork
+        os.kill(rank if name is signal.SIGKILL else process.pid, name)
+    code, err = ended(process)
+    assert code == 75, err
+    (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
+    assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [70, 75]
+    states = [json.loads(each.read_text())["status"] for each in sorted(tmp_path.glob("sweeps/*/00*/summary.json"))]
+    assert states == ["failed", "stopped"]
+    assert list(tmp_path.glob("sweeps/*/001*/checkpoints/last"))
     assert processes_of(tmp_path) == []
