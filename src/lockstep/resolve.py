@@ -5,6 +5,7 @@ Nothing is written before all of it is known to fit, and everything that does no
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from lockstep.identity import identity, plan_of
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.launcher.base import Backend
+from lockstep.launcher.spawn import can_fork
 from lockstep.lock import Lock
+from lockstep.models import ResNet34, Timm
 from lockstep.optim import check_decay
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, Single, Strict
@@ -60,6 +63,8 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         run_dir = RunDir.create(Path(resolved["output_root"]), resolved["name"])
     if folder is None:
         lock.take(run_dir.lock)
+    if isinstance(built.launcher, Spawn) and can_fork():
+        _import_for_ranks(built)
     return run_dir.begin(
         {
             run_dir.config: config.dump(resolved),
@@ -69,6 +74,17 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
             run_dir.overrides: config.dump_list(overrides),
         }
     )
+
+
+def _import_for_ranks(job: Job) -> None:
+    """Import what each rank would import for itself, before they are forked from this process."""
+    wanted = {
+        "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
+        "timm": isinstance(job.model, (ResNet34, Timm)),
+        "torch.utils.tensorboard": job.telemetry.tensorboard,
+    }
+    for name in (name for name, wants in wanted.items() if wants):
+        importlib.import_module(name)
 
 
 def _fitting(job: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ launcher in `logs/rank<N>.error.json`.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -22,10 +21,8 @@ from typing import NoReturn
 
 from lockstep import config, experiment, log, plan, refusals, watchdog, world
 from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped
-from lockstep.models import ResNet34, Timm
 from lockstep.rundir import RunDir, write_atomic
 from lockstep.signals import LAUNCHER, StopRequest, die_with_parent, listen, stop_signals
-from lockstep.strategy import DDP
 
 NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
 LOST_WORKER = re.compile(r"DataLoader worker \(pid.*")
@@ -122,18 +119,6 @@ class Word:
         }
         write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
         log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
-
-
-def warm_up(path: Path) -> None:
-    """Import what each rank of the job in `path` would import for itself: they are forked from this process."""
-    job = config.build_all(config.load(RunDir(path).config))
-    wanted = {
-        "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
-        "timm": isinstance(job.model, (ResNet34, Timm)),
-        "torch.utils.tensorboard": job.telemetry.tensorboard,
-    }
-    for name in (name for name, wants in wanted.items() if wants):
-        importlib.import_module(name)
 
 
 def exit_as_rank(path: Path) -> NoReturn:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch.distributed import TCPStore
@@ -41,8 +40,6 @@ class Spawn(Inline):
         assert isinstance(self.ranks, int)
         forget_errors(run_dir)
         fork = can_fork()
-        if fork:
-            _module(entry).warm_up(run_dir.path)
         context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         listener = loopback_listener()
         port = listener.getsockname()[1]
@@ -105,11 +102,6 @@ class Children:
                 os.kill(process.pid, number)
 
 
-def _module(entry: Entry) -> ModuleType:
-    """The module of an entry point: how it is a process (`exit_as_rank`), and what that needs (`warm_up`)."""
-    return sys.modules[entry.__module__]
-
-
 def _rank(entry: Entry, path: Path, rank: int, ranks: int, port: int, inherited: int | None) -> None:
     """The child's side: the environment of a rank, then the entry's own way of being a process."""
     if inherited is not None:
@@ -123,4 +115,5 @@ def _rank(entry: Entry, path: Path, rank: int, ranks: int, port: int, inherited:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    _module(entry).exit_as_rank(path)
+    module = sys.modules[entry.__module__]
+    module.exit_as_rank(path)
