@@ -7,25 +7,34 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.plan import Plan
 from lockstep.strategy.base import Distributed
+from lockstep.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Distributed):
-    """One blocking all-reduce per gradient, after backward."""
+    """One blocking all-reduce of all gradients, after backward.
+
+    In one piece, because each call costs what some 100 kB on the wire do: one for each gradient takes four times as
+    long for a network of a hundred small ones.
+    """
+
+    def divisor(self, world: World) -> int:
+        return 1
 
     def reduce(self, replica: nn.Module) -> None:
         if not dist.is_initialized():
             return
-        size = dist.get_world_size()
-        for parameter in replica.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= size
+        gradients = [each.grad for each in replica.parameters() if each.grad is not None]
+        total = torch.cat([each.flatten() for each in gradients])
+        dist.all_reduce(total)
+        parts = total.split([each.numel() for each in gradients])
+        torch._foreach_copy_(gradients, [part.view(each.shape) for part, each in zip(parts, gradients, strict=True)])
 
 
 class HookedReplica(nn.Module):

@@ -30,7 +30,7 @@ class CommHook(enum.Enum):
 
 
 # torch 2.15 renamed the switch; either name leaves the buffers alone in forward (`World.share_buffers`).
-_NO_BUFFERS: dict[str, Any] = {
+NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers": False
@@ -75,7 +75,7 @@ class DDP(Distributed):
             static_graph=legal if self.static_graph is None else self.static_graph,
             find_unused_parameters=self.find_unused_parameters,
             bucket_cap_mb=self.bucket_mb,
-            **_NO_BUFFERS,
+            **NO_BUFFERS,
         )
         _settle(replica, example)
         self._register_hook(replica)

@@ -1,0 +1,158 @@
+"""Ranks: milliseconds per step of Lockstep's strategies and of plain and hand-tuned DDP, over gloo, on this machine.
+
+    python benchmarks/scaling.py --json scaling.json
+    python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
+
+All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
+per rank, in turns. `alone` sends nothing: no contender can be faster. `DDP` is DistributedDataParallel as it comes,
+`tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
+The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
+all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.launcher.spawn import Spawn
+from lockstep.models import BasicNet, Timm
+from lockstep.protocols import Strategy
+from lockstep.rundir import RunDir
+from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Single
+from lockstep.strategy.ddp import NO_BUFFERS
+from lockstep.world import World, join
+from measure import Rows, in_turns, scaled, show, write
+
+BATCH, CLASSES = 128, 10
+Replicate = Callable[[nn.Module], nn.Module]
+
+
+def mlp(width: int, layers: int, size: int) -> nn.Module:
+    sizes = [size, *[width] * (layers - 1), CLASSES]
+    hidden = [each for a, b in itertools.pairwise(sizes[:-1]) for each in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-2], CLASSES))
+
+
+# By name: how the network is made, the shape of an image, and the steps of a turn.
+NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = {
+    "basicnet": (lambda: BasicNet().build(CLASSES, (1, 28, 28)), (1, 28, 28), 2),
+    "mlp-102": (lambda: mlp(64, 51, 64), (1, 8, 8), 20),
+    "mlp-10M": (lambda: mlp(2048, 4, 784), (1, 28, 28), 2),
+    "resnet18": (lambda: Timm(name="resnet18").build(CLASSES, (3, 32, 32)), (3, 32, 32), 1),
+}
+
+
+class Stepper:
+    """Steps of one contender; each call is a turn, and gives the seconds of a step."""
+
+    def __init__(
+        self, net: str, world: World, strategy: Strategy, replicate: Callable[[nn.Module], nn.Module]
+    ) -> None:
+        make, shape, self.steps = NETS[net]
+        torch.manual_seed(world.rank)
+        mine = max(1, BATCH // world.size)
+        self.images, self.labels = torch.rand(mine, *shape), torch.randint(CLASSES, (mine,))
+        torch.manual_seed(0)
+        self.model = make()
+        self.replica, self.world, self.strategy = replicate(self.model), world, strategy
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+
+    def step(self) -> None:
+        with self.strategy.accumulate(self.replica, True):
+            F.cross_entropy(self.replica(self.images), self.labels).backward()
+        self.strategy.reduce(self.replica)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def __call__(self) -> float:
+        self.world.barrier()
+        began = time.perf_counter()
+        for _ in range(self.steps):
+            self.step()
+        self.world.barrier()
+        return (time.perf_counter() - began) / self.steps
+
+
+def contenders(net: str, world: World) -> dict[str, Stepper]:
+    """Everyone who takes turns on a network."""
+    plan = Plan(examples=BATCH, batch=BATCH, total_steps=1, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+    example = torch.zeros(2, *NETS[net][1])
+    made = partial(Stepper, net, world)
+
+    def lockstep(strategy: Strategy) -> Stepper:
+        return made(strategy, lambda model: strategy.wrap(model, world, plan, example))
+
+    found = {"alone": made(Single(), lambda model: model)}
+    if world.size > 1:
+        tuned: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, **NO_BUFFERS}
+        found |= {
+            "DDP": made(Single(), DistributedDataParallel),
+            "tuned": made(Single(), lambda model: DistributedDataParallel(model, **tuned)),
+            "ddp": lockstep(DDP(sync_batchnorm=False)),
+            "allreduce": lockstep(AllReduce(sync_batchnorm=False)),
+            "allreduce_hooks": lockstep(AllReduceHooks(sync_batchnorm=False)),
+        }
+    return found
+
+
+def rank_entry(folder: Path) -> None:
+    """What each rank does; the first one leaves the figures."""
+    asked = json.loads(Path(folder, "asked.json").read_text())
+    found: Rows = {}
+    with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
+        torch.set_flush_denormal(True)
+        for net in asked["nets"]:
+            torch.set_num_threads(1)
+            turns = contenders(net, world)
+            in_turns(turns, 2)  # warm-up: DDP rebuilds its buckets
+            found[net] = scaled(in_turns(turns, asked["repeats"]), 1000)
+        if world.is_main:
+            Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def exit_as_rank(folder: Path) -> None:
+    """How the spawn launcher calls a rank."""
+    rank_entry(folder)
+    sys.exit(0)
+
+
+def measured(ranks: int, nets: list[str], repeats: int) -> Rows:
+    """The figures of so many ranks, in milliseconds per step, by network and contender."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "asked.json").write_text(json.dumps({"nets": nets, "repeats": repeats}))
+        Spawn(ranks=ranks, threads=1).run(rank_entry, RunDir.at(Path(folder)))
+        found: Rows = json.loads(Path(folder, "found.json").read_text())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=[*NETS])
+    parser.add_argument("--repeats", type=int, default=12, help="turns of each contender")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    tables: dict[str, Rows] = {}
+    for ranks in arguments.ranks:
+        title = f"{ranks} rank{'s' * (ranks != 1)}, ms per step"
+        tables[title] = measured(ranks, arguments.nets, arguments.repeats)
+        show(title, tables[title])
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
