@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import stat
@@ -31,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep import log
 from lockstep.errors import InputError, StorageError
-from lockstep.rundir import MANIFEST, RunDir, write_atomic
+from lockstep.rundir import MANIFEST, RunDir, sync, write_atomic
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 LAST, BEST = "last", "best"
@@ -54,15 +53,6 @@ class Loaded:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Have the disk really hold `path` (a file, or a folder's list of names)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _plain(path: Path) -> Path:
@@ -369,14 +359,14 @@ class Checkpointer:
             digests = {each.name: _sha256(each) for each in sorted(temporary.iterdir())}
             (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
             for each in (*temporary.iterdir(), temporary):
-                _sync(each)
+                sync(each)
             if final.exists():  # damaged, or its step would not be done again
                 _remove(final)
             temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
             raise
-        _sync(folder)
+        sync(folder)
         write_atomic(folder / LAST, name)
         if progress["best_step"] == progress["step"]:
             write_atomic(folder / BEST, name)

@@ -18,7 +18,7 @@ from lockstep.errors import InputError, LockstepError, Stopped
 
 NAME_LIMIT = 100
 LATEST = "latest"
-MANIFEST = "manifest.json"  # in each checkpoint, which is known by it
+MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
 
 
 def slug(text: str) -> str:
@@ -47,6 +47,15 @@ def write_atomic(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Have the disk really hold `path` (a file, or a folder's list of names)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from helpers import ROOT, Done, built, command
 from lockstep.errors import BY_EXIT_CODE, LockstepError
@@ -122,6 +123,8 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
     "model.pretrained=true": ("downloads", composes),
+    "python train.py dataset=packed dataset.path=photos-packed dataset.input_size=224 augment=standard "
+    "model=resnet50d model.pretrained=true": ("downloads", composes),
     "lockstep prove": ("runs for minutes; a short one is run", proves),
     "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
@@ -131,8 +134,12 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything of this one but its outputs and data."""
+    """A folder with everything of this one but its outputs and data, and some photos."""
     folder = tmp_path_factory.mktemp("checkout")
+    for split, number, label in itertools.product(("train", "val"), range(40), ("cat", "dog")):
+        path = folder / "photos" / split / label / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((32, 24), 50).convert("RGB").save(path)
     for name in ("train.py", "conf", "src", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     return folder

@@ -30,7 +30,7 @@ RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 OPTIONS = sorted((group, path.stem) for group in config.GROUPS for path in (CONF / group).glob("*.yaml"))
 HEADER = ("command", "reproduces", "expected", "wall clock", "hardware")
 # What an option does not have a value for.
-MANDATORY = {("dataset", "folder"): ["dataset.path=photos"]}
+MANDATORY = {("dataset", each): ["dataset.path=photos"] for each in ("folder", "packed")}
 EXAMPLES = {"MNIST": 60_000, "CIFAR10": 50_000}
 
 

@@ -21,8 +21,35 @@ def main() -> None:
     prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for train.py, e.g. model=resnet18")
     prove.add_argument("--steps", type=int, default=20, help="of each run [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
+    pack = commands.add_parser(
+        "pack",
+        usage="lockstep pack [--size SIZE] [--skip N] SOURCE TARGET\n       lockstep pack --check TARGET",
+        help="decode a folder of images once, for dataset=packed",
+        description="Decode SOURCE/train/CLASS/* and SOURCE/val/CLASS/* as dataset=folder does, and keep the pixels "
+        "in the new folder TARGET. The exit code is 2 if the source does not fit or TARGET exists, 74 if TARGET "
+        "cannot be written.",
+    )
+    pack.add_argument("source", nargs="?", metavar="SOURCE", help="the folder that holds train/ and val/")
+    pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to make")
+    pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
+    pack.add_argument("--skip", type=int, metavar="N", help="the most broken images to leave out [0]")
+    pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")
     arguments = parser.parse_args()
+    if arguments.command == "pack":
+        given = {name for name in ("source", "target", "size", "skip") if getattr(arguments, name) is not None}
+        if not (given >= {"source", "target"} if arguments.check is None else not given):
+            pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     with refusals.command_line():
-        from lockstep.cli.prove import prove as run  # needs torch
+        # What needs torch is imported here.
+        if arguments.command == "prove":
+            from lockstep.cli.prove import prove as run_prove
 
-        run(arguments.overrides, steps=arguments.steps, ranks=arguments.ranks)
+            run_prove(arguments.overrides, steps=arguments.steps, ranks=arguments.ranks)
+        else:
+            from lockstep.cli import pack as packing
+
+            size = 256 if arguments.size is None else arguments.size
+            if arguments.check is not None:
+                packing.check(arguments.check)
+            else:
+                packing.pack(arguments.source, arguments.target, size=size, skip=arguments.skip or 0)

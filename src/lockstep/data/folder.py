@@ -58,7 +58,7 @@ class Folder:
 
     @property
     def classes(self) -> int:
-        return len(self._class_names)
+        return len(self.class_names)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -84,12 +84,12 @@ class Folder:
         return self._split(self.val_folder)
 
     @property
-    def _class_names(self) -> tuple[str, ...]:
+    def class_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in _scan(Path(self.path, self.train_folder)))
 
     def _split(self, name: str) -> FileSplit:
         folder = Path(self.path, name)
-        numbers = {label: number for number, label in enumerate(self._class_names)}
+        numbers = {label: number for number, label in enumerate(self.class_names)}
         paths: list[Path] = []
         labels: list[int] = []
         for label, files in _scan(folder):

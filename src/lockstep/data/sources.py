@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from lockstep.data.folder import Folder, ImageNet
+from lockstep.data.packed import Packed
 from lockstep.data.splits import ArraySplit, check_labels, check_shapes
 from lockstep.errors import InputError
 
-__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "FashionMNIST", "Folder", "ImageNet"]
+__all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "FashionMNIST", "Folder", "ImageNet", "Packed"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,70 @@
+"""`lockstep pack`: decode a folder of image files once, for data that is too big to be resident."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from lockstep import log
+from lockstep.data import packed
+from lockstep.data.folder import Folder
+from lockstep.data.loader import cores
+from lockstep.errors import InputError
+
+# What the sentences of `dataset=folder` call by its keys.
+WORDS = {"dataset.path: ": "", "dataset.path=FOLDER": "lockstep pack SOURCE TARGET", "dataset.skip=N": "--skip N"}
+
+
+def pack(source: str, target: str, *, size: int, skip: int) -> None:
+    """Pack the class folders of `source`, images of side `size`, to the new folder `target`.
+
+    Raises:
+        InputError: there is no such source, too many of its images are broken, or `target` exists.
+        StorageError: `target` cannot be written.
+    """
+    if size < 1 or skip < 0:
+        raise InputError(f"--size is {size} and --skip is {skip}, expected at least 1 and at least 0")
+    torch.set_num_threads(1)  # every core has an image of its own
+    folder = Folder(path=source, decode_size=size, skip=skip)
+    try:
+        images = len(folder.train()) + len(folder.eval())
+        with _bar() as bar:
+            task = bar.add_task("packing", total=images)
+            broken = packed.pack(
+                folder, Path(target).absolute(), threads=cores(), advanced=lambda n: bar.advance(task, n)
+            )
+    except InputError as error:
+        sentence = str(error)
+        for theirs, ours in WORDS.items():
+            sentence = sentence.replace(theirs, ours)
+        raise InputError(sentence) from error
+    for each in broken:
+        log.warn(f"{each.what}: left out")
+    gigabytes = images * math.prod(folder.image_shape) / 1e9
+    log.say(
+        f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with dataset=packed dataset.path={target}"
+    )
+
+
+def check(target: str) -> None:
+    """Read a packed data set whole and compare it with the hashes in its manifest.
+
+    Raises:
+        InputError: it is not what was packed.
+    """
+    folder = Path(target).absolute()
+    size = sum(each.stat().st_size for each in folder.glob("*.*") if each.is_file())
+    with _bar() as bar:
+        task = bar.add_task("checking", total=size)
+        packed.check(folder, lambda n: bar.advance(task, n))
+    log.say(f"{target} is whole: every file matches its sha256")
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("left"))
+    return Progress(
+        *columns, TimeRemainingColumn(), console=log.console, transient=True, disable=not log.console.is_terminal
+    )

@@ -1,0 +1,325 @@
+"""Packed data sets: the pixels of the folder they were made of, whole or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers import ROOT, Done, command, losses, train_here
+from lockstep.data import packed
+from lockstep.data.folder import Folder
+from lockstep.data.loader import Auto, Loader, Resident, Streaming
+from lockstep.data.packed import Packed
+from lockstep.errors import InputError, StorageError
+from lockstep.plan import Plan
+from lockstep.protocols import Source
+from lockstep.world import World
+
+PLAN = Plan(examples=150, batch=32, total_steps=7, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+
+
+def fill(root: Path) -> Folder:
+    """150 images of odd shapes in three classes, more than a chunk of them, and nine to evaluate."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 50), ("val", 3)):
+        for label in ("cat", "ant", "zebra"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 256, (12 + number % 5, 14, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / label / f"{number:02}.{('png', 'jpg')[number % 2]}")
+    return Folder(path=str(root), decode_size=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    return fill(tmp_path_factory.mktemp("images"))
+
+
+def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
+    """Pack, and say which images were left out."""
+    return [error.what for error in packed.pack(source, target, threads=threads, advanced=lambda n: None)]
+
+
+@pytest.fixture(scope="module")
+def target(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "target"
+    assert pack(folder, path) == []
+    return path
+
+
+def shards(source: Source, kind: Any, rank: int, ranks: int) -> list[Any]:
+    """Everything that a rank trains on and evaluates."""
+    here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
+    train, held_out = source.train(), source.eval()
+    loader = Loader(
+        world=here,
+        plan=PLAN,
+        seed=0,
+        eval_batch=4,
+        train_labels=train.labels.clone(),
+        eval_labels=held_out.labels.clone(),
+        train_feed=kind.feed(train, here, once=True),
+        eval_feed=kind.feed(held_out, here, once=False),
+    )
+    trained = [(each.indices, each.images, each.labels) for each in loader.train(after=0)]
+    return [*trained, *loader.eval()]
+
+
+@pytest.mark.parametrize("kind", [Resident(), Streaming(workers=0), Streaming(workers=2)], ids=repr)
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 3)])
+def test_a_packed_data_set_gives_the_pixels_and_labels_of_its_folder(
+    folder: Folder, target: Path, kind: Any, rank: int, ranks: int
+) -> None:
+    source = Packed(path=str(target))
+    ours, theirs = shards(source, kind, rank, ranks), shards(folder, Resident(), rank, ranks)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_run_on_a_packed_data_set_is_the_run_on_its_folder(folder: Folder, target: Path, tmp_path: Path) -> None:
+    common = ("batch=32", "steps=4")
+    theirs = ("dataset=folder", f"dataset.path={folder.path}", "dataset.decode_size=8")
+    ours = ("dataset=packed", f"dataset.path={target}")
+    assert losses(train_here(tmp_path / "a", *common, *theirs)) == losses(train_here(tmp_path / "b", *common, *ours))
+
+
+def test_the_source_is_what_the_folder_is(folder: Folder, target: Path) -> None:
+    source = Packed(path=str(target), input_size=6, crop=0.5)
+    for name in ("classes", "image_shape", "mean", "std"):
+        assert getattr(source, name) == getattr(folder, name)
+    assert (source.input_shape, source.eval_crop) == ((3, 6, 6), 0.5)
+    assert Packed(path=str(target)).input_shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("options", [{"input_size": 0}, {"crop": 0.0}, {"crop": 1.5}])
+def test_a_size_or_share_out_of_range_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"dataset.{next(iter(options))}"):
+        Packed(path="nowhere", **options)
+
+
+def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
+    folder: Folder, tmp_path: Path
+) -> None:
+    pack(folder, tmp_path / "target")
+    before = (tmp_path / "target" / "train.images").read_bytes()
+    split = Packed(path=str(tmp_path / "target")).train()
+    assert "train.images" in Path("/proc/self/maps").read_text()
+    split.images.zero_()
+    assert (tmp_path / "target" / "train.images").read_bytes() == before
+
+
+def test_a_worker_that_is_not_forked_maps_the_files_anew(target: Path) -> None:
+    split = Packed(path=str(target)).train()
+    sent = pickle.dumps(split)
+    assert len(sent) < 1000
+    assert torch.equal(pickle.loads(sent).images, split.images)
+
+
+def test_loader_auto_takes_what_fits(target: Path) -> None:
+    source = Packed(path=str(target))
+    splits = [source.train(), source.eval()]
+    solo = World.solo()
+    assert isinstance(Auto().choose(splits, source.image_shape, solo)[0], Resident)
+    assert isinstance(Auto(resident_gb=1e-6).choose(splits, source.image_shape, solo)[0], Streaming)
+
+
+def test_threads_do_not_change_a_byte(folder: Folder, target: Path, tmp_path: Path) -> None:
+    pack(folder, tmp_path / "other", threads=5)
+    for file in target.iterdir():
+        assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path) -> None:
+    source = fill(tmp_path / "images")
+    for path in ("train/ant/03.jpg", "val/zebra/00.png"):
+        (tmp_path / "images" / path).write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"image 3, .*03\.jpg, cannot be decoded"):
+        pack(source, tmp_path / "target")
+    with pytest.raises(InputError, match=r"image 6, .*zebra/00\.png, cannot be decoded"):
+        pack(Folder(path=source.path, decode_size=8, skip=1), tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+    found = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
+    assert [each.partition(",")[0] for each in found] == ["image 3", "image 6"]
+    ours, theirs = Packed(path=str(tmp_path / "target")).train(), source.train()
+    kept = [index for index in range(150) if index != 3]
+    assert torch.equal(ours.images, theirs.fetch(kept))
+    assert torch.equal(ours.labels, theirs.labels[kept])
+
+
+def test_a_split_without_a_single_image_is_refused(tmp_path: Path) -> None:
+    source = fill(tmp_path / "images")
+    for path in (tmp_path / "images" / "val").rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(InputError, match="has no image for val that can be decoded"):
+        pack(Folder(path=source.path, decode_size=8, skip=9), tmp_path / "target")
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_nothing_that_exists_is_overwritten(folder: Folder, tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "target"
+    {"folder": place.mkdir, "file": place.touch, "link": lambda: place.symlink_to(tmp_path / "nowhere")}[kind]()
+    with pytest.raises(InputError, match="exists, and nothing is overwritten"):
+        pack(folder, place)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+FullDisk = Callable[[int], AbstractContextManager[None]]
+
+
+def test_a_disk_that_fills_up_is_a_storage_error_and_leaves_nothing(
+    folder: Folder, tmp_path: Path, full_disk: FullDisk
+) -> None:
+    with full_disk(20_000), pytest.raises(StorageError, match=r"target cannot be written \(File too large\)"):
+        pack(folder, tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_the_room_is_refused_before_anything_is_decoded(folder: Folder, tmp_path: Path) -> None:
+    huge = Folder(path=folder.path, decode_size=10**7)
+    with pytest.raises(StorageError, match=r"needs [\d.]+ GB, and [\d.]+ GB are free"):
+        pack(huge, tmp_path / "target")
+
+
+def copied(target: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(target, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("file", ["train.images", "train.labels", "val.images", "val.labels"])
+@pytest.mark.parametrize("change", ["cut", "longer", "gone"])
+def test_a_file_of_another_size_is_refused_before_anything_runs(
+    target: Path, tmp_path: Path, file: str, change: str
+) -> None:
+    path = copied(target, tmp_path) / file
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] if change == "cut" else content + b"0")
+    if change == "gone":
+        path.unlink()
+    with pytest.raises(InputError, match=rf"is no whole packed data set \(.*{file}.*; make one with lockstep pack"):
+        Packed(path=str(path.parent)).prepare()
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda manifest: manifest.pop(key)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *map(without, ("format", "classes", "shape", "mean", "std", "splits")),
+        lambda manifest: manifest.update(format=2),
+        lambda manifest: manifest.update(classes=[]),
+        lambda manifest: manifest.update(classes=["a", 3]),
+        lambda manifest: manifest.update(shape=[3, 0, 8]),
+        lambda manifest: manifest.update(mean=[0.5]),
+        lambda manifest: manifest.update(std=[0.5, 0.5, 0.0]),
+        lambda manifest: manifest.update(std=[0.5, 0.5, float("nan")]),
+        lambda manifest: manifest["splits"].pop("val"),
+        lambda manifest: manifest["splits"]["train"].update(count=0),
+        lambda manifest: manifest["splits"]["train"].update(count="150"),
+        lambda manifest: manifest["splits"]["train"]["sha256"].pop("labels"),
+    ],
+)
+def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    path = copied(target, tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match=r"\(manifest.json does not say what one of `lockstep pack` says\)"):
+        Packed(path=str(path.parent)).prepare()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
+def test_a_manifest_that_is_none_is_refused(target: Path, tmp_path: Path, text: str) -> None:
+    path = copied(target, tmp_path)
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match="is no whole packed data set"):
+        Packed(path=str(path)).prepare()
+
+
+def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path)
+    labels = np.fromfile(path / "train.labels", dtype="<i8")
+    labels[7] = 3
+    labels.tofile(path / "train.labels")
+    with pytest.raises(InputError, match=r"example 7 of .*train\.labels has label 3, expected 0 to 2"):
+        Packed(path=str(path)).prepare()
+
+
+def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
+    read: list[int] = []
+    packed.check(target, read.append)
+    assert sum(read) == sum(each.stat().st_size for each in target.iterdir() if each.suffix != ".json")
+    path = copied(target, tmp_path)
+    data = bytearray((path / "val.images").read_bytes())
+    data[100] ^= 1
+    (path / "val.images").write_bytes(data)
+    Packed(path=str(path)).prepare()
+    with pytest.raises(InputError, match=r"val\.images does not match its sha256"):
+        packed.check(path, lambda n: None)
+
+
+LOCKSTEP = (sys.executable, "-c", "from lockstep.cli import main; main()", "pack")
+
+
+def typed(*arguments: str) -> Done:
+    return command(*LOCKSTEP, *arguments)
+
+
+def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
+    made = typed(folder.path, str(tmp_path / "new"), "--size", "8")
+    assert made.code == 0, made.err
+    assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in made.out
+    assert (tmp_path / "new" / "train.images").read_bytes() == (target / "train.images").read_bytes()
+    assert typed("--check", str(tmp_path / "new")).out == f"{tmp_path}/new is whole: every file matches its sha256\n"
+    again = typed(folder.path, str(tmp_path / "new"))
+    assert (again.code, again.err.count("\n")) == (2, 1)
+    wrong = typed(str(tmp_path), str(tmp_path / "other"))
+    assert wrong.code == 2
+    assert wrong.err == (
+        f"lockstep: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
+        "name another with lockstep pack SOURCE TARGET\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [("source",), (), ("source", "--check", "target"), ("--check", "t", "--size", "3")]
+)
+def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple[str, ...]) -> None:
+    done = typed(*arguments)
+    assert done.code == 2
+    assert "expected SOURCE and TARGET, or --check TARGET alone" in done.err
+
+
+def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_up(tmp_path: Path) -> None:
+    source = fill(tmp_path / "images")
+    words = [*LOCKSTEP, source.path, str(tmp_path / "target"), "--size", "1000"]  # takes seconds
+    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+    while not list(tmp_path.glob(".target.*.partial/train.images")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGSTOP)
+    with packed._partial(tmp_path / "target"):  # leaves what another pack is at alone
+        assert len(list(tmp_path.glob(".target.*.partial"))) == 2
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "target").exists()
+    with pytest.raises(InputError, match="is no whole packed data set"):
+        Packed(path=str(tmp_path / "target")).prepare()
+    pack(source, tmp_path / "target")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "target"]
