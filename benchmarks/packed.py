@@ -1,0 +1,119 @@
+"""What it takes to read images that `lockstep pack` has decoded: batches of random rows of a memory map.
+
+    python benchmarks/packed.py --json packed.json
+
+Ways to gather the rows of a batch (of 256, at random) from a map that the system has in memory: torch's advanced
+index, its index_select on whole rows, NumPy's index and its take (what Lockstep does), and rows in the order of the
+file; and the feed of `loader=streaming`, from index lists to batches on the device, next to decoding the same images
+from their folder. Figures are thousands of images per second, medians; CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lockstep.data import packed
+from lockstep.data.folder import Folder
+from lockstep.data.loader import Streaming
+from lockstep.data.packed import Packed
+from lockstep.protocols import Split
+from lockstep.world import World
+from measure import Figures, Rows, in_turns, show, timed, write
+
+BATCH = 256
+BATCHES = 20
+IMAGES = {32: 20_000, 256: 2_000}  # by the side of a stored image
+
+
+def made(root: Path, size: int) -> tuple[Folder, Packed]:
+    """A folder of JPEGs of noise (which decode more slowly than photographs), and the same packed."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", IMAGES[size]), ("val", 10)):
+        (root / split / "noise").mkdir(parents=True)
+        for number in range(count):
+            pixels = generator.integers(0, 256, (size, size, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / split / "noise" / f"{number}.jpg", quality=90)
+    folder = Folder(path=str(root), decode_size=size)
+    packed.pack(folder, root / "packed", threads=2, advanced=lambda n: None)
+    return folder, Packed(path=str(root / "packed"))
+
+
+def rate(batches: Iterable[object], images: int) -> float:
+    """Thousands of images per second, none of them kept."""
+    return images / timed(partial(deque, batches, maxlen=0)) / 1000
+
+
+def gathering(source: Packed) -> Figures:
+    """Thousands of images per second of each way to gather a batch."""
+    images = source.train().images
+    rows, array = images.flatten(1), images.numpy()
+
+    def in_file_order(indices: Tensor) -> Tensor:
+        order = indices.argsort()
+        found = torch.empty((len(indices), *images.shape[1:]), dtype=torch.uint8)
+        found[order] = rows.index_select(0, indices[order]).view_as(found)
+        return found
+
+    ways: dict[str, Callable[[Tensor], object]] = {
+        "torch, images[indices]": lambda indices: images[indices],
+        "torch, index_select": lambda indices: rows.index_select(0, indices),
+        "numpy, array[indices]": lambda indices: torch.from_numpy(array[indices.numpy()]),
+        "numpy, take": lambda indices: torch.from_numpy(array.take(indices.numpy(), axis=0)),
+        "index_select, in file order": in_file_order,
+    }
+
+    def measured(way: Callable[[Tensor], object]) -> float:
+        wanted = torch.randint(len(images), (BATCHES, BATCH))
+        return rate(map(way, wanted), BATCHES * BATCH)
+
+    return in_turns({name: partial(measured, way) for name, way in ways.items()}, 15)
+
+
+def streaming(split: Split, *, workers: int, batches: int = BATCHES) -> float:
+    """Thousands of images per second out of the feed of `loader=streaming`, its workers' start left out."""
+    feed = Streaming(workers=workers).feed(split, World.solo(), once=True)
+    found = feed(iter(torch.randint(len(split), (batches + 1, BATCH))))
+    next(found)
+    return rate(found, batches * BATCH)
+
+
+def reading(folder: Folder, source: Packed) -> Figures:
+    """Thousands of images per second of the feeds, from the folder and packed."""
+    cases = {
+        "folder, 0 workers": partial(streaming, folder.train(), workers=0, batches=4),
+        "packed, 0 workers": partial(streaming, source.train(), workers=0),
+        "packed, 2 workers": partial(streaming, source.train(), workers=2),
+    }
+    return in_turns(cases, 5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, and none more with it [1]")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tables: dict[str, Rows] = {"a batch of 256, thousands of images/s": {}, "the feed, thousands of images/s": {}}
+    for size in IMAGES:
+        with tempfile.TemporaryDirectory() as root:
+            folder, source = made(Path(root), size)
+            gathers, feeds = tables.values()
+            gathers[f"{size} px"] = gathering(source)
+            feeds[f"{size} px"] = reading(folder, source)
+    for title, rows in tables.items():
+        show(title, rows)
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
