@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
+from lockstep.data.augment import CropFlip, Nothing, RandAugment, RandAugmentResized, RandomResizedCrop
 from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 from lockstep.protocols import Augment
@@ -22,6 +22,8 @@ ALL: list[Augment] = [
     CropFlip(reflect=True, alternate=True),
     CropFlip(pad=1, flip=0.0),
     RandomResizedCrop(),
+    RandAugment(),
+    RandAugmentResized(),
 ]
 
 

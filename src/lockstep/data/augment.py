@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.data.randaugment import STRONGEST, randaugment
 from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 
@@ -115,6 +116,53 @@ class RandomResizedCrop:
         theta = torch.stack([torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1)
         grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)
         return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandAugment(CropFlip):
+    """A padded crop and a mirror, then RandAugment (Cubuk et al. 2020): for small photographs.
+
+    Fields:
+        ops: operations per image, one after another.
+        magnitude: their strength, from 0 to 30.
+    """
+
+    ops: int = 2
+    magnitude: int = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_randaugment(self.ops, self.magnitude)
+
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+        return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandAugmentResized(RandomResizedCrop):
+    """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet.
+
+    Fields:
+        ops, magnitude: as for `RandAugment`.
+    """
+
+    ops: int = 2
+    magnitude: int = 9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_randaugment(self.ops, self.magnitude)
+
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+        cropped = super().apply(images, draws, size).round().to(torch.uint8)
+        return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude)
+
+
+def _check_randaugment(ops: int, magnitude: int) -> None:
+    if ops < 0:
+        raise InputError(f"augment.ops is {ops}, expected 0 or more")
+    if not 0 <= magnitude <= STRONGEST:
+        raise InputError(f"augment.magnitude is {magnitude}, expected 0 to {STRONGEST}")
 
 
 def _check_probability(name: str, value: float) -> None:
