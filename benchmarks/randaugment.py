@@ -1,0 +1,60 @@
+"""RandAugment for a whole batch at once, against torchvision's, which is called image by image.
+
+    python benchmarks/randaugment.py --json randaugment.json
+
+Two operations of magnitude 9 on batches of noise; torchvision's on Pillow images, as its reference recipes have it,
+and on tensors. Microseconds per image, medians; CPU, one thread. With `--device cuda` Lockstep's runs on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from lockstep.data.randaugment import randaugment
+from lockstep.data.rng import sample_keys
+from measure import Rows, in_turns, scaled, show, timed, write
+
+BATCHES = {32: 512, 224: 64}  # by the side of an image
+
+
+def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
+    """Microseconds per image."""
+    batch = BATCHES[size]
+    images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
+    pillow = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in images]
+    there, indices, transform = images.to(device), torch.arange(batch, device=device), v2.RandAugment()
+
+    def ours() -> None:
+        randaugment(there, sample_keys(0, 0, indices), ops=2, magnitude=9)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    cases = {
+        "torchvision, Pillow": partial(timed, lambda: [transform(each) for each in pillow]),
+        "torchvision, tensors": partial(timed, lambda: [transform(each) for each in images]),
+        "lockstep": partial(timed, ours),
+    }
+    ours()  # whatever is set up at first
+    return scaled(in_turns(cases, repeats), 1e6 / batch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of Lockstep's [cpu]")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: Rows = {f"{size} px": costs(size, arguments.device, arguments.repeats) for size in BATCHES}
+    show("RandAugment, us per image", rows)
+    write(arguments.json, {"RandAugment, us per image": rows})
+
+
+if __name__ == "__main__":
+    main()
