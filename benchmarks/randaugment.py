@@ -17,7 +17,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lockstep.data.randaugment import randaugment
-from lockstep.data.rng import sample_keys
+from lockstep.data.rng import Draws
 from measure import Rows, in_turns, scaled, show, timed, write
 
 BATCHES = {32: 512, 224: 64}  # by the side of an image
@@ -31,7 +31,7 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
     there, indices, transform = images.to(device), torch.arange(batch, device=device), v2.RandAugment()
 
     def ours() -> None:
-        randaugment(there, sample_keys(0, 0, indices), ops=2, magnitude=9)
+        randaugment(there, Draws(0, 0, indices), ops=2, magnitude=9)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

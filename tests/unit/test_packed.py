@@ -20,17 +20,11 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import ROOT, Done, command, losses, train_here
+from helpers import ROOT, Case, Done, command, gang, records, train_here
 from lockstep.data import packed
 from lockstep.data.folder import Folder
-from lockstep.data.loader import Auto, Loader, Resident, Streaming
 from lockstep.data.packed import Packed
 from lockstep.errors import InputError, StorageError
-from lockstep.plan import Plan
-from lockstep.protocols import Source
-from lockstep.world import World
-
-PLAN = Plan(examples=150, batch=32, total_steps=7, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
 
 def fill(root: Path) -> Folder:
@@ -62,41 +56,49 @@ def target(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def shards(source: Source, kind: Any, rank: int, ranks: int) -> list[Any]:
-    """Everything that a rank trains on and evaluates."""
-    here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
-    train, held_out = source.train(), source.eval()
-    loader = Loader(
-        world=here,
-        plan=PLAN,
-        seed=0,
-        eval_batch=4,
-        train_labels=train.labels.clone(),
-        eval_labels=held_out.labels.clone(),
-        train_feed=kind.feed(train, here, once=True),
-        eval_feed=kind.feed(held_out, here, once=False),
-    )
-    trained = [(each.indices, each.images, each.labels) for each in loader.train(after=0)]
-    return [*trained, *loader.eval()]
+def jobs(root: Path, folder: Folder, target: Path) -> list[Case]:
+    """A run on the folder, and runs on its packed images by every loader."""
+    common = ("batch=32", "steps=7", "telemetry.samples=true", "augment=crop_flip", "optimizer=sgd")
+    theirs = ("dataset=folder", f"dataset.path={folder.path}", "dataset.decode_size=8", "loader=resident")
+    ours = [(f"loader.workers={workers}", "loader=streaming") for workers in (0, 2)]
+    named = {"folder": theirs, "resident": ("loader=resident",), "streaming 0": ours[0], "streaming 2": ours[1]}
+    packed = ("dataset=packed", f"dataset.path={target}")
+    return [
+        Case(root / name, (*common, *(() if name == "folder" else packed), *words)) for name, words in named.items()
+    ]
 
 
-@pytest.mark.parametrize("kind", [Resident(), Streaming(workers=0), Streaming(workers=2)], ids=repr)
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 3)])
-def test_a_packed_data_set_gives_the_pixels_and_labels_of_its_folder(
-    folder: Folder, target: Path, kind: Any, rank: int, ranks: int
+def seen(run: Path) -> tuple[list[tuple[int, ...]], list[float]]:
+    """Step, epoch, index and a hash of the pixels of every example that a run trained on, and all its losses."""
+    lines = [json.loads(line) for file in run.glob("logs/*.samples.jsonl") for line in file.read_text().splitlines()]
+    samples = [tuple(line[key] for key in ("step", "epoch", "index", "hash")) for line in lines]
+    both = ("loss/train", "loss/val")
+    return sorted(samples), [line[key] for line in records(run) for key in both if key in line]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_loader_gives_the_pixels_and_the_losses_of_the_folder(
+    folder: Folder, target: Path, tmp_path: Path, ranks: int
 ) -> None:
+    planned = jobs(tmp_path, folder, target)
+    if ranks > 1:
+        gang(tmp_path / "gang", ranks, planned)
+    else:
+        for each in planned:
+            train_here(each.path, *each.overrides)
+    samples, losses = seen(tmp_path / "folder")
+    assert len(samples) == 32 * 6 + 22  # the fifth batch of an epoch of 150 is short
+    for each in planned[1:]:
+        assert seen(each.path) == (samples, losses), each.path.name
+
+
+def test_a_packed_split_is_the_folders_split(folder: Folder, target: Path) -> None:
     source = Packed(path=str(target))
-    ours, theirs = shards(source, kind, rank, ranks), shards(folder, Resident(), rank, ranks)
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_a_run_on_a_packed_data_set_is_the_run_on_its_folder(folder: Folder, target: Path, tmp_path: Path) -> None:
-    common = ("batch=32", "steps=4")
-    theirs = ("dataset=folder", f"dataset.path={folder.path}", "dataset.decode_size=8")
-    ours = ("dataset=packed", f"dataset.path={target}")
-    assert losses(train_here(tmp_path / "a", *common, *theirs)) == losses(train_here(tmp_path / "b", *common, *ours))
+    for ours, theirs in ((source.train(), folder.train()), (source.eval(), folder.eval())):
+        assert torch.equal(ours.labels, theirs.labels)
+        assert torch.equal(ours.images, theirs.fetch(list(range(len(theirs)))))
+        assert torch.equal(ours.fetch([5, 2, 5]), theirs.fetch([5, 2, 5]))
+        assert ours.fetch([]).shape == (0, 3, 8, 8)
 
 
 def test_the_source_is_what_the_folder_is(folder: Folder, target: Path) -> None:
@@ -129,14 +131,6 @@ def test_a_worker_that_is_not_forked_maps_the_files_anew(target: Path) -> None:
     sent = pickle.dumps(split)
     assert len(sent) < 1000
     assert torch.equal(pickle.loads(sent).images, split.images)
-
-
-def test_loader_auto_takes_what_fits(target: Path) -> None:
-    source = Packed(path=str(target))
-    splits = [source.train(), source.eval()]
-    solo = World.solo()
-    assert isinstance(Auto().choose(splits, source.image_shape, solo)[0], Resident)
-    assert isinstance(Auto(resident_gb=1e-6).choose(splits, source.image_shape, solo)[0], Streaming)
 
 
 def test_threads_do_not_change_a_byte(folder: Folder, target: Path, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""RandAugment: torchvision's operations to the bit, drawn by each sample's own numbers. That a sample is changed alike in any
-batch is in test_augment.py."""
+"""RandAugment: torchvision's operations to the bit, drawn by each sample's own numbers.
+
+That a sample is changed alike in any batch is in test_augment.py.
+"""
 
 from __future__ import annotations
 
