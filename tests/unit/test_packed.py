@@ -82,6 +82,7 @@ def test_every_loader_gives_the_pixels_and_the_losses_of_the_folder(
 ) -> None:
     planned = jobs(tmp_path, folder, target)
     if ranks > 1:
+        planned = [planned[0], planned[-1]]
         gang(tmp_path / "gang", ranks, planned)
     else:
         for each in planned:

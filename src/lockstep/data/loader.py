@@ -10,7 +10,6 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep import log
 from lockstep.data.order import Batch, batches, blocks, share, strides
+from lockstep.data.shared import decode_all
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.plan import Plan
@@ -29,7 +29,6 @@ from lockstep.signals import die_with_parent
 from lockstep.world import World
 
 GB = 1e9
-DECODE_CHUNK = 256
 # Of the images that are gathered and augmented together, at most: as float32 they are 4 MB.
 STRIDE_PIXELS = 2**20
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
@@ -219,8 +218,9 @@ class Resident:
         return max(1, STRIDE_PIXELS // max(1, shard * pixels))
 
     def feed(self, split: Split, world: World, *, once: bool) -> Feed:
-        stored, broken = _decode_all(split) if split.images is None else (split.images, {})
-        images = stored.to(world.device)
+        threads = max(1, cores() // world.local_size)
+        decoded = (split.images, {}) if split.images is not None else decode_all(split, world, _read, threads=threads)
+        images, broken = decoded[0].to(world.device), decoded[1]
 
         def read(wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, Broken]]:
             for indices in wanted:
@@ -350,13 +350,6 @@ def _read(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
 def _joined(parts: list[tuple[Tensor, Broken]]) -> tuple[Tensor, Broken]:
     broken = {index: error for _, found in parts for index, error in found.items()}
     return torch.cat([images for images, _ in parts]), broken
-
-
-def _decode_all(split: Split) -> tuple[Tensor, Broken]:
-    """Every image of a split that is not in memory, decoded by all cores (the decoders release the lock)."""
-    chunks = [list(range(at, min(at + DECODE_CHUNK, len(split)))) for at in range(0, len(split), DECODE_CHUNK)]
-    with ThreadPoolExecutor(cores()) as pool:
-        return _joined(list(pool.map(lambda chunk: _read(split, chunk), chunks)))
 
 
 class _Images(Dataset[Any]):

@@ -1,0 +1,96 @@
+"""One copy of a decoded split for all ranks of a machine: each decodes its share of the images straight into it.
+
+The memory is a file without a name (`memfd_create`), which its ranks open through the process that made it: it goes
+with the last of them however they end, and no limit on /dev/shm applies. Where that cannot be (another system than
+Linux, ranks that do not see each other's processes) each rank decodes all images for itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.data.order import share
+from lockstep.data.splits import BrokenImage
+from lockstep.errors import InputError
+from lockstep.protocols import Split
+from lockstep.world import World
+
+CHUNK = 256
+Read = Callable[[Split, list[int]], tuple[Tensor, Mapping[int, BrokenImage]]]
+
+
+def decode_all(split: Split, world: World, read: Read, *, threads: int) -> tuple[Tensor, Mapping[int, BrokenImage]]:
+    """Every image of a split that is not in memory, uint8 (N, C, H, W), and the broken ones. Collective.
+
+    Args:
+        split: the images.
+        world: its ranks of one machine get the same memory.
+        read: gives images of the split, and the broken ones among them.
+        threads: of this rank; the decoders release Python's lock.
+
+    Raises:
+        InputError: an image cannot be read. The same on every rank.
+    """
+    if world.control is None:  # a process for itself
+        world = World.solo()
+    shape = (len(split), *split.fetch([]).shape[1:])
+    together = sorted({world.rank, *world.neighbours})
+    images = _mapped(shape, world, leader=together[0]) if world.size > 1 else None
+    if images is None:
+        together, images = [world.rank], torch.empty(shape, dtype=torch.uint8)
+    mine = share(len(split), len(together), together.index(world.rank))
+
+    def decode(start: int) -> Mapping[int, BrokenImage]:
+        stop = min(start + CHUNK, mine.stop)
+        images[start:stop], broken = read(split, list(range(start, stop)))
+        return broken
+
+    broken: dict[int, BrokenImage] = {}
+    failure: InputError | None = None
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for found in pool.map(decode, range(mine.start, mine.stop, CHUNK)):
+                broken |= found
+        except InputError as error:
+            failure = error
+    for theirs, failed in world.gather((broken, failure)):
+        if failed is not None:
+            raise failed
+        broken |= theirs
+    return images, broken
+
+
+def _mapped(shape: tuple[int, ...], world: World, *, leader: int) -> Tensor | None:
+    """Memory that all ranks of this machine have mapped, or None, on every rank, if one could not. Collective."""
+    name, file = f"lockstep-{secrets.token_hex(8)}", None
+    if world.rank == leader and sys.platform == "linux":
+        file = os.memfd_create(name)
+        os.ftruncate(file, math.prod(shape))
+    try:
+        pid, number, expected = world.gather((os.getpid(), file, name))[leader]
+        place = Path(f"/proc/{pid}/fd/{number}")
+        images = None
+        # On a machine of the same name, or in another container, that is another process, and another file.
+        if number is not None and _target(place).startswith(f"/memfd:{expected}"):
+            images = torch.from_file(str(place), shared=True, size=math.prod(shape), dtype=torch.uint8).view(shape)
+        everywhere = all(world.gather(images is not None))
+    finally:
+        if file is not None:
+            os.close(file)
+    return images if everywhere else None
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""

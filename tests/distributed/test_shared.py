@@ -1,0 +1,116 @@
+"""One copy of a decoded data set for the ranks of a machine, by real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lockstep import world
+from lockstep.data import loader, shared
+from lockstep.data.folder import Folder
+from lockstep.data.loader import Broken, Resident
+from lockstep.errors import InputError
+from lockstep.launcher.spawn import Spawn
+from lockstep.protocols import Split
+from lockstep.rundir import RunDir
+
+SPOILT = (3, 600)  # in the share of either rank
+IMAGES = 700
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks found (below): 700 images of which two cannot be decoded."""
+    root = tmp_path_factory.mktemp("shared")
+    for split, count in (("train", IMAGES), ("val", 1)):
+        (root / split / "a").mkdir(parents=True)
+        for number in range(count):
+            pixels = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / split / "a" / f"{number:03}.png")
+    for number in SPOILT:
+        (root / "train" / "a" / f"{number:03}.png").write_bytes(b"no image")
+    Spawn(ranks=2, threads=1).run(exit_as_rank, RunDir.at(root))
+    return root
+
+
+def exit_as_rank(folder: Path) -> None:
+    """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
+    found: dict[str, object] = {}
+    with world.join(device="cpu", backend="gloo", timeout=60, threads=1) as here:
+        split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
+        before = set(os.listdir("/dev/shm"))  # noqa: PTH208
+
+        def counted(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
+            read.extend(indices)
+            return loader._read(split, indices)
+
+        images, broken = shared.decode_all(split, here, counted, threads=2)
+        found["read"], found["broken"] = (min(read), max(read), len(read)), sorted(broken)
+        found["maps"] = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
+        found["left"] = sorted(set(os.listdir("/dev/shm")) - before) + memory_files()  # noqa: PTH208
+        wanted = torch.tensor([0, 3, 350, 600, 699])
+        found["equal"] = [torch.equal(next(fed(split, here, wanted)), images[wanted])]
+        here.barrier()
+        images[10 + here.rank] = here.rank + 1
+        here.barrier()
+        found["written"] = images[10:12, 0, 0, 0].tolist()
+        try:
+            shared.decode_all(Folder(path=str(folder), decode_size=6).train(), here, loader._read, threads=1)
+        except InputError as error:
+            found["error"] = str(error)
+        shared._target = lambda link: ""  # as if the other rank were in another container
+        alone, again = shared.decode_all(split, here, loader._read, threads=2)
+        found["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
+        found["alone"] = sum("/memfd:lockstep-" in line for line in maps())
+    (folder / f"found{here.rank}.json").write_text(json.dumps(found))
+    sys.exit(0)
+
+
+def fed(split: Split, here: world.World, wanted: Tensor) -> loader.Iterator[Tensor]:
+    for images, _ in Resident().feed(split, here, once=True)([wanted]):
+        yield images
+
+
+def maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()
+
+
+def memory_files() -> list[str]:
+    """The files without a name that this process has open still."""
+    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [link for link in links if "memfd:lockstep-" in link]
+
+
+def found(root: Path, key: str) -> list[object]:
+    return [json.loads((root / f"found{rank}.json").read_text())[key] for rank in (0, 1)]
+
+
+def test_the_ranks_of_a_machine_have_the_same_memory_and_no_file_to_leave_behind(root: Path) -> None:
+    (first,), (second,) = found(root, "maps")
+    assert first == second, "the inode"
+    assert found(root, "left") == [[], []]
+    assert found(root, "written") == [[1, 2], [1, 2]]
+
+
+def test_each_rank_decodes_its_share(root: Path) -> None:
+    # The image that cannot be decoded makes its chunk be read once more, one by one.
+    (low, half, _), (other, high, _) = found(root, "read")
+    assert (low, half, other, high) == (0, 349, 350, 699)
+
+
+def test_all_ranks_know_every_broken_image(root: Path) -> None:
+    assert found(root, "broken") == [list(SPOILT)] * 2
+    assert [str(each).partition(",")[0] for each in found(root, "error")] == ["dataset: image 3"] * 2
+
+
+def test_the_pixels_are_those_of_a_rank_that_decodes_for_itself(root: Path) -> None:
+    assert found(root, "equal") == [[True, True, True]] * 2
+    assert found(root, "alone") == [1, 1], "what was shared before, and no more"
