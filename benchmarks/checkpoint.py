@@ -1,0 +1,211 @@
+"""What checkpoints cost: a save, a load, and a resume, on resnet50d with AdamW (307 MB) and its real command.
+
+    python benchmarks/checkpoint.py --json checkpoint.json
+
+Save: how long training stands still, and how long until all of it is on the disk (for Lockstep hashed, too), against
+torch.save and safetensors with fsync in line, and torch.distributed.checkpoint's async_save, which does not fsync.
+Load: from a file to model and optimizer, against torch.load and load_state_dict; Lockstep's also checks the sha256 of
+every file. Resume: from the start of the command to its first new step, behind a kill and from nothing. Figures are
+medians; CPU, one thread; files are read from the system's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import timm
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpointer
+from lockstep.rundir import RunDir, sync
+from measure import Figures, Rows, in_turns, scaled, show, timed, write
+
+ROOT = Path(__file__).parent.parent
+JOB = ("dataset=fake", "dataset.size=64", "dataset.examples=64", "dataset.classes=1000", "model=resnet50d", "batch=8")
+QUIET = ("telemetry.interval=1", "telemetry.tensorboard=false", "train.eval_every=100%", "device=cpu", "steps=1000")
+Parts = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def parts() -> Parts:
+    """A model and an optimizer that has done a step."""
+    model = timm.create_model("resnet50d")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    return model, optimizer
+
+
+def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Both as safetensors wants them."""
+    moments = {
+        f"{number}.{name}": tensor
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, tensor in state.items()
+    }
+    return {**model.state_dict(), **moments}
+
+
+def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> dict[str, Figures]:
+    """Milliseconds that training stands still, and until a save is on the disk."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    # Every step is the best one and takes the place of the one before it, as in a run that gets better.
+    keeper = Checkpointer(run_dir=RunDir.at(folder / "run"), identity={}, keep=1, keep_best=0, writes=True)
+    durable: dict[str, list[float]] = {}
+    steps = iter(range(1, 1000))
+
+    def in_line(name: str, save: Callable[[Path], object]) -> float:
+        def whole() -> None:
+            save(folder / name)
+            sync(folder / name)
+
+        durable.setdefault(name, []).append(timed(whole))
+        return durable[name][-1]
+
+    def stands_still(name: str, begin: Callable[[], Callable[[], object]]) -> float:
+        began = time.perf_counter()
+        wait = begin()
+        stopped = time.perf_counter() - began
+        wait()
+        durable.setdefault(name, []).append(time.perf_counter() - began)
+        return stopped
+
+    def asynchronous() -> Callable[[], object]:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        future = dcp.async_save(state, checkpoint_id=folder / f"dcp{next(steps)}")
+        return lambda: future.result()  # type: ignore[union-attr]
+
+    def ours() -> Callable[[], object]:
+        step = next(steps)
+        progress = {"step": step, "score": None, "best": None, "best_step": 0, "window": None}
+        keeper.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
+        return keeper.wait
+
+    def plain(path: Path) -> None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+    cases = {
+        "dcp.async_save": partial(stands_still, "dcp.async_save", asynchronous),
+        "torch.save, fsync": partial(in_line, "torch.save, fsync", plain),
+        "safetensors, fsync": partial(
+            in_line, "safetensors, fsync", lambda path: save_file(flat(model, optimizer), path)
+        ),
+        "lockstep": partial(stands_still, "lockstep", ours),
+    }
+    stopped = in_turns(cases, repeats)
+    keeper.close()
+    on_disk = {name: sorted(found)[len(found) // 2] for name, found in durable.items()}
+    return {"stands still": scaled(stopped, 1000), "until it is on the disk": scaled(on_disk, 1000)}
+
+
+def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> Figures:
+    """Milliseconds from files to a model and an optimizer."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    (path,) = checkpoint.candidates(folder / "run" / "checkpoints")
+
+    def plain(mmap: bool) -> None:
+        found = torch.load(folder / "torch.save, fsync", mmap=mmap)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+
+    def tensors() -> None:
+        load_file(folder / "safetensors, fsync")
+
+    def ours() -> None:
+        found = checkpoint.newest_good(path.parent)
+        assert found == path
+        checkpoint.restore(checkpoint.load(found), model=model, ema=None, optimizer=optimizer, scaler=scaler)
+
+    cases = {
+        "torch.load": partial(timed, partial(plain, mmap=False)),
+        "torch.load, mmap": partial(timed, partial(plain, mmap=True)),
+        "safetensors, tensors only": partial(timed, tensors),
+        "lockstep, hashes checked": partial(timed, ours),
+    }
+    return scaled(in_turns(cases, repeats), 1000)
+
+
+def first_step(folder: Path, after: int) -> float:
+    """Seconds from the start of the command to the first line of a step behind `after`; the command is killed."""
+    run = folder / "run"
+    words = [*JOB, *QUIET, "checkpoint.every=2", f"hydra.run.dir={run}", f"output_root={folder}"]
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "train.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        while steps_done(run) <= after:
+            assert process.poll() is None
+            time.sleep(0.01)
+        seconds = time.perf_counter() - began
+        while not list((run / "checkpoints").glob("step-*/manifest.json")):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    return seconds
+
+
+def steps_done(run: Path) -> int:
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
+
+def resuming(repeats: int) -> Figures:
+    """Seconds to the first new step."""
+
+    def cold() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            return first_step(Path(folder), 0)
+
+    def behind_a_kill() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            first_step(Path(folder), 0)
+            # The lines behind the newest checkpoint are written anew: the first new step is the one after these.
+            newest = checkpoint.candidates(Path(folder, "run", "checkpoints"))[0]
+            lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]
+            Path(folder, "run", "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
+            return first_step(Path(folder), int(newest.name[5:]))
+
+    return in_turns({"from nothing": cold, "behind a kill": behind_a_kill}, repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9, help="of saves and loads [9]; resumes take a third of them")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    tables: dict[str, Rows] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)  # for dcp
+        model, optimizer = parts()
+        tables["a save, ms"] = saving(folder, model, optimizer, arguments.repeats)
+        tables["a load, ms"] = {"resnet50d, AdamW": loading(folder, model, optimizer, arguments.repeats)}
+        dist.destroy_process_group()
+    tables["to the first new step, s"] = {"resnet50d": resuming(max(1, arguments.repeats // 3))}
+    for title, rows in tables.items():
+        show(title, rows)
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
