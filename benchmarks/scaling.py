@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import BasicNet, Timm
+from lockstep.plan import Plan
 from lockstep.protocols import Strategy
 from lockstep.rundir import RunDir
 from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Single

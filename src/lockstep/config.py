@@ -61,6 +61,8 @@ class TrainBlock:
     ema: float | None = None
     eval_every: int | str = "1ep"
     eval_batch: int = 256
+    eval_views: int = 1
+    cudnn_benchmark: bool = False
 
 
 @dataclass

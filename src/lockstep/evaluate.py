@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.loader import Loader
@@ -13,6 +13,9 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.errors import InputError
 from lockstep.protocols import Precision
 from lockstep.world import World
+
+# How many views of an image may be evaluated (`seen_from`).
+VIEWS = (1, 2, 6)
 
 
 @torch.no_grad()
@@ -23,13 +26,14 @@ def evaluate(
     pipeline: Pipeline,
     precision: Precision,
     world: World,
+    views: int = 1,
     alive: Callable[[], None] = lambda: None,
 ) -> Mapping[str, float]:
     """Mean cross-entropy (`loss`, without label smoothing) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
-    `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. `alive` is called
-    after each block.
+    `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
+    averaged over `views` of an image, as `seen_from` has them. `alive` is called after each block.
 
     Raises:
         InputError: more images are broken than may be, or all of them.
@@ -41,7 +45,11 @@ def evaluate(
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     for images, labels in loader.eval():
         with precision.autocast(world.device):
-            logits = model(pipeline.eval(images)).to(precision.storage)
+            looks = [
+                weight * model(look.contiguous(memory_format=pipeline.memory_format)).to(precision.storage)
+                for weight, look in seen_from(pipeline.eval(images), views)
+            ]
+        logits = torch.stack(looks).sum(0)
         loss += F.cross_entropy(logits, labels, reduction="sum")
         hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
@@ -54,3 +62,20 @@ def evaluate(
     if count == 0:
         raise InputError("dataset: no image of the evaluation split can be decoded; see the warnings")
     return {"loss": loss.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
+
+
+def seen_from(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
+    """The views of images (B, C, H, W) and their weights, which add up to one.
+
+    One is the images, two are these and their mirror images, and six both, also moved by a pixel to the lower right
+    and to the upper left; a moved view has half the weight of one in place (Jordan 2024, arXiv 2404.00498).
+    """
+    height, width = images.shape[-2:]
+    looks = [(1.0, images)]
+    if views == max(VIEWS):
+        padded = F.pad(images, [1] * 4, mode="reflect")
+        looks += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
+    if views > 1:
+        looks += [(weight, look.flip(-1)) for weight, look in looks]
+    total = sum(weight for weight, _ in looks)
+    return [(weight / total, look) for weight, look in looks]

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer
+from lockstep.compiling import say_when_compiling
 from lockstep.config import Job
-from lockstep.data.loader import Auto, Loader
+from lockstep.data.loader import Auto, Loader, sample
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.errors import NumericalError
@@ -52,13 +53,16 @@ def run(
     job = config.build_all(resolved)
     torch.manual_seed(job.seed)
     job.precision.configure()
+    torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
 
     train, held_out = _splits(job, world)
     if job.train.micro_batches == "auto":
         job.train.micro_batches = memory.choose_micro_batches(job, world)
     plan = plan_of(job, len(train))
     reason = _choose_loader(job, [train, held_out], world)
-    network = _network(job, world, plan)
+    mix = _mix(job)
+    pipeline = _pipeline(job, world, mix)
+    network = _network(job, world, plan, lambda number: pipeline.eval(sample(train, number).to(world.device)))
     checkpointer = Checkpointer(
         run_dir=run_dir,
         identity=identity(job, len(train)),
@@ -86,7 +90,6 @@ def run(
             notes=[note] if note else [],
         )
     # A resident one reads every image here, and one may be broken: only then is it a run.
-    mix = _mix(job)
     loader = _loader(job, train, held_out, plan, world, partners=mix is not None)
     if world.is_main:
         write_atomic(run_dir.config, config.dump({**resolved, **_chosen(job)}))
@@ -107,21 +110,13 @@ def run(
         lr=job.optimizer.lr,
         schedule=job.schedule,
         loader=loader,
-        pipeline=Pipeline.of(
-            job.dataset,
-            job.augment,
-            device=world.device,
-            dtype=job.precision.storage,
-            channels_last=job.model.channels_last,
-            seed=job.seed,
-            cutout=job.train.cutout,
-            mix=mix,
-        ),
+        pipeline=pipeline,
         checkpointer=checkpointer,
         telemetry=recorder,
         stop_requested=stop_requested,
         alive=alive,
         label_smoothing=job.train.label_smoothing,
+        eval_views=job.train.eval_views,
         clip_norm=job.train.clip_norm,
         ema=network.ema,
         progress=progress,
@@ -222,12 +217,26 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *
     )
 
 
-def _network(job: Job, world: World, plan: Plan) -> Network:
+def _pipeline(job: Job, world: World, mix: Mix | None) -> Pipeline:
+    return Pipeline.of(
+        job.dataset,
+        job.augment,
+        device=world.device,
+        dtype=job.precision.storage,
+        channels_last=job.model.channels_last,
+        seed=job.seed,
+        cutout=job.train.cutout,
+        mix=mix,
+    )
+
+
+def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:
     precision: Precision = job.precision
     strategy: Strategy = job.strategy
     shape = job.dataset.input_shape
     layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
     model: nn.Module = job.model.build(job.dataset.classes, shape)
+    job.model.initialise(model, images)
     model = model.to(world.device, precision.storage).to(memory_format=layout)
     if job.init_from is not None:
         checkpoint.load_weights(model, Path(job.init_from))
@@ -236,7 +245,9 @@ def _network(job: Job, world: World, plan: Plan) -> Network:
     example = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(memory_format=layout)
     replica = strategy.wrap(model, world, plan, example)
     if job.model.compile:
-        model.compile()
+        model.compile(mode=job.model.compile_mode.value)
+        if world.is_main:
+            say_when_compiling()
     return Network(
         model=model,
         replica=replica,

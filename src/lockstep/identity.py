@@ -10,7 +10,7 @@ from lockstep.plan import Plan, make_plan
 from lockstep.strategy import Strict
 
 # Fields of a model that change how it computes and not what it is: a resume may change them.
-HOW = frozenset({"channels_last", "compile", "pretrained"})
+HOW = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
 
 
 def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:

@@ -1,4 +1,4 @@
-"""The optimizers: torch's own for the usual three, timm's factory for the rest, and weight averaging."""
+"""The optimizers: torch's own for the usual three, Muon, timm's factory for the rest, and weight averaging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.errors import InputError, did_you_mean
 
@@ -157,6 +157,125 @@ class Timm(_Optimizer):
         return built
 
 
+@dataclass(frozen=True, kw_only=True)
+class Muon(_Optimizer):
+    """Orthogonalised momentum for the matrices inside a network, SGD with momentum for all other parameters.
+
+    The update of a convolution or linear layer is its Nesterov momentum with all singular values brought near one
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon); the last linear layer, biases, norms and embeddings take
+    Nesterov steps. Weight decay is apart from the gradient and by `lr`, so that all parameters decay alike.
+    torch's own Muon takes no convolutions, and timm's steps by Adam elsewhere.
+
+    Fields:
+        lr: of the matrices: how far a step moves each singular value.
+        head_lr: of the last linear layer.
+        bias_lr: of all others.
+        momentum: of the matrices; `sgd_momentum` of the others.
+        iterations: of Newton and Schulz; three or five.
+        fixed_norm: before each step, scale every matrix to the norm of an orthogonal one. For convolutions that a
+            batch norm follows: their scale does nothing but change the rate.
+    """
+
+    lr: float = 0.02
+    head_lr: float = 0.02
+    bias_lr: float = 0.02
+    momentum: float = 0.95
+    sgd_momentum: float = 0.9
+    iterations: int = 5
+    fixed_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, rate in (("head_lr", self.head_lr), ("bias_lr", self.bias_lr)):
+            if not rate > 0:
+                raise InputError(f"optimizer.{name} is {rate}, expected a number above 0")
+        for name, momentum in (("momentum", self.momentum), ("sgd_momentum", self.sgd_momentum)):
+            if not 0 <= momentum < 1:
+                raise InputError(f"optimizer.{name} is {momentum}, expected a number from 0 to below 1")
+        if self.iterations < 1:
+            raise InputError(f"optimizer.iterations is {self.iterations}, expected at least 1")
+
+    def groups(self, model: nn.Module) -> ParamGroups:
+        layers = [each for each in model.modules() if isinstance(each, (nn.Linear, nn.modules.conv._ConvNd))]
+        linear = [id(each.weight) for each in layers if isinstance(each, nn.Linear)]
+        heads = set(linear[-1:])
+        matrices = {id(each.weight) for each in layers} - heads
+        kinds: list[tuple[float, Callable[[Tensor], bool]]] = [
+            (self.lr, lambda each: id(each) in matrices),
+            (self.head_lr, lambda each: id(each) in heads),
+            (self.bias_lr, lambda each: id(each) not in matrices | heads),
+        ]
+        found = []
+        for group in super().groups(model):
+            for number, (rate, belongs) in enumerate(kinds):
+                if params := [each for each in group["params"] if belongs(each)]:
+                    ratio = rate / self.lr
+                    decay = group["weight_decay"] / ratio  # the rate takes it back
+                    scale = group["scale"] * ratio
+                    found.append({"params": params, "orthogonal": number == 0, "scale": scale, "weight_decay": decay})
+        return found
+
+    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        for group in groups:
+            group["momentum"] = self.momentum if group["orthogonal"] else self.sgd_momentum
+        return _Muon(groups, {"lr": self.lr, "iterations": self.iterations, "fixed_norm": self.fixed_norm})
+
+
+class _Muon(torch.optim.Optimizer):
+    """The steps of `Muon`. Each group has `orthogonal`, which says whether its parameters are matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            params = [each for each in group["params"] if each.grad is not None]
+            if not params:
+                continue
+            gradients = [each.grad for each in params]
+            for each in params:
+                if not self.state[each]:
+                    self.state[each]["momentum_buffer"] = torch.zeros_like(each)
+            buffers = [self.state[each]["momentum_buffer"] for each in params]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, gradients)
+            updates = list(torch._foreach_add(gradients, buffers, alpha=group["momentum"]))
+            if group["orthogonal"]:
+                updates = orthogonalised(updates, group["iterations"])
+                if group["fixed_norm"]:
+                    factors = torch._foreach_reciprocal(torch._foreach_norm(params))
+                    torch._foreach_mul_(factors, [len(each) ** 0.5 for each in params])
+                    torch._foreach_mul_(params, factors)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def orthogonalised(updates: list[Tensor], iterations: int) -> list[Tensor]:
+    """Each of `updates` (o, ...), taken for a matrix (o, n), with its singular values brought to about one.
+
+    By the quintic iteration of Newton and Schulz with Jordan's coefficients, which stops between 0.7 and 1.2.
+    Matrices of one shape are multiplied together.
+    """
+    found: list[Tensor] = list(updates)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, each in enumerate(updates):
+        alike.setdefault((len(each), each[0].numel()), []).append(number)
+    for (rows, columns), numbers in alike.items():
+        x = torch.stack([updates[number].reshape(rows, columns) for number in numbers])
+        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+        if rows > columns:
+            x = x.mT
+        for _ in range(iterations):
+            a = x @ x.mT
+            b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
+            x = torch.baddbmm(x, b, x, beta=3.4445)
+        if rows > columns:
+            x = x.mT
+        for number, matrix in zip(numbers, x, strict=True):
+            found[number] = matrix.reshape(updates[number].shape)
+    return found
+
+
 @functools.cache
 def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """One of torch's optimizers without the wrappers that let it be part of a compiled function.
@@ -181,14 +300,38 @@ def check_decay(decay: float) -> None:
         raise InputError(f"train.ema is {decay}, expected a decay between 0 and 1 such as 0.999, or null")
 
 
+class Average(AveragedModel):
+    """An exponential moving average of a model's parameters and buffers.
+
+    Of torch's own it changes the update alone: one kernel over all tensors. Torch's gathers their lists anew at each
+    step and copies its counter to the device, which waits for the device.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        super().__init__(model, use_buffers=True)
+        self.decay = decay
+        here, there = ([*each.parameters(), *each.buffers()] for each in (self.module, model))
+        pairs = [(mine.detach(), theirs.detach()) for mine, theirs in zip(here, there, strict=True)]
+        self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        weight = 1 - self.decay if self.n_averaged > 0 else 1.0
+        torch._foreach_lerp_([mine for mine, _ in self.floats], [theirs for _, theirs in self.floats], weight)
+        for mine, theirs in self.counters:
+            mine.copy_(theirs)
+        self.n_averaged += 1
+
+
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of the model's parameters and buffers (torch's own).
+    """An exponential moving average of the model's parameters and buffers, which begins as they are after a step.
 
     Raises:
         InputError: `decay` is not between 0 and 1.
     """
     check_decay(decay)
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    return Average(model, decay)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -182,12 +183,16 @@ class Model(Protocol):
 
     channels_last: bool
     compile: bool
+    compile_mode: Enum
 
     def check(self) -> None:
         """Raise InputError for a model that does not exist, without building one."""
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
+
+    def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:
+        """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
 
 
 class Optimizer(Protocol):

@@ -20,6 +20,7 @@ from lockstep.claim import claim, continued
 from lockstep.config import Invocation, Job
 from lockstep.data.loader import cores
 from lockstep.errors import InputError
+from lockstep.evaluate import VIEWS
 from lockstep.identity import identity, plan_of
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
@@ -225,6 +226,8 @@ def _check(job: Job) -> None:
         lambda: _between("seed", job.seed, 0, 2**63),
         lambda: None if job.train.ema is None else check_decay(job.train.ema),
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
+        lambda: _one_of("train.eval_views", job.train.eval_views, VIEWS),
+        lambda: _check_benchmark(job),
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
         lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
@@ -246,6 +249,19 @@ def _check(job: Job) -> None:
 def _at_least(key: str, value: int, least: int) -> None:
     if value < least:
         raise InputError(f"{key} is {value}, expected at least {least}")
+
+
+def _one_of(key: str, value: int, allowed: tuple[int, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{key} is {value}, expected one of {', '.join(map(str, allowed))}")
+
+
+def _check_benchmark(job: Job) -> None:
+    if job.train.cudnn_benchmark and isinstance(job.strategy, Strict):
+        raise InputError(
+            "train.cudnn_benchmark is true, but a stopwatch then chooses the kernels, and repro=strict has the same "
+            "bits every time; use train.cudnn_benchmark=false, or repro=exact"
+        )
 
 
 def _above(key: str, value: float, bound: float) -> None:

@@ -60,6 +60,7 @@ class Trainer:
     stop_requested: Callable[[], bool]
     alive: Callable[[], None]
     label_smoothing: float = 0.0
+    eval_views: int = 1
     clip_norm: float | None = None
     ema: AveragedModel | None = None
     progress: Progress = field(default_factory=Progress)
@@ -166,6 +167,7 @@ class Trainer:
             pipeline=self.pipeline,
             precision=self.precision,
             world=self.world,
+            views=self.eval_views,
             alive=self.alive,
         )
 

@@ -46,6 +46,7 @@ class TimmConfigSource(ConfigSource):
             "drop_path_rate": 0.0,
             "channels_last": False,
             "compile": False,
+            "compile_mode": "default",
             "options": {},
         }
         return ConfigResult(

@@ -347,6 +347,14 @@ def _read(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
     return _joined([_read(split, [index]) for index in indices])
 
 
+def sample(split: Split, number: int) -> Tensor:
+    """Up to `number` images spread evenly over a split, uint8 (n, C, H, W), broken ones left out."""
+    number = min(number, len(split))
+    indices = [place * len(split) // number for place in range(number)]
+    images, broken = _read(split, indices)
+    return images[[index not in broken for index in indices]]
+
+
 def _joined(parts: list[tuple[Tensor, Broken]]) -> tuple[Tensor, Broken]:
     broken = {index: error for _, found in parts for index, error in found.items()}
     return torch.cat([images for images, _ in parts]), broken

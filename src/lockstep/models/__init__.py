@@ -1,6 +1,7 @@
 """The networks: a few of our own, and all of timm's by name."""
 
 from lockstep.models.nets import BasicNet, DigitNet, Linear
+from lockstep.models.whitenet import WhiteNet
 from lockstep.models.zoo import ResNet34, Timm
 
-__all__ = ["BasicNet", "DigitNet", "Linear", "ResNet34", "Timm"]
+__all__ = ["BasicNet", "DigitNet", "Linear", "ResNet34", "Timm", "WhiteNet"]

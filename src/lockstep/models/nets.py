@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import InputError
 
 NORM_GROUPS = 8
+
+
+class CompileMode(enum.Enum):
+    """torch.compile's modes: as it comes, CUDA graphs, or the fastest kernels of those that it tries."""
+
+    default = "default"
+    reduce_overhead = "reduce-overhead"
+    max_autotune = "max-autotune"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +31,12 @@ class Network(ABC):
     Fields:
         channels_last: keep images and weights in NHWC memory order, which GPU convolutions prefer.
         compile: `torch.compile` the model; the first steps take minutes longer, the others less time.
+        compile_mode: what torch.compile is to aim at.
     """
 
     channels_last: bool = False
     compile: bool = False
+    compile_mode: CompileMode = CompileMode.default
 
     def check(self) -> None:  # noqa: B027, most models exist by being a class
         """Raise InputError for a model that does not exist, without building one."""
@@ -32,6 +44,9 @@ class Network(ABC):
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
+
+    def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:  # noqa: B027, as above
+        """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
 
 
 @dataclass(frozen=True, kw_only=True)
