@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"health", "watchdog", "claim"}
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity", "incident", "memory"}),
+    frozenset({"experiment", "report", "identity", "incident", "memory", "compiling"}),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep", "cli"}),
 )
@@ -43,6 +43,7 @@ WITHIN: dict[tuple[str, str], str] = {
     ("experiment", "identity"): "the root hands the identity to the checkpoints",
     ("experiment", "report"): "the root says what runs",
     ("experiment", "memory"): "the root says what would have fitted",
+    ("experiment", "compiling"): "the root has the compiler's work announced",
     ("experiment", "incident"): "the root keeps what is needed to look at bad numbers",
     ("report", "identity"): "the banner describes components as the identity does",
     ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",
