@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer
 from lockstep.compiling import say_when_compiling
 from lockstep.config import Job
-from lockstep.data.loader import Auto, Loader, sample
+from lockstep.data.folder import crops_files
+from lockstep.data.loader import GB, Loader, Task, sample
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
+from lockstep.data.splits import Crop
 from lockstep.errors import NumericalError
 from lockstep.identity import identity, plan_of
 from lockstep.optim import averaged
@@ -32,6 +34,7 @@ from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.telemetry.gpu import NoMonitor, monitor
 from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.trainer import Progress, Trainer
+from lockstep.trial import training_rate
 from lockstep.world import World
 
 # A loss of so many times that of guessing (the logarithm of the classes) is not one of training any more.
@@ -59,7 +62,7 @@ def run(
     if job.train.micro_batches == "auto":
         job.train.micro_batches = memory.choose_micro_batches(job, world)
     plan = plan_of(job, len(train))
-    reason = _choose_loader(job, [train, held_out], world)
+    reason = _choose_loader(job, (train, held_out), plan, world)
     mix = _mix(job)
     pipeline = _pipeline(job, world, mix)
     network = _network(job, world, plan, lambda number: pipeline.eval(sample(train, number).to(world.device)))
@@ -172,14 +175,25 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
-    return job.dataset.train(), job.dataset.eval()
+    train = job.dataset.train()
+    if crops_files(job.dataset):
+        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
+    return train, job.dataset.eval()
 
 
-def _choose_loader(job: Job, splits: list[Split], world: World) -> str:
-    """Replace `loader=auto` by main's choice; returns why."""
-    if not isinstance(job.loader, Auto):
-        return "as asked"
-    job.loader, reason = world.broadcast(job.loader.choose(splits, job.dataset.image_shape, world))
+def _choose_loader(job: Job, splits: tuple[Split, Split], plan: Plan, world: World) -> str:
+    """Replace what is `auto` about the loader by main's choice; returns why. Collective."""
+    train, held_out = splits
+    evaluations = math.ceil(plan.total_steps / plan.eval_every)
+    task = Task(
+        world=world,
+        splits=splits,
+        gigabytes=(len(train) + len(held_out)) * math.prod(job.dataset.image_shape) / GB,
+        reads=(plan.total_steps * plan.batch + evaluations * len(held_out)) // world.size,
+        boxes=crops_files(job.dataset),
+        training_rate=lambda: training_rate(job, world),
+    )
+    job.loader, reason = world.broadcast(job.loader.choose(task))
     return str(reason)
 
 

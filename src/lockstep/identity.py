@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from lockstep.config import Job
+from lockstep.data.folder import crops_files
 from lockstep.plan import Plan, make_plan
 from lockstep.strategy import Strict
 
@@ -51,6 +52,7 @@ def identity(job: Job, examples: int) -> dict[str, Any]:
         "dataset": type(job.dataset).__name__,
         "classes": job.dataset.classes,
         "input_shape": list(job.dataset.input_shape),
+        "crop_from": "file" if crops_files(job.dataset) else "square",
         "examples": examples,
         "batch": job.batch,
         "seed": job.seed,

@@ -62,7 +62,7 @@ class Lock:
             os.close(file)
             raise
         self.path, self.file = path, file
-        # A forked loader worker can outlive a job that is killed: it must not keep the lock.
+        # A forked process can outlive a job that is killed: it must not keep the lock.
         os.register_at_fork(after_in_child=self._forget)
         return True
 

@@ -11,23 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
 
 from lockstep.config import Job
 from lockstep.data.loader import available_memory
 from lockstep.errors import InputError, LockstepError
 from lockstep.evaluate import evaluate
-from lockstep.optim import averaged
+from lockstep.trial import exhausted, trial_step
 from lockstep.world import World
 
 # A step later in the run may need a little more than the first: the allocator's memory is in pieces by then.
 MARGIN = 1.2
-
-
-def exhausted(error: BaseException) -> bool:
-    """Whether an exception says that there was no memory left, on a GPU or on the host."""
-    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return out_of_memory or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def micro_batches_that_fit(job: Job, world: World, *, least: int = 1) -> int | None:
@@ -87,7 +80,7 @@ def _fits(job: Job, world: World, examples: int) -> bool:
     # The random numbers that initialise this model are not to be missing from the run's own.
     with _bounded(world), torch.random.fork_rng(devices=[]):
         try:
-            _step(job, world, examples)
+            trial_step(job, world, examples)()
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
@@ -98,25 +91,6 @@ def _fits(job: Job, world: World, examples: int) -> bool:
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
     return True
-
-
-def _step(job: Job, world: World, examples: int) -> None:
-    """A step of a model of its own, so that nothing of the run changes."""
-    shape = job.dataset.input_shape
-    layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
-    storage = job.precision.storage
-    model = job.model.build(job.dataset.classes, shape).to(world.device, storage).to(memory_format=layout)
-    optimizer = job.optimizer.build(model)
-    average = averaged(model, job.train.ema) if job.train.ema is not None else None
-    images = torch.zeros((examples, *shape), device=world.device, dtype=storage).to(memory_format=layout)
-    labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
-    with job.precision.autocast(world.device):
-        loss = F.cross_entropy(model(images).to(storage), labels)
-    loss.backward()
-    # The buckets of a distributed strategy, or the sum of earlier micro-batches.
-    buckets = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    optimizer.step()
-    del buckets, average
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +103,11 @@ class Split(Protocol):
 
     def __len__(self) -> int: ...
 
-    def fetch(self, indices: list[int]) -> Tensor:
-        """uint8 images of shape (len(indices), C, H, W). Raises InputError for one that cannot be read."""
+    def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
+        """uint8 images of shape (len(indices), C, H, W). Raises InputError for one that cannot be read.
+
+        `epoch` is for a split that cuts other boxes from its images in each.
+        """
 
 
 class Stepped(Protocol):
@@ -226,3 +229,15 @@ class Augment(Protocol):
             draws: the random numbers of its examples.
             size: the (height, width) the model wants; an augmentation that resamples may go there at once.
         """
+
+
+@runtime_checkable
+class BoxAugment(Augment, Protocol):
+    """An augmentation whose first part can be left to who reads the files: a box of each whole image."""
+
+    def boxes(self, draws: Draws, sizes: Tensor) -> Tensor:
+        """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
+
+    @property
+    def rest(self) -> Augment:
+        """What is left to do where the boxes have been cut and resized."""

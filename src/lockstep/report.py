@@ -79,7 +79,7 @@ def banner(
         "model": f"{describe(job.model)}, {parameters / 1e6:.2f} M parameters",
         "data": f"{describe(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
         f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}",
-        "input": f"{type(job.loader).__name__.lower()} ({loader_reason}), {describe(job.augment)}",
+        "input": f"{job.loader} ({loader_reason}), {describe(job.augment)}",
         "ranks": f"{world.size} by {type(job.strategy).__name__}, {type(job.precision).__name__}, {_device(world)}",
         "optimizer": f"{describe(job.optimizer)}, lr {job.optimizer.lr:g}, {describe(job.schedule)}",
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs:g} epochs of "

@@ -18,7 +18,8 @@ import torch
 from lockstep import checkpoint, config
 from lockstep.claim import claim, continued
 from lockstep.config import Invocation, Job
-from lockstep.data.loader import cores
+from lockstep.data.folder import crops_files
+from lockstep.data.loader import Resident, cores
 from lockstep.errors import InputError
 from lockstep.evaluate import VIEWS
 from lockstep.identity import identity, plan_of
@@ -29,6 +30,7 @@ from lockstep.launcher.spawn import can_fork
 from lockstep.lock import Lock
 from lockstep.models import ResNet34, Timm
 from lockstep.optim import check_decay
+from lockstep.protocols import BoxAugment
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
@@ -223,6 +225,7 @@ def _check(job: Job) -> None:
         lambda: job.strategy.check(job.launcher.ranks, job.device),
         lambda: job.precision.check(job.device),
         job.model.check,
+        lambda: _check_crop(job),
         lambda: _between("seed", job.seed, 0, 2**63),
         lambda: None if job.train.ema is None else check_decay(job.train.ema),
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
@@ -244,6 +247,22 @@ def _check(job: Job) -> None:
             problems.append(str(error))
     if problems:
         raise InputError("\n".join(problems))
+
+
+def _check_crop(job: Job) -> None:
+    """Boxes that are cut from files need an augmentation that has some, and others in each epoch."""
+    if not crops_files(job.dataset):
+        return
+    if not isinstance(job.augment, BoxAugment):
+        raise InputError(
+            f"dataset.crop_from=file cuts the boxes of augment=standard from the files, and the augmentation is "
+            f"{type(job.augment).__name__}; use augment=standard or dataset.crop_from=square"
+        )
+    if isinstance(job.loader, Resident):
+        raise InputError(
+            "loader=resident decodes each image once, but dataset.crop_from=file cuts another box from the file in "
+            "each epoch; use loader=streaming or dataset.crop_from=square"
+        )
 
 
 def _at_least(key: str, value: int, least: int) -> None:

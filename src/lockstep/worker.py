@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -25,7 +24,6 @@ from lockstep.rundir import RunDir, write_atomic
 from lockstep.signals import LAUNCHER, StopRequest, die_with_parent, listen, stop_signals
 
 NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
-LOST_WORKER = re.compile(r"DataLoader worker \(pid.*")
 
 
 def main(path: Path) -> None:
@@ -90,10 +88,6 @@ class Word:
         try:
             yield
         except Exception as error:
-            if lost := LOST_WORKER.match(str(error)):
-                known = RankFailed(f"rank {self.rank} lost a loader worker, often for lack of memory: {lost[0]}")
-                self._leave(known)
-                raise known from error
             self._leave(error)
             raise
 

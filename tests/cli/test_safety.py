@@ -53,7 +53,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """A job that would train for hours, with loader workers that are forked from it."""
+    """A job that would train for hours, with a loader thread."""
     path = tmp_path_factory.mktemp("runs") / "held"
     words = ("epochs=100000", "loader=streaming", "loader.workers=1", "telemetry.interval=1", "device=cpu")
     job = subprocess.Popen(

@@ -9,47 +9,85 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from helpers import losses, run_dir, run_until, train_here
 from lockstep import world
-from lockstep.data.augment import CropFlip
+from lockstep.data.augment import CropFlip, RandomResizedCrop
+from lockstep.data.folder import CropFrom, Folder, crops_files
 from lockstep.data.loader import Loader, Resident, Streaming
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.rng import permutation
 from lockstep.data.sources import Digits, Fake
+from lockstep.data.splits import Crop
 from lockstep.evaluate import evaluate
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
 from lockstep.plan import Plan
 from lockstep.precision import FP64
+from lockstep.protocols import Augment, Source, Split
 from lockstep.rundir import RunDir
 from lockstep.telemetry.samples import fingerprints
 from lockstep.world import World
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker:UserWarning"),  # a machine of two cores
-]
+pytestmark = pytest.mark.slow
 
 # Six steps an epoch, the last of three examples; fourteen cross into the third epoch.
 PLAN = Plan(examples=103, batch=20, total_steps=14, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 LOADERS = [Resident(), *(Streaming(workers=workers) for workers in (0, 1, 3))]
-MIXES = {"plain": None, "mixed": Mix(classes=10, mixup=0.4, cutmix=1.0)}
 Log = list[tuple[int, int, int, int]]
 
 
-def sequence(ranks: int, kind: Any, mix: Mix | None, parts: int, after: int = 0) -> Log:
+@dataclass(frozen=True)
+class Data:
+    """What is read and what is done to it."""
+
+    source: Source
+    split: Split
+    augment: Augment
+    mix: Mix | None
+
+    @property
+    def loaders(self) -> list[Any]:
+        return LOADERS[1:] if crops_files(self.source) else LOADERS
+
+
+MIX = Mix(classes=10, mixup=0.4, cutmix=1.0)
+
+
+def digits(_: Path) -> Data:
+    return Data(Digits(), Digits().train(), CropFlip(), None)
+
+
+def mixed_digits(_: Path) -> Data:
+    return Data(Digits(), Digits().train(), CropFlip(), MIX)
+
+
+def boxes_of_files(folder: Path) -> Data:
+    """JPEG files of many sizes, boxes cut from them while they are read, mixed."""
+    (folder / "train" / "a").mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+    for number in range(PLAN.examples):
+        image = Image.fromarray(noise[: 24 + number, : 128 - number])
+        image.save(folder / "train" / "a" / f"{number:03}.jpg")
+    source = Folder(path=str(folder), decode_size=16, crop_from=CropFrom.file)
+    augment = RandomResizedCrop()
+    return Data(source, replace(source.train(), crop=Crop(augment.boxes, 3, (16, 16))), augment, MIX)
+
+
+def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> Log:
     """(step, epoch, index, hash of the pixels) of every example behind a step, in global order."""
-    split = Digits().train()
-    pipeline = Pipeline.of(
-        Digits(), CropFlip(), device=torch.device("cpu"), dtype=torch.float32, channels_last=False, seed=3, mix=mix
-    )
+    split = data.split
+    form = {"device": torch.device("cpu"), "dtype": torch.float32, "channels_last": False}
+    pipeline = Pipeline.of(data.source, data.augment, seed=3, mix=data.mix, **form)
     log: Log = []
     for rank in range(ranks):
         here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
@@ -63,7 +101,7 @@ def sequence(ranks: int, kind: Any, mix: Mix | None, parts: int, after: int = 0)
             eval_labels=split.labels,
             train_feed=feed,
             eval_feed=feed,
-            partners=mix is not None,
+            partners=data.mix is not None,
             stride=parts,
         )
         for shard in pipeline.train(loader.train(after=after)):
@@ -74,31 +112,30 @@ def sequence(ranks: int, kind: Any, mix: Mix | None, parts: int, after: int = 0)
     return sorted(log, key=lambda line: line[0])  # stable: within a step, the ranks in order
 
 
-@pytest.fixture(scope="module", params=MIXES)
-def mix(request: pytest.FixtureRequest) -> Mix | None:
-    return MIXES[request.param]
+@pytest.fixture(scope="module", params=[digits, mixed_digits, boxes_of_files], ids=lambda make: make.__name__)
+def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return request.param(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
-def reference(mix: Mix | None) -> Log:
+def reference(data: Data) -> Log:
     """One rank, nothing in parallel, one micro-batch."""
-    return sequence(1, Resident(), mix, 1)
+    return sequence(data, 1, data.loaders[0], 1)
 
 
-@pytest.mark.parametrize("kind", LOADERS, ids=repr)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_loader_workers_and_micro_batches_do_not_change_the_data(
-    reference: Log, mix: Mix | None, ranks: int, kind: Any
+    reference: Log, data: Data, ranks: int
 ) -> None:
-    # Workers are slow to start: they are tried with one number of micro-batches each.
-    for parts in (1, 4) if kind in LOADERS[:2] else (kind.workers,):
-        assert sequence(ranks, kind, mix, parts) == reference
+    for kind in data.loaders:
+        for parts in (1, 4):
+            assert sequence(data, ranks, kind, parts) == reference, (kind, parts)
 
 
-def test_going_on_with_fewer_ranks_goes_on_with_the_same_sequence(reference: Log, mix: Mix | None) -> None:
-    first = [line for line in sequence(4, Resident(), mix, 1) if line[0] <= 4]
-    then = [line for line in sequence(2, Streaming(workers=1), mix, 4, after=4) if line[0] <= 9]
-    assert first + then + sequence(1, Resident(), mix, 3, after=9) == reference
+def test_going_on_with_fewer_ranks_goes_on_with_the_same_sequence(reference: Log, data: Data) -> None:
+    first = [line for line in sequence(data, 4, data.loaders[0], 1) if line[0] <= 4]
+    then = [line for line in sequence(data, 2, Streaming(workers=1), 4, after=4) if line[0] <= 9]
+    assert first + then + sequence(data, 1, data.loaders[0], 3, after=9) == reference
 
 
 def test_an_epoch_of_the_sequence_has_each_sample_once_in_the_order_of_its_permutation(reference: Log) -> None:

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"health", "watchdog", "claim"}
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity", "incident", "memory", "compiling"}),
+    frozenset({"experiment", "report", "identity", "incident", "memory", "trial", "compiling"}),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep", "cli"}),
 )
@@ -44,6 +44,8 @@ WITHIN: dict[tuple[str, str], str] = {
     ("experiment", "report"): "the root says what runs",
     ("experiment", "memory"): "the root says what would have fitted",
     ("experiment", "compiling"): "the root has the compiler's work announced",
+    ("experiment", "trial"): "the root tries what the loader has to feed",
+    ("memory", "trial"): "what fits is found by trying",
     ("experiment", "incident"): "the root keeps what is needed to look at bad numbers",
     ("report", "identity"): "the banner describes components as the identity does",
     ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",

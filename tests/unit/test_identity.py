@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from helpers import built
@@ -49,6 +51,16 @@ def test_how_a_job_is_run_is_not_what_it_is(change: str) -> None:
 def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) -> None:
     here, there = identity(built(), 1442), identity(built(change), 1442)
     assert [name for name in here if here[name] != there[name]] == [key]
+
+
+def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+    from_file, from_square = (
+        identity(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={each}"), 10)
+        for each in ("file", "square")
+    )
+    assert {key for key in from_file if from_file[key] != from_square[key]} == {"crop_from"}
 
 
 def test_two_optimizers_of_timm_are_two() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lockstep.data.folder import Folder
-from lockstep.data.loader import LEFT_OUT, Auto, Loader, Resident, Shard, Streaming, available_memory, cores
+from lockstep.data.loader import (
+    GB,
+    LEFT_OUT,
+    Auto,
+    Loader,
+    Resident,
+    Shard,
+    Streaming,
+    Task,
+    available_memory,
+    cores,
+    workers_needed,
+)
 from lockstep.data.order import share
 from lockstep.data.sources import Digits
 from lockstep.errors import InputError
@@ -165,29 +178,70 @@ def test_ranks_together_evaluate_every_example_once() -> None:
     assert torch.equal(torch.cat(seen).sort().values, Digits().eval().labels.sort().values)
 
 
+def task(source: Source, where: World | None = None, **given: Any) -> Task:
+    """What a loader is told of a run over `source`, whose model takes 100 images per second."""
+    asked = {"gigabytes": 0.5, "reads": 1000, "boxes": False, "training_rate": lambda: 100.0}
+    return Task(world=where or world(), splits=(source.train(), source.eval()), **{**asked, **given})
+
+
 def test_auto_keeps_small_data_on_the_device_and_streams_large_data() -> None:
-    splits = [Digits().train(), Digits().eval()]
-    kind, reason = Auto(resident_gb=1.0).choose(splits, (1, 8, 8), world())
+    kind, reason = Auto(resident_gb=1.0).choose(task(Digits()))
     assert isinstance(kind, Resident)
-    assert reason == "0.00 GB fit in 1.0 GB"
-    kind, reason = Auto(resident_gb=1.0, workers=3, prefetch=4).choose(splits, (3, 2000, 2000), world())
-    assert kind == Streaming(workers=3, prefetch=4)
-    assert reason == "21.6 GB do not fit in 1.0 GB"
+    assert reason == "0.50 GB fit in 1.0 GB"
+    kind, reason = Auto(resident_gb=1.0, prefetch=4).choose(task(Digits(), gigabytes=21.6))
+    assert kind == Streaming(workers=0, prefetch=4)
+    assert reason == "21.6 GB do not fit in 1.0 GB; images in memory"
+    assert Auto(resident_gb=1.0, workers=3).choose(task(Digits(), gigabytes=21.6))[0] == Streaming(workers=3)
+
+
+def test_auto_streams_what_is_read_once_and_what_is_read_otherwise_each_time(folder: Folder) -> None:
+    assert Auto().choose(task(folder, reads=61))[0] == Resident()
+    kind, reason = Auto(workers=1).choose(task(folder, reads=60))
+    assert (kind, reason) == (Streaming(workers=1), "60 images to read, 60 to decode in advance; as asked")
+    kind, reason = Auto(workers=1).choose(task(folder, boxes=True))
+    assert (kind, reason) == (Streaming(workers=1), "other boxes of the files in each epoch; as asked")
 
 
 def test_auto_leaves_half_of_a_ranks_share_of_the_memory_free() -> None:
-    splits, needed = [Digits().train(), Digits().eval()], 0.6 * available_memory()
-    side = int((needed / 1797) ** 0.5)
-    assert isinstance(Auto(resident_gb=1e6).choose(splits, (1, side, side), world())[0], Streaming)
-    assert isinstance(Auto(resident_gb=1e6).choose(splits, (1, side // 2, side // 2), world())[0], Resident)
-    assert isinstance(Auto(resident_gb=1e6).choose(splits, (1, side // 2, side // 2), world(0, 4))[0], Streaming)
+    half, quarter = (share * available_memory() / GB for share in (0.6, 0.3))
+    for where, gigabytes, kind in ((world(), half, Streaming), (world(), quarter, Resident)):
+        assert isinstance(Auto(resident_gb=1e6).choose(task(Digits(), where, gigabytes=gigabytes))[0], kind)
+    assert isinstance(Auto(resident_gb=1e6).choose(task(Digits(), world(0, 4), gigabytes=quarter))[0], Streaming)
 
 
-def test_auto_workers_are_for_decoding_only(folder: Folder) -> None:
-    assert Streaming().count(Digits().train(), world()) == 0
-    assert Streaming().count(folder.train(), world()) == cores()
-    assert Streaming().count(folder.train(), world(0, 1000)) == 1
-    assert Streaming(workers=3).count(Digits().train(), world()) == 3
+def test_auto_workers_keep_up_with_the_model_and_say_both_rates(folder: Folder) -> None:
+    kind, reason = Streaming().choose(task(folder))
+    assert kind == Streaming(workers=1)  # tiny images: one worker reads thousands per second
+    assert re.fullmatch(r"model 100 img/s, one worker [\d,]+ img/s", reason)
+    assert Streaming().choose(task(folder, world(0, 1000), training_rate=lambda: 1e9))[0] == Streaming(workers=1)
+    kind, reason = Streaming().choose(task(folder, training_rate=lambda: None))
+    assert kind == Streaming(workers=cores())
+    assert reason.startswith("model not tried, one worker ")
+
+
+def test_a_number_of_workers_that_was_asked_for_costs_no_trial(folder: Folder) -> None:
+    def tried() -> float:
+        raise AssertionError
+
+    for kind in (Streaming(workers=3), Auto(workers=3, resident_gb=0), Resident()):
+        kind.choose(task(folder, training_rate=tried))
+    Auto().choose(task(Digits(), training_rate=tried))
+
+
+@pytest.mark.parametrize(
+    ("model", "reader", "own_cores", "needed"),
+    [
+        (100, 1000, True, 1),
+        (900, 1000, True, 2),  # with some to spare
+        (2000, 1000, True, 3),
+        (1e6, 1000, True, 8),
+        (100, 1000, False, 1),
+        (2000, 1000, False, 2),  # reading takes a fifth of the seconds
+        (1e9, 1000, False, 8),
+    ],
+)
+def test_workers_are_as_many_as_the_rates_ask_for(model: float, reader: float, own_cores: bool, needed: int) -> None:
+    assert workers_needed(model, reader, 8, own_cores=own_cores) == needed
 
 
 @pytest.fixture
@@ -204,8 +258,8 @@ def damaged(tmp_path: Path) -> Iterator[Folder]:
 def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(damaged: Folder, workers: int) -> None:
     feed = Streaming(workers=workers).feed(damaged.train(), world(), once=True)
     with pytest.raises(InputError, match=r"^dataset: image 1, .*/train/a/1\.png, cannot be decoded"):
-        list(feed([torch.tensor([0]), torch.tensor([0, 1])]))
-    assert multiprocessing.active_children() == []
+        list(feed([(0, torch.tensor([0])), (0, torch.tensor([0, 1]))]))
+    assert readers() == []
 
 
 def test_an_unreadable_image_is_an_error_of_the_resident_loader_too(damaged: Folder) -> None:
@@ -257,26 +311,31 @@ def test_more_broken_images_than_may_be_end_the_run(folder: Folder, tmp_path: Pa
         list(ours.eval())
 
 
+def readers() -> list[threading.Thread]:
+    """The threads that read batches."""
+    return [each for each in threading.enumerate() if each.name.startswith("loader")]
+
+
 def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -> None:
     streaming = loader(folder, Streaming(workers=2))
-    shards = streaming.train(after=0)
-    next(shards)
-    assert len(multiprocessing.active_children()) == 2
-    shards.close()  # type: ignore[attr-defined]
-    assert multiprocessing.active_children() == []
+    given = streaming.train(after=0)
+    next(given)
+    assert len(readers()) == 2
+    given.close()  # type: ignore[attr-defined]
+    assert readers() == []
     list(streaming.train(after=7))
-    assert multiprocessing.active_children() == []
+    list(streaming.eval())
+    assert readers() == []
 
 
-def test_the_workers_of_evaluation_stay_until_the_loader_goes(folder: Folder) -> None:
-    streaming = loader(folder, Streaming(workers=2))
-    list(streaming.eval())
-    workers = multiprocessing.active_children()
-    list(streaming.eval())
-    assert multiprocessing.active_children() == workers
-    assert len(workers) == 2
-    del streaming
-    assert multiprocessing.active_children() == []
+@pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 3)])
+def test_workers_read_no_further_ahead_than_asked(folder: Folder, workers: int, prefetch: int) -> None:
+    asked = iter(range(100))
+    feed = Streaming(workers=workers, prefetch=prefetch).feed(folder.train(), world(), once=True)
+    given = feed((0, torch.tensor([number % 50])) for number in asked)
+    for taken in range(1, 5):
+        next(given)
+        assert next(asked) == 2 * taken - 1 + workers * prefetch
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
-from lockstep.data import splits
+from lockstep.data import decode
 from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels, check_shapes
 from lockstep.errors import InputError
 
@@ -165,9 +165,9 @@ def test_the_bound_on_pixels_is_ours_and_not_that_of_pillow(
     path = tmp_path / f"image.{suffix}"
     Image.fromarray(PIXELS).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    monkeypatch.setattr(splits, "PIXELS", 600)
+    monkeypatch.setattr(decode, "PIXELS", 600)
     assert decoded(path).shape == (3, 20, 20)
-    monkeypatch.setattr(splits, "PIXELS", 599)
+    monkeypatch.setattr(decode, "PIXELS", 599)
     with pytest.raises(InputError, match="30x20, expected at most 599 pixels"):
         decoded(path)
 

@@ -6,6 +6,7 @@ and resumes cannot change it. They take uint8 and give uint8 or float in 0..255,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,9 @@ from torch.nn import functional as F
 from lockstep.data.randaugment import STRONGEST, randaugment
 from lockstep.data.rng import Draws
 from lockstep.errors import InputError
+
+# Of a random resized crop, as torchvision has it; the numbers of the first try are behind those of the other ways.
+TRIES, FIRST_TRY = 10, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +85,9 @@ def _reflected(at: Tensor, side: int) -> Tensor:
 class RandomResizedCrop:
     """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
 
-    The box of Szegedy et al. 2015; where torchvision draws again for a box that does not fit, this one is
-    cut to the image. Bilinear.
+    The box of Szegedy et al. 2015. Cut from stored squares on the device (`apply`), a box that does not fit is cut
+    to the image; cut from image files while they are read (`boxes`, then `rest`), it has the distribution of
+    torchvision's, which draws again. Bilinear.
 
     Fields:
         scale: smallest and largest area, as a share of the image's.
@@ -116,6 +121,39 @@ class RandomResizedCrop:
         theta = torch.stack([torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1)
         grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)
         return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
+
+    def boxes(self, draws: Draws, sizes: Tensor) -> Tensor:
+        height, width = sizes.double().unbind(1)
+        low, high = self.ratio
+        # Where no try fits: the largest central box of a ratio that is allowed.
+        box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
+        box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
+        top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
+        for first in range(FIRST_TRY + 4 * (TRIES - 1), FIRST_TRY - 1, -4):  # the first that fits has the last word
+            area, shape, down, right = (draws.uniform(first + n).double() for n in range(4))
+            area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
+            ratio = torch.exp(math.log(low) + shape * (math.log(high) - math.log(low)))
+            tall, wide = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
+            fits = (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+            box_height, box_width = torch.where(fits, tall, box_height), torch.where(fits, wide, box_width)
+            top = torch.where(fits, (down * (height - tall + 1)).floor(), top)
+            left = torch.where(fits, (right * (width - wide + 1)).floor(), left)
+        return torch.stack([top, left, box_height, box_width], 1).long()
+
+    @property
+    def rest(self) -> _Mirror:
+        return _Mirror(flip=self.flip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mirror:
+    """What a random resized crop does behind its box."""
+
+    flip: float
+
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+        mirrored = draws.uniform(4) < self.flip
+        return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 from collections.abc import Iterator
@@ -13,9 +14,17 @@ import torch
 
 from lockstep.data.splits import SUFFIXES, FileSplit
 from lockstep.errors import InputError
+from lockstep.protocols import Source
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class CropFrom(enum.StrEnum):
+    """The stored square, or the whole image of a file."""
+
+    square = "square"
+    file = "file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +32,8 @@ class Folder:
     """Any data set that is kept as one folder per class.
 
     An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side
-    is resized to that and the centre is kept.
+    is resized to that and the centre is kept. With `crop_from=file` this is so for evaluation only; in training the
+    boxes of the augmentation are cut from the whole images while they are read.
 
     Fields:
         path: the folder that holds the splits.
@@ -31,6 +41,7 @@ class Folder:
         decode_size: side in pixels of a stored image.
         input_size: side in pixels of what the model sees; null is `decode_size`.
         crop: the central share of a stored image's side that is evaluated.
+        crop_from: what an augmentation that cuts boxes cuts them from in training.
         skip: the most broken images that a run leaves out; 0 ends it at the first.
     """
 
@@ -40,6 +51,7 @@ class Folder:
     decode_size: int = 256
     input_size: int | None = None
     crop: float = 1.0
+    crop_from: CropFrom = CropFrom.square
     skip: int = 0
 
     mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
@@ -106,10 +118,16 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNet(Folder):
-    """ImageNet-1k unpacked to class folders: stored at 256, seen at 224, the centre of 224 evaluated."""
+    """ImageNet-1k unpacked to class folders: seen at 224, evaluated on the centre of 224 of a square of 256."""
 
     input_size: int | None = 224
     crop: float = 0.875
+    crop_from: CropFrom = CropFrom.file
+
+
+def crops_files(source: Source) -> bool:
+    """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
+    return isinstance(source, Folder) and source.crop_from is CropFrom.file
 
 
 @functools.cache

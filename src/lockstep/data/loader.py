@@ -6,17 +6,19 @@ to them by the pipeline. A loader only moves bytes.
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import signal
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from lockstep import log
 from lockstep.data.order import Batch, batches, blocks, share, strides
@@ -25,10 +27,13 @@ from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.protocols import Split
-from lockstep.signals import die_with_parent
 from lockstep.world import World
 
 GB = 1e9
+# How fast a worker is, is tried on so many images, some at a time, and for so many seconds at most.
+TRIED, TRIED_AT_ONCE, TRIAL_S = 256, 16, 0.3
+# Workers are to be so much faster than what they feed: images differ.
+HEADROOM = 1.25
 # Of the images that are gathered and augmented together, at most: as float32 they are 4 MB.
 STRIDE_PIXELS = 2**20
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
@@ -112,8 +117,13 @@ class Stride:
 
 # The broken images among those that were read (blank there), by their indices.
 Broken = Mapping[int, BrokenImage]
-# Reads the images of many batches of indices (int64, on the CPU), in order, onto the device.
-Feed = Callable[[Iterable[Tensor]], Iterator[tuple[Tensor, Broken]]]
+# The images that are wanted together: an epoch, and indices (int64, on the CPU). What is read: uint8 images.
+Wanted = tuple[int, Tensor]
+Read = tuple[Tensor, Broken]
+W = TypeVar("W")
+R = TypeVar("R")
+# Reads many batches, in order, onto the device.
+Feed = Callable[[Iterable[Wanted]], Iterator[Read]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,14 +155,14 @@ class Loader:
         """This rank's shards for every step behind `after`."""
         ahead: list[list[Batch]] = []
 
-        def wanted() -> Iterator[Tensor]:
+        def wanted() -> Iterator[Wanted]:
             world = self.world
             for together in strides(
                 batches(self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, partners=self.partners),
                 self.stride,
             ):
                 ahead.append(together)
-                yield torch.cat([batch.indices for batch in together])
+                yield together[0].epoch, torch.cat([batch.indices for batch in together])
 
         for images, broken in self.train_feed(wanted()):
             self._leave_out(broken, self.train_labels)
@@ -161,7 +171,7 @@ class Loader:
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
         batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
-        images, _ = next(iter(self.train_feed([batch.indices])))
+        images, _ = next(iter(self.train_feed([(batch.epoch, batch.indices)])))
         return next(self._stride([batch], images, rank=0, ranks=1, partners=False).shards(images))
 
     def _stride(self, together: list[Batch], images: Tensor, rank: int, ranks: int, partners: bool) -> Stride:
@@ -172,7 +182,7 @@ class Loader:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
         world = self.world
         mine = blocks(len(self.eval_labels), self.eval_batch, rank=world.rank, ranks=world.size)
-        wanted = [torch.arange(block.start, block.stop) for block in mine]
+        wanted = [(0, torch.arange(block.start, block.stop)) for block in mine]
         for block, (images, broken) in zip(mine, self.eval_feed(wanted), strict=True):
             self._leave_out(broken, self.eval_labels)
             yield images, self.eval_labels[block.start : block.stop]
@@ -210,8 +220,35 @@ class Loader:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a loader that chooses is told of a run, for one rank.
+
+    Fields:
+        splits: to train on and to evaluate.
+        gigabytes: that both need as uint8.
+        reads: images that are read in the whole run, those of evaluation too.
+        boxes: whether others are cut from the files in each epoch.
+        training_rate: tries how many images per second the model trains on; None where that takes too long.
+    """
+
+    world: World
+    splits: tuple[Split, Split]
+    gigabytes: float
+    reads: int
+    boxes: bool
+    training_rate: Callable[[], float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Resident:
     """The whole split as uint8 on the device; a batch is one gather there."""
+
+    def __str__(self) -> str:
+        return "resident"
+
+    def choose(self, task: Task) -> tuple[Any, str]:
+        """The loader to use, and why."""
+        return self, "as asked"
 
     def stride(self, shard: int, pixels: int) -> int:
         """The steps to read together, for shards of so many images of so many pixels."""
@@ -222,8 +259,8 @@ class Resident:
         decoded = (split.images, {}) if split.images is not None else decode_all(split, world, _read, threads=threads)
         images, broken = decoded[0].to(world.device), decoded[1]
 
-        def read(wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, Broken]]:
-            for indices in wanted:
+        def read(wanted: Iterable[Wanted]) -> Iterator[Read]:
+            for _, indices in wanted:
                 # Copies whole images, where indexing goes byte by byte: an eighth of its time on a CPU.
                 yield images.index_select(0, indices.to(world.device, non_blocking=True)), broken
 
@@ -232,10 +269,13 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Batches read by worker processes while the device works on earlier ones.
+    """Batches read by threads while the device works on earlier ones.
+
+    Threads, because the decoders release Python's lock: processes are no faster (docs/performance.md), have to be
+    started, and hand each batch over through shared memory.
 
     Fields:
-        workers: processes per rank; `auto` is one per core of the rank's share where images are decoded,
+        workers: threads per rank; `auto` is as many as the model needs (`workers_needed`) where images are decoded,
             and none where they are in memory.
         prefetch: batches that each worker keeps ready.
     """
@@ -253,42 +293,39 @@ class Streaming:
         """The steps to read together: workers read ahead as it is."""
         return 1
 
-    def count(self, split: Split, world: World) -> int:
-        """The number of workers that `workers` means for this split on this machine."""
-        if isinstance(self.workers, int):
-            return self.workers
-        return 0 if split.images is not None else max(1, cores() // world.local_size)
+    def __str__(self) -> str:
+        return f"streaming, {self.workers} worker{'s' * (self.workers != 1)}"
+
+    def choose(self, task: Task) -> tuple[Any, str]:
+        """The loader to use, and why: `workers=auto` by measurement."""
+        if self.workers != "auto":
+            return self, "as asked"
+        if task.splits[0].images is not None:
+            return replace(self, workers=0), "images in memory"
+        most = max(1, cores() // task.world.local_size)
+        reader, model = reading_rate(task.splits[0]), task.training_rate()
+        if model is None:
+            return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
+        needed = workers_needed(model, reader, most, own_cores=task.world.device.type != "cpu")
+        return replace(self, workers=needed), f"model {model:,.0f} img/s, one worker {reader:,.0f} img/s"
 
     def feed(self, split: Split, world: World, *, once: bool) -> Feed:
-        workers = self.count(split, world)
-        queue = _Queue()
-        loader: DataLoader[Any] = DataLoader(
-            _Images(split),
-            batch_sampler=queue,
-            collate_fn=_as_is,
-            num_workers=workers,
-            prefetch_factor=self.prefetch if workers else None,
-            # The training feed is read once, in one go over all epochs; the evaluation feed again and again.
-            persistent_workers=bool(workers) and not once,
-            pin_memory=world.device.type == "cuda",
-            worker_init_fn=_worker_signals,
-        )
+        def fetched(each: Wanted) -> Read:
+            epoch, indices = each
+            images, broken = _read(split, indices.tolist(), epoch)
+            return images.pin_memory() if world.device.type == "cuda" else images, broken
 
-        def read(wanted: Iterable[Tensor]) -> Iterator[tuple[Tensor, Broken]]:
-            # Lists, because a tensor on its way to a worker costs a shared-memory file each.
-            queue.wanted = (indices.tolist() for indices in wanted)
-            for found in loader:
-                if isinstance(found, InputError):
-                    raise found
-                images, broken = found
-                yield images.to(world.device, non_blocking=True), broken
+        def read(wanted: Iterable[Wanted]) -> Iterator[Read]:
+            assert isinstance(self.workers, int), "auto has to be chosen first"
+            found = _in_order(fetched, wanted, workers=self.workers, prefetch=self.prefetch)
+            return _on_device(found, world.device)
 
         return read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Streaming):
-    """`resident` where both splits fit, else `streaming`.
+    """`resident` where both splits fit and are read more than once, else `streaming`.
 
     Fields:
         resident_gb: the most (in GB) that may become resident; half of the device's free memory is a further
@@ -302,13 +339,39 @@ class Auto(Streaming):
         if self.resident_gb < 0:
             raise InputError(f"loader.resident_gb is {self.resident_gb}, expected 0 or more")
 
-    def choose(self, splits: list[Split], shape: tuple[int, int, int], world: World) -> tuple[Any, str]:
-        """The loader to use, and why."""
-        need = sum(len(split) for split in splits) * shape[0] * shape[1] * shape[2] / GB
-        room = min(self.resident_gb, free_memory(world) / 2)
-        if need <= room:
-            return Resident(), f"{need:.2f} GB fit in {room:.1f} GB"
-        return Streaming(workers=self.workers, prefetch=self.prefetch), f"{need:.1f} GB do not fit in {room:.1f} GB"
+    def choose(self, task: Task) -> tuple[Any, str]:
+        room, stored = min(self.resident_gb, free_memory(task.world) / 2), sum(map(len, task.splits))
+        if task.boxes:
+            against = "other boxes of the files in each epoch"
+        elif task.gigabytes > room:
+            against = f"{task.gigabytes:.1f} GB do not fit in {room:.1f} GB"
+        elif task.splits[0].images is None and task.reads <= stored:
+            against = f"{task.reads:,} images to read, {stored:,} to decode in advance"
+        else:
+            return Resident(), f"{task.gigabytes:.2f} GB fit in {room:.1f} GB"
+        streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(task)
+        return streaming, f"{against}; {rates}"
+
+
+def workers_needed(model: float, reader: float, most: int, *, own_cores: bool) -> int:
+    """The workers that keep up with a model, at most `most`; both rates are in images per second.
+
+    Without cores of its own for reading, training slows down while images are read: the seconds that an image
+    needs in both add up, spread over all cores.
+    """
+    need = model if own_cores else 1 / (1 / model + 1 / (reader * most))
+    return min(most, max(1, math.ceil(HEADROOM * need / reader)))
+
+
+def reading_rate(split: Split) -> float:
+    """The images of a split that one thread reads per second, tried on some of them, for a moment."""
+    indices = range(0, len(split), max(1, len(split) // TRIED))
+    _read(split, [0])  # the decoders are imported here
+    began, read = time.perf_counter(), 0
+    while read < len(indices) and time.perf_counter() < began + TRIAL_S:
+        _read(split, list(indices[read : read + TRIED_AT_ONCE]))
+        read += TRIED_AT_ONCE
+    return min(read, len(indices)) / (time.perf_counter() - began)
 
 
 def cores() -> int:
@@ -335,16 +398,16 @@ def available_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
-def _read(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
+def _read(split: Split, indices: list[int], epoch: int = 0) -> Read:
     """Images of a split, uint8 (len(indices), C, H, W), and the broken ones: blank, where the split lets them be."""
     try:
-        return split.fetch(indices), {}
+        return split.fetch(indices, epoch), {}
     except BrokenImage as error:
         if not split.skip:
             raise
         if len(indices) == 1:
             return split.fetch([]).new_zeros((1, *split.fetch([]).shape[1:])), {indices[0]: error}
-    return _joined([_read(split, [index]) for index in indices])
+    return _joined([_read(split, [index], epoch) for index in indices])
 
 
 def sample(split: Split, number: int) -> Tensor:
@@ -355,39 +418,50 @@ def sample(split: Split, number: int) -> Tensor:
     return images[[index not in broken for index in indices]]
 
 
-def _joined(parts: list[tuple[Tensor, Broken]]) -> tuple[Tensor, Broken]:
+def _joined(parts: list[Read]) -> Read:
     broken = {index: error for _, found in parts for index, error in found.items()}
     return torch.cat([images for images, _ in parts]), broken
 
 
-class _Images(Dataset[Any]):
-    """A split as DataLoader wants it; an unreadable image comes back as a value, with its sentence whole."""
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Broken] | InputError:
+def _in_order(read: Callable[[W], R], wanted: Iterable[W], *, workers: int, prefetch: int) -> Iterator[R]:
+    """What `read` makes of each of `wanted`, in order, by threads that are `prefetch` results each ahead."""
+    if workers == 0:
+        yield from map(read, wanted)
+        return
+    ahead: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="loader") as pool:
         try:
-            return _read(self.split, indices)
-        except InputError as error:
-            return error
+            for each in wanted:
+                ahead.append(pool.submit(read, each))
+                if len(ahead) > workers * prefetch:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Queue:
-    """The index lists that a DataLoader is to read next, as its batch sampler."""
+def _on_device(found: Iterator[Read], device: torch.device) -> Iterator[Read]:
+    """The same with the images on `device`. To a GPU they go on a stream of its own, one batch ahead: while the
+    step works on one, the next is copied."""
+    if device.type != "cuda":
+        yield from found
+        return
+    copies = torch.cuda.Stream(device)
+    ahead: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
 
-    wanted: Iterable[list[int]] = ()
+    def oldest() -> Read:
+        images, copied, broken = ahead.popleft()
+        steps = torch.cuda.current_stream(device)
+        steps.wait_event(copied)
+        images.record_stream(steps)  # its memory is not to be used again before the step is done with it
+        return images, broken
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.wanted)
-
-
-def _as_is(images: Any) -> Any:
-    return images
-
-
-def _worker_signals(worker: int) -> None:
-    """A worker leaves when its rank says so: Ctrl-C reaches the whole terminal, and the rank saves first."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent()  # a stopped one would not hear
+    for pinned, broken in found:
+        with torch.cuda.stream(copies):
+            images = pinned.to(device, non_blocking=True)
+        ahead.append((images, copies.record_event(), broken))
+        if len(ahead) > 1:
+            yield oldest()
+    while ahead:
+        yield oldest()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.data.folder import crops_files
 from lockstep.data.loader import Shard, Stride
 from lockstep.data.mix import Mix
 from lockstep.data.rng import CUTOUT, MIX, Draws, sample_keys, uniform
-from lockstep.protocols import Augment, Source
+from lockstep.protocols import Augment, BoxAugment, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class Pipeline:
         mean, std = (
             torch.tensor(each, device=device, dtype=dtype).view(1, -1, 1, 1) for each in (source.mean, source.std)
         )
+        if crops_files(source):
+            assert isinstance(augment, BoxAugment)
+            augment = augment.rest
         return cls(
             augment=augment,
             input_shape=source.input_shape,

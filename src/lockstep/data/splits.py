@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.data.decode import Box, ImageFile
+from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 
-# By the formats' names in Pillow, which reads the headers; only these decoders are ever tried. Those of
-# torchvision are faster, but its GIF decoder reads all frames.
-TORCHVISION = ("JPEG", "PNG", "WEBP")
-PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"})
-# The most that a header may say: a file of a few kB can ask for any amount of memory.
-PIXELS = 2**27
 
 
 class BrokenImage(InputError):
@@ -65,16 +63,38 @@ class ArraySplit:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def fetch(self, indices: list[int]) -> Tensor:
+    def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
         # NumPy gets large pages for a large result: at 256 px 2.5 times as fast as index_select.
         return torch.from_numpy(self.images.numpy().take(torch.tensor(indices, dtype=torch.int64).numpy(), axis=0))
+
+
+@dataclass(frozen=True)
+class Crop:
+    """The boxes that are cut from whole images while they are read: others in each epoch.
+
+    Fields:
+        boxes: from the random numbers of n examples and the sizes of their images, int64 (n, 2), height and width,
+            to int64 (n, 4): top, left, height and width.
+        seed: of the random numbers.
+        size: (height, width) that a box is resized to.
+    """
+
+    boxes: Callable[[Draws, Tensor], Tensor]
+    seed: int
+    size: tuple[int, int]
+
+    def of(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
+        """The box of each of the examples `indices`, whose images are `files`."""
+        sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
+        found = self.boxes(Draws(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
+        return [(top, left, height, width) for top, left, height, width in found.tolist()]
 
 
 @dataclass(frozen=True)
 class FileSplit:
     """Image files, each decoded to a square of `size` pixels: the shorter side resized, the centre kept.
 
-    JPEG, PNG and WebP by torchvision's decoders, anything else by Pillow; always RGB. `skip` is the most broken
+    With `crop` it is a box of the image instead, another one in each epoch. Always RGB. `skip` is the most broken
     images that a run leaves out.
     """
 
@@ -82,56 +102,31 @@ class FileSplit:
     labels: Tensor
     size: int
     skip: int = 0
+    crop: Crop | None = None
 
     images: ClassVar[None] = None
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def fetch(self, indices: list[int]) -> Tensor:
-        decoded = torch.empty((len(indices), 3, self.size, self.size), dtype=torch.uint8)
-        for place, index in enumerate(indices):
-            decoded[place] = self._decode(index)
-        return decoded
+    def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
+        size = (self.size, self.size) if self.crop is None else self.crop.size
+        decoded = np.empty((len(indices), *size, 3), dtype=np.uint8)
+        files = []
+        for index in indices:
+            with self._named(index):
+                files.append(ImageFile.read(self.paths[index]))
+        boxes = self.crop.of(files, indices, epoch) if self.crop is not None else None
+        for place, (index, file) in enumerate(zip(indices, files, strict=True)):
+            with self._named(index):
+                decoded[place] = file.square(self.size) if boxes is None else file.box(boxes[place], size)
+        return torch.from_numpy(np.ascontiguousarray(decoded.transpose(0, 3, 1, 2)))
 
-    def _decode(self, index: int) -> Tensor:
-        from torchvision.transforms.v2 import functional as T
-
-        path = self.paths[index]
+    @contextmanager
+    def _named(self, index: int) -> Iterator[None]:
         try:
-            image = _read_rgb(path, self.size)
+            yield
         except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
             # torchvision puts the place in its C++ sources before its reason.
             reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
-            raise BrokenImage(index, path, reason) from error
-        image = T.to_dtype(image, torch.uint8, scale=True)  # PNG has 16 bits too
-        if image.shape[-2:] != (self.size, self.size):
-            image = T.center_crop(T.resize(image, [self.size], antialias=True), [self.size])
-        return image
-
-
-def _read_rgb(path: Path, size: int) -> Tensor:
-    """The first frame of an image file, (3, H, W), of 8 or 16 bits. A header that asks for too much is refused.
-
-    `size` is what the shorter side will be resized to.
-    """
-    import numpy as np
-    from PIL import Image
-    from torchvision.io import ImageReadMode, decode_image
-    from torchvision.transforms.v2 import functional as T
-
-    Image.MAX_IMAGE_PIXELS = None  # it would warn and raise at numbers of its own
-    with Image.open(path, formats=TORCHVISION + PILLOW) as image:
-        # Also once its shorter side has been resized: a strip of one pixel would become a field.
-        short, long = sorted(image.size)
-        if short * long > PIXELS or short == 0 or long / short * size * size > PIXELS:
-            raise ValueError(
-                f"its header says {image.width}x{image.height}, expected at most {PIXELS} pixels, also with its "
-                f"shorter side resized to {size}"
-            )
-        if image.format not in PILLOW:
-            return decode_image(str(path), mode=ImageReadMode.RGB)
-        if image.mode.startswith("I;16"):  # whose own conversion to RGB clips at 255
-            eight = (np.asarray(image) // 256).astype(np.uint8)
-            return T.pil_to_tensor(Image.fromarray(eight).convert("RGB"))
-        return T.pil_to_tensor(image.convert("RGB"))
+            raise BrokenImage(index, self.paths[index], reason) from error

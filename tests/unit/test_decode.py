@@ -1,0 +1,107 @@
+"""Image files to pixels, and no more pixels than are needed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional as T
+
+from lockstep.data.augment import RandomResizedCrop
+from lockstep.data.decode import Box, ImageFile, Pixels
+from lockstep.data.splits import Crop, FileSplit
+
+
+def photograph(height: int, width: int) -> Image.Image:
+    """A smooth image with a gradient along each side, as photographs are and noise is not."""
+    y, x = np.mgrid[0:height, 0:width] / [[[height]], [[width]]]
+    waves = 40 * np.sin(9 * x) * np.cos(7 * y)
+    return Image.fromarray(np.stack([200 * x, 200 * y, 120 + waves], -1).clip(0, 255).astype(np.uint8))
+
+
+def saved(folder: Path, image: Image.Image, name: str = "image.jpg") -> ImageFile:
+    image.save(folder / name, quality=95)
+    return ImageFile.read(folder / name)
+
+
+def difference(one: Pixels, other: Pixels) -> float:
+    return float(np.abs(one.astype(int) - other.astype(int)).mean())
+
+
+@pytest.mark.parametrize(("size", "eighths"), [(400, 8), (260, 8), (200, 4), (150, 3), (100, 2), (50, 1), (7, 1)])
+def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_enough(tmp_path: Path, size: int, eighths: int) -> None:
+    image = photograph(400, 600)
+    file = saved(tmp_path, image)
+    assert file._decoded(size / 400).shape == (50 * eighths, 75 * eighths, 3)
+    whole = T.center_crop(T.resize(T.pil_to_tensor(image), [size], antialias=True), [size, size])
+    assert difference(file.square(size), whole.permute(1, 2, 0).numpy()) < 1.5
+
+
+@pytest.mark.parametrize("name", ["image.jpg", "image.png", "image.bmp"])
+@pytest.mark.parametrize("box", [(0, 0, 400, 600), (17, 33, 101, 203), (300, 500, 100, 100), (399, 599, 1, 1)])
+def test_a_box_is_cut_from_the_whole_image_and_resized(tmp_path: Path, name: str, box: Box) -> None:
+    image = photograph(400, 600)
+    top, left, height, width = box
+    expected = T.resize(T.pil_to_tensor(image)[:, top : top + height, left : left + width], [48, 64], antialias=True)
+    found = saved(tmp_path, image, name).box(box, (48, 64))
+    assert found.shape == (48, 64, 3)
+    assert difference(found, expected.permute(1, 2, 0).numpy()) < 2
+
+
+def test_the_first_bytes_of_a_file_decide_and_not_its_name(tmp_path: Path) -> None:
+    image = photograph(20, 30)
+    expected = saved(tmp_path, image, "image.png").square(20)
+    (tmp_path / "image.png").rename(tmp_path / "image.jpg")
+    assert np.array_equal(ImageFile.read(tmp_path / "image.jpg").square(20), expected)
+
+
+def test_the_orientation_that_a_camera_notes_is_ignored(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photograph(40, 60).save(tmp_path / "image.jpg", exif=exif)
+    file = ImageFile.read(tmp_path / "image.jpg")
+    assert (file.height, file.width) == (40, 60)
+
+
+def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_refused(tmp_path: Path) -> None:
+    file = saved(tmp_path, photograph(400, 400))
+    scan = file.data.index(b"\xff\xda")
+    harmless = file.data[:scan] + b"\x00\x00" + file.data[scan:]
+    with pytest.raises(ValueError, match="extraneous bytes"):
+        simplejpeg.decode_jpeg(harmless)
+    for content, fits in ((harmless, True), (file.data[: len(file.data) // 2], False)):
+        (tmp_path / "damaged.jpg").write_bytes(content)
+        damaged = ImageFile.read(tmp_path / "damaged.jpg")
+        if fits:
+            assert difference(damaged.square(100), file.square(100)) < 1
+        else:
+            with pytest.raises(RuntimeError, match="incomplete or truncated"):
+                damaged.square(100)
+
+
+def test_a_split_with_boxes_cuts_others_in_each_epoch_and_the_same_again(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.jpg" for number in range(6)]
+    for number, path in enumerate(paths):
+        photograph(60 + number, 80).save(path)
+    crop = Crop(RandomResizedCrop().boxes, seed=3, size=(16, 24))
+    split = FileSplit(paths, torch.zeros(6, dtype=torch.int64), 32, crop=crop)
+    first = split.fetch([0, 1, 2, 3, 4, 5], 1)
+    assert first.shape == (6, 3, 16, 24)
+    assert torch.equal(split.fetch([4, 2], 1), first[[4, 2]])
+    assert not torch.equal(split.fetch([4, 2], 2), first[[4, 2]])
+    assert split.fetch([], 1).shape == (0, 3, 16, 24)
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "L", "RGB"])
+def test_every_kind_of_jpeg_is_scaled_to_rgb(tmp_path: Path, mode: str) -> None:
+    image = photograph(160, 160).convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=95)
+    with Image.open(buffer) as again:
+        expected = np.asarray(again.convert("RGB").resize((40, 40), Image.Resampling.BOX))
+    assert difference(saved(tmp_path, image).square(40), expected) < 2
