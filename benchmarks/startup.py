@@ -1,0 +1,274 @@
+"""Start-up: seconds from the start of a process to the end of its first step, and what a job of a sweep costs.
+
+    python benchmarks/startup.py --json startup.json
+    pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their columns are left out
+
+All contenders train the MNIST tutorial's network on 60,000 random images of 28x28, batch 64, AdamW, for one step.
+`plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
+`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. A job of a sweep costs what `-m` over
+several jobs of one step takes longer than over one; `the job` is what such a job itself says it took, and `Hydra` the
+same sweep with a job that does nothing. Medians, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BATCH, JOBS = 64, 9
+JOB = ("device=cpu", "telemetry.interval=1")
+BASICNET = (
+    *("model=basicnet", "dataset=fake", "dataset.channels=1", "dataset.size=28", "dataset.classes=10"),
+    *("dataset.examples=60000", "augment=none", "steps=1"),
+)
+TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
+
+
+# --- what runs in a process of its own, and prints when its first step has ended
+
+
+def network() -> Any:
+    from torch import nn
+
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)),
+        *(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)),
+    )
+
+
+def data() -> tuple[Any, Any]:
+    import torch
+
+    return torch.rand(60_000, 1, 28, 28), torch.randint(10, (60_000,))
+
+
+def first_step(model: Any, optimizer: Any, images: Any, labels: Any) -> None:
+    from torch.nn import functional as F
+
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(time.time())
+
+
+def plain() -> None:
+    import torch
+
+    (images, labels), model = data(), network()
+    first_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), images[:BATCH], labels[:BATCH])
+
+
+def plain_ranks() -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    (images, labels), model = data(), DistributedDataParallel(network())
+    mine = slice(dist.get_rank() * BATCH // 2, (dist.get_rank() + 1) * BATCH // 2)
+    first_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), images[mine], labels[mine])
+    dist.destroy_process_group()
+
+
+def accelerate() -> None:
+    import torch
+
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    (images, labels), plain_model = data(), network()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), BATCH, shuffle=True)
+    optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(plain_model, optimizer, loader)
+    batch, targets = next(iter(loader))
+    accelerator.backward(torch.nn.functional.cross_entropy(model(batch), targets))
+    optimizer.step()
+    print(time.time())
+
+
+def lightning() -> None:
+    import torch
+
+    peer = importlib.import_module("lightning.pytorch")
+
+    class Module(peer.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            print(time.time())
+
+    images, labels = data()
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), BATCH, shuffle=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
+        peer.Trainer(accelerator="cpu", max_steps=1, default_root_dir=folder, **options).fit(Module(), loader)
+
+
+def transformers() -> None:
+    import torch
+
+    peer = importlib.import_module("transformers")
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, images: Any, labels: Any) -> Any:
+            logits = self.network(images)
+            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    class Clock(peer.TrainerCallback):  # type: ignore[name-defined]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            print(time.time())
+
+    class Examples(torch.utils.data.TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return dict(zip(("images", "labels"), super().__getitem__(index), strict=True))
+
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        asked = peer.TrainingArguments(folder, max_steps=1, per_device_train_batch_size=BATCH, **options)
+        peer.Trainer(model=Module(), args=asked, train_dataset=Examples(*data()), callbacks=[Clock()]).train()
+
+
+def hydra_alone() -> None:
+    """A sweep whose jobs do nothing."""
+    import hydra
+
+    from lockstep import config
+
+    config.register()
+    sys.argv = ["train.py", *sys.argv[3:]]
+    hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(lambda composed: None)()
+
+
+Cases = dict[str, Callable[[], float]]
+LOOPS = (plain, plain_ranks, accelerate, lightning, transformers, hydra_alone)
+PEERS = ("lightning", "accelerate", "transformers")
+
+
+# --- what starts them
+
+
+def command(*words: str) -> str:
+    """The output of a command in the project's folder."""
+    # What is measured is not to spin while the others of it work, nor to ask the network for anything.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def loop(name: str, *launch: str) -> float:
+    """Seconds to the first step of one of the loops above."""
+    began = time.time()
+    out = command(sys.executable, *launch, __file__, "--loop", name)
+    return max(float(line) for line in out.splitlines() if line[:1].isdigit()) - began
+
+
+def lockstep(*words: str) -> float:
+    """Seconds to the first step of the command."""
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.time()
+        command(sys.executable, "train.py", *JOB, *words, f"hydra.run.dir={folder}", f"output_root={folder}")
+        lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+        return float(json.loads(lines[0])["time"]) - began
+
+
+def seconds(*words: str) -> float:
+    """Seconds that a whole command takes."""
+    began = time.perf_counter()
+    command(*words)
+    return time.perf_counter() - began
+
+
+def each_job(*words: str, loop: tuple[str, ...] = ("train.py",)) -> float:
+    """Milliseconds that one more job of a sweep takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        sweep = (sys.executable, *loop, "-m", *JOB, "steps=1", f"output_root={folder}", *words)
+        one, many = (seconds(*sweep, f"seed=range({number})") for number in (1, JOBS + 1))
+    return 1000 * (many - one) / JOBS
+
+
+def the_job(*words: str) -> float:
+    """Milliseconds that a job of a sweep says it took itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("-m", *JOB, "steps=1", f"output_root={folder}", f"seed=range({JOBS + 1})", *words)
+        command(sys.executable, "train.py", *words)
+        took = [json.loads(each.read_text())["seconds"] for each in Path(folder).glob("sweeps/*/*/summary.json")]
+    return 1000 * statistics.median(took)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--loop", choices=[each.__name__ for each in LOOPS], help=argparse.SUPPRESS)
+    arguments, _ = parser.parse_known_args()
+    if arguments.loop is not None:
+        globals()[arguments.loop]()
+        return
+
+    from measure import Rows, in_turns, show, write
+
+    peers: Cases = {name: functools.partial(loop, name) for name in PEERS if importlib.util.find_spec(name)}
+    one: Cases = {"plain": functools.partial(loop, "plain"), "Lockstep": lambda: lockstep(*BASICNET), **peers}
+    digits: Cases = {"Lockstep": lambda: lockstep("steps=1")}
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    two: Cases = {
+        "plain": lambda: loop("plain_ranks", *torchrun),
+        "Lockstep": lambda: lockstep(*BASICNET, *TWO),
+        "elastic": lambda: lockstep(*BASICNET, *TWO, "launcher=elastic"),
+    }
+    shown: Cases = {
+        "python": lambda: seconds(sys.executable, "-c", "pass"),
+        "--cfg job": lambda: seconds(sys.executable, "train.py", "--cfg", "job"),
+        "--help": lambda: seconds(sys.executable, "train.py", "--help"),
+        "import torch": lambda: seconds(sys.executable, "-c", "import torch"),
+    }
+    sweep: Cases = {
+        "the job": the_job,
+        "Lockstep": each_job,
+        "elastic": lambda: each_job("launcher=elastic"),
+        "Hydra": lambda: each_job(loop=(__file__, "--loop", "hydra_alone")),
+    }
+    asked: dict[str, dict[str, Cases]] = {
+        "seconds to the first step": {
+            "basicnet": one,
+            "the default job": digits,
+            "basicnet, 2 ranks": two,
+        },
+        "seconds of a command": {"": shown},
+        "milliseconds of a job of a sweep": {"1 rank": sweep},
+    }
+    tables: dict[str, Rows] = {}
+    for title, rows in asked.items():
+        tables[title] = {name: in_turns(cases, arguments.repeats) for name, cases in rows.items()}
+        show(title, tables[title])
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
