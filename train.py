@@ -42,4 +42,4 @@ config.register()
 
 if __name__ == "__main__":
     with refusals.command_line():
-        main()
+        config.showed_help(__file__) or main()
