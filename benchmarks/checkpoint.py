@@ -128,9 +128,9 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
         load_file(folder / "safetensors, fsync")
 
     def ours() -> None:
-        found = checkpoint.newest_good(path.parent)
-        assert found == path
-        checkpoint.restore(checkpoint.load(found), model=model, ema=None, optimizer=optimizer, scaler=scaler)
+        loaded = checkpoint.load_newest(path.parent)
+        assert loaded is not None
+        checkpoint.restore(loaded, model=model, ema=None, optimizer=optimizer, scaler=scaler)
 
     cases = {
         "torch.load": partial(timed, partial(plain, mmap=False)),

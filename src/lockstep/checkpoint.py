@@ -76,9 +76,12 @@ def _manifest(path: Path) -> dict[str, str]:
 def damage(path: Path) -> str:
     """What is wrong with the checkpoint at `path`, or an empty string."""
     try:
-        for name, digest in _manifest(path).items():
-            if _sha256(_plain(path / name)) != digest:
-                return f"{name} does not match its sha256"
+        digests = _manifest(path)
+        with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
+            found = pool.map(lambda name: _sha256(_plain(path / name)), digests)
+            for name, digest in zip(digests, found, strict=True):
+                if digest != digests[name]:
+                    return f"{name} does not match its sha256"
         _facts(path)
     except (OSError, ValueError, RecursionError) as error:
         return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
@@ -160,6 +163,28 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{FACTS}: {error}") from error
 
 
+def newest_readable(folder: Path) -> Path | None:
+    """The newest checkpoint of a folder whose facts can be read. What else is in it is checked when it is loaded."""
+    return next((path for path in candidates(folder) if _readable(path)), None)
+
+
+def _readable(path: Path) -> bool:
+    try:
+        return bool(_manifest(path) and _facts(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def load_newest(folder: Path) -> Loaded | None:
+    """Read the newest checkpoint of a `checkpoints` folder that is whole; warns of each that is not.
+
+    Raises:
+        InputError: its hashes fit, and yet it is none.
+    """
+    found = newest_good(folder)
+    return None if found is None else _read(found)
+
+
 def load(path: Path) -> Loaded:
     """Read a checkpoint to the CPU.
 
@@ -168,6 +193,11 @@ def load(path: Path) -> Loaded:
     """
     if reason := damage(path):
         raise _damaged(path, reason)
+    return _read(path)
+
+
+def _read(path: Path) -> Loaded:
+    """Read a checkpoint without damage."""
     try:
         return Loaded(
             path=path,

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint, config, environment, incident, memory, report
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint import Checkpointer, Loaded
 from lockstep.compiling import say_when_compiling
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
@@ -65,7 +66,9 @@ def run(
     reason = _choose_loader(job, (train, held_out), plan, world)
     mix = _mix(job)
     pipeline = _pipeline(job, world, mix)
-    network = _network(job, world, plan, lambda number: pipeline.eval(sample(train, number).to(world.device)))
+    with ThreadPoolExecutor(1) as reader:  # reads, and above all hashes, while the model is built
+        loaded = reader.submit(_loaded, job, run_dir)
+        network = _network(job, world, plan, lambda number: pipeline.eval(sample(train, number).to(world.device)))
     checkpointer = Checkpointer(
         run_dir=run_dir,
         identity=identity(job, len(train)),
@@ -74,7 +77,7 @@ def run(
         writes=world.is_main,
         every_s=plan.save_every_s,
     )
-    progress, origin = _restore(job, network, checkpointer)
+    progress, origin = _restore(job, network, checkpointer, loaded.result())
     checkpointer.mend(progress.best_step)
 
     if world.is_main:
@@ -273,25 +276,25 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
     )
 
 
-def _restore(job: Job, network: Network, checkpointer: Checkpointer) -> tuple[Progress, str]:
-    """The progress to go on from, and where it came from.
+def _loaded(job: Job, run_dir: RunDir) -> Loaded | None:
+    """The run folder's own newest good checkpoint, or else that of `resume=`."""
+    found = checkpoint.load_newest(run_dir.checkpoints)
+    return checkpoint.load(Path(job.resume)) if found is None and job.resume is not None else found
 
-    In this order: the run folder's own newest good checkpoint, `resume=`, `init_from=`, a fresh start.
-    """
-    found = checkpoint.newest_good(checkpointer.run_dir.checkpoints)
-    if found is None and job.resume is not None:
-        found = Path(job.resume)
-    if found is None:
+
+def _restore(job: Job, network: Network, checkpointer: Checkpointer, loaded: Loaded | None) -> tuple[Progress, str]:
+    """The progress to go on from, and where it came from: a checkpoint, `init_from=`, a fresh start."""
+    if loaded is None:
         return Progress(), f"weights of {job.init_from}" if job.init_from else ""
-    checkpoint.check_identity(checkpointer.identity, found)
+    checkpoint.check_identity(checkpointer.identity, loaded.path)
     progress = checkpoint.restore(
-        checkpoint.load(found),
+        loaded,
         model=network.model,
         ema=network.ema,
         optimizer=network.optimizer,
         scaler=network.scaler,
     )
-    return Progress(**progress), str(found)
+    return Progress(**progress), str(loaded.path)
 
 
 def _observers(

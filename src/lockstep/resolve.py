@@ -302,7 +302,7 @@ def _check_run(job: Job, folder: Path | None) -> None:
     plan = plan_of(job, examples)
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # its durations are read here for the first time
-    found = checkpoint.newest_good(RunDir(folder).checkpoints) if folder is not None else None
+    found = checkpoint.newest_readable(RunDir(folder).checkpoints) if folder is not None else None
     if found is None and job.resume is not None:
         found = Path(job.resume)
     if found is not None:

@@ -271,6 +271,25 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     assert checkpoint.newest_good(run.checkpoints) is None
 
 
+def test_a_resume_is_checked_by_facts_alone_and_loads_what_passes_its_hashes(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = saved(run, 9, 10, 11)
+    flip(second / "state.pt", 100)
+    (third / "facts.json").write_text("{")
+    assert checkpoint.newest_readable(run.checkpoints) == second
+    (second / "manifest.json").unlink()
+    assert checkpoint.newest_readable(run.checkpoints) == first
+    assert capsys.readouterr().out == "", "what is passed over is said where it is loaded"
+    loaded = checkpoint.load_newest(run.checkpoints)
+    assert loaded is not None
+    assert loaded.path == first
+    assert capsys.readouterr().out.count("is damaged") == 2
+    shutil.rmtree(first)
+    assert checkpoint.load_newest(run.checkpoints) is None
+    assert checkpoint.newest_readable(run.checkpoints) is None
+
+
 def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:
     assert not writer(run).overdue()
     assert not writer(run, every_s=3600.0).overdue()
