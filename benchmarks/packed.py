@@ -82,7 +82,7 @@ def gathering(source: Packed) -> Figures:
 def streaming(split: Split, *, workers: int, batches: int = BATCHES) -> float:
     """Thousands of images per second out of the feed of `loader=streaming`, its workers' start left out."""
     feed = Streaming(workers=workers).feed(split, World.solo(), once=True)
-    found = feed(iter(torch.randint(len(split), (batches + 1, BATCH))))
+    found = feed((0, indices) for indices in torch.randint(len(split), (batches + 1, BATCH)))
     next(found)
     return rate(found, batches * BATCH)
 

@@ -23,8 +23,10 @@ from PIL import Image
 from helpers import ROOT, Case, Done, command, gang, records, train_here
 from lockstep.data import packed
 from lockstep.data.folder import Folder
+from lockstep.data.loader import Auto, Resident, Task, cores
 from lockstep.data.packed import Packed
 from lockstep.errors import InputError, StorageError
+from lockstep.world import World
 
 
 def fill(root: Path) -> Folder:
@@ -132,6 +134,18 @@ def test_a_worker_that_is_not_forked_maps_the_files_anew(target: Path) -> None:
     sent = pickle.dumps(split)
     assert len(sent) < 1000
     assert torch.equal(pickle.loads(sent).images, split.images)
+
+
+def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
+    source = Packed(path=str(target))
+    splits = (source.train(), source.eval())
+    task = Task(
+        world=World.solo(), splits=splits, gigabytes=1.0, reads=10**9, boxes=False, training_rate=lambda: None
+    )
+    chosen, reason = Auto(resident_gb=0.5).choose(task)
+    assert chosen.workers == cores()
+    assert "one worker" in reason
+    assert isinstance(Auto(resident_gb=2.0).choose(task)[0], Resident)
 
 
 def test_threads_do_not_change_a_byte(folder: Folder, target: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lockstep import log
 from lockstep.data.order import Batch, batches, blocks, share, strides
+from lockstep.data.packed import MappedSplit
 from lockstep.data.shared import decode_all
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
@@ -276,7 +277,7 @@ class Streaming:
 
     Fields:
         workers: threads per rank; `auto` is as many as the model needs (`workers_needed`) where images are decoded,
-            and none where they are in memory.
+            or read from a packed data set, and none where they are in memory.
         prefetch: batches that each worker keeps ready.
     """
 
@@ -300,7 +301,7 @@ class Streaming:
         """The loader to use, and why: `workers=auto` by measurement."""
         if self.workers != "auto":
             return self, "as asked"
-        if task.splits[0].images is not None:
+        if task.splits[0].images is not None and not isinstance(task.splits[0], MappedSplit):
             return replace(self, workers=0), "images in memory"
         most = max(1, cores() // task.world.local_size)
         reader, model = reading_rate(task.splits[0]), task.training_rate()
