@@ -1,0 +1,129 @@
+"""Muon: orthogonal updates of matrices, Nesterov steps of all else, one decay for both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from lockstep.errors import InputError
+from lockstep.optim import Muon, orthogonalised, set_learning_rate
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, lr: float | None = None) -> None:
+    """Some steps; with the rate that the trainer sets for ours."""
+    if lr is not None:
+        set_learning_rate(optimizer, lr)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 1, 8, 8, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (16, 4, 3, 3), (8, 2, 3)])
+def test_an_update_becomes_orthogonal_and_keeps_its_directions(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    update = torch.randn(shape)
+    (found,) = orthogonalised([update], 5)
+    left, _, right = torch.linalg.svd(update.flatten(1), full_matrices=False)
+    singular = torch.linalg.svdvals(found.flatten(1))
+    assert found.shape == update.shape
+    assert 0.6 < singular.min() <= singular.max() < 1.3
+    # In the basis of the update's own singular vectors the result is diagonal.
+    inner = left.T @ found.flatten(1) @ right.T
+    torch.testing.assert_close(inner, inner.diagonal().diag(), atol=1e-4, rtol=0)
+
+
+def test_matrices_of_one_shape_do_not_see_each_other() -> None:
+    updates = [torch.randn(8, 3, 3, 3), torch.randn(8, 27), torch.randn(5, 7), torch.zeros(8, 27)]
+    together = orthogonalised(updates, 5)
+    for update, found in zip(updates, together, strict=True):
+        torch.testing.assert_close(found, orthogonalised([update], 5)[0])
+    assert not together[3].any()
+
+
+def test_inner_convolutions_and_linear_layers_are_matrices_and_the_last_one_is_the_head() -> None:
+    model = network()
+    groups = Muon(lr=0.1, head_lr=0.2, bias_lr=0.4).build(model).param_groups
+    found = {id(each): (group["orthogonal"], group["scale"]) for group in groups for each in group["params"]}
+    assert len(found) == len(list(model.parameters()))
+    assert [found[id(model[at].weight)] for at in (0, 3, 5)] == [(True, 1)] * 3
+    assert found[id(model[7].weight)] == (False, 2)
+    assert {found[id(each)] for each in (model[1].weight, model[1].bias, model[3].bias)} == {(False, 4)}
+
+
+def test_tokens_and_positions_of_a_transformer_are_no_matrices() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
+    groups = Muon().build(model).param_groups
+    matrices = {id(each) for group in groups if group["orthogonal"] for each in group["params"]}
+    assert id(model.blocks[0].attn.qkv.weight) in matrices
+    assert not matrices & {id(model.pos_embed), id(model.cls_token), id(model.head.weight)}
+
+
+def test_what_is_no_matrix_steps_as_torchs_nesterov_sgd() -> None:
+    one, other = network(), network()
+    ours = Muon(lr=1e-9, head_lr=0.01, bias_lr=0.02, sgd_momentum=0.8).build(one)
+    rest = [each for each in other.parameters() if each.dim() == 1]
+    groups = [{"params": rest, "lr": 0.02}, {"params": [other[7].weight]}]
+    train(one, ours, lr=1e-9)
+    train(other, torch.optim.SGD(groups, lr=0.01, momentum=0.8, nesterov=True))
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_step_moves_every_singular_value_of_a_matrix_by_the_rate() -> None:
+    model = network()
+    before = model[3].weight.detach().clone()
+    train(model, Muon(lr=0.5).build(model), steps=1, lr=0.05)
+    moved = torch.linalg.svdvals((model[3].weight - before).flatten(1))
+    assert 0.6 * 0.05 < moved.min() <= moved.max() < 1.3 * 0.05
+
+
+def test_all_parameters_that_decay_lose_the_same_share() -> None:
+    model = network()
+    for each in model.parameters():
+        each.register_hook(torch.zeros_like)
+    before = [each.detach().clone() for each in model.parameters()]
+    train(model, Muon(lr=0.1, head_lr=3, bias_lr=7, weight_decay=0.5, decay_all=True).build(model), steps=1, lr=0.1)
+    for each, was in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(each, 0.95 * was)
+
+
+def test_with_a_fixed_norm_matrices_are_as_long_as_orthogonal_ones_before_the_step() -> None:
+    model = network()
+    train(model, Muon(lr=1e-9, fixed_norm=True).build(model), steps=1)
+    for at in (0, 3, 5):
+        assert model[at].weight.norm().item() == pytest.approx(len(model[at].weight) ** 0.5, rel=1e-5)
+
+
+def test_frozen_matrices_stay() -> None:
+    model = network()
+    model[0].weight.requires_grad_(requires_grad=False)
+    before = model[0].weight.detach().clone()
+    train(model, Muon(lr=0.1, weight_decay=0.1, fixed_norm=True).build(model))
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"head_lr": 0.0}, "optimizer.head_lr is 0.0, expected a number above 0"),
+        ({"bias_lr": -1.0}, "optimizer.bias_lr is -1.0"),
+        ({"momentum": 1.0}, "optimizer.momentum is 1.0, expected a number from 0 to below 1"),
+        ({"sgd_momentum": -0.1}, "optimizer.sgd_momentum is -0.1"),
+        ({"iterations": 0}, "optimizer.iterations is 0"),
+    ],
+)
+def test_a_value_that_cannot_be_is_the_users_mistake(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Muon(**fields)

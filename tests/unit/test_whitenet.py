@@ -1,0 +1,83 @@
+"""The network of the speed recipe: what its first layer does to patches, and what of it is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.errors import InputError
+from lockstep.models import WhiteNet
+from lockstep.models.whitenet import whitening_filters
+
+
+def photographs(count: int = 600, side: int = 12) -> torch.Tensor:
+    """Smooth random images: neighbouring pixels and the three channels look alike, as in photographs."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(count, 1, 4, 4, generator=generator) + 0.2 * torch.randn(count, 3, 4, 4, generator=generator)
+    fine = 0.3 * torch.randn(count, 3, side, side, generator=generator)
+    return F.interpolate(coarse, (side, side), mode="bilinear") + fine
+
+
+def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
+    images = photographs()
+    filters = whitening_filters(images)
+    outputs = F.conv2d(images.double(), filters[:12]).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(
+        outputs @ outputs.T / outputs.shape[1], torch.eye(12, dtype=torch.float64), atol=0.02, rtol=0
+    )
+    assert torch.equal(filters[12:], -filters[:12])
+
+
+def test_the_network_starts_with_the_whitening_of_its_training_images() -> None:
+    images, asked = photographs(), []
+    network = WhiteNet(widths=[8, 8, 8])
+    model = network.build(10, (3, 12, 12))
+    network.initialise(model, lambda number: asked.append(number) or images)  # type: ignore[func-returns-value]
+    torch.testing.assert_close(model[0].weight, whitening_filters(images).float())
+    assert asked == [5000]
+
+
+def test_filters_of_the_first_layer_and_factors_of_the_norms_are_frozen() -> None:
+    model = WhiteNet(widths=[8, 8, 8]).build(10, (3, 32, 32))
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    norms = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.BatchNorm2d)}
+    assert len(norms) == 6
+    assert frozen == {"0.weight", *norms}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("side", [9, 32, 33])
+def test_a_block_has_as_many_convolutions_as_the_depth_says(depth: int, side: int) -> None:
+    model = WhiteNet(widths=[8, 16, 24], depth=depth).build(7, (1, side, side))
+    assert sum(isinstance(each, nn.Conv2d) for each in model.modules()) == 1 + 3 * depth
+    assert model.eval()(torch.zeros(2, 1, side, side)).shape == (2, 7)
+
+
+def test_from_three_convolutions_on_a_shortcut_leads_around_those_behind_the_first() -> None:
+    model = WhiteNet(widths=[8, 8, 8], depth=3).build(10, (3, 32, 32)).eval()
+    residual = model[2][-1]
+    for each in residual.modules():
+        if isinstance(each, nn.Conv2d):
+            nn.init.zeros_(each.weight)
+    features = torch.randn(2, 8, 15, 15)
+    torch.testing.assert_close(residual(features), F.gelu(features))
+
+
+def test_images_that_cannot_be_halved_three_times_are_refused() -> None:
+    with pytest.raises(InputError, match=r"the data set gives 8x8; use dataset\.input_size=32"):
+        WhiteNet().build(10, (1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"widths": [64, 64]}, r"model\.widths is \[64, 64\], expected three numbers"),
+        ({"widths": [64, 0, 64]}, r"model\.widths is"),
+        ({"depth": 0}, r"model\.depth is 0, expected at least 1"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        WhiteNet(**fields)  # type: ignore[arg-type]
