@@ -37,7 +37,9 @@ def failure(*overrides: str) -> Exception:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_builds_and_gives_its_node_back(option: str) -> None:
     group = option.partition("=")[0]
-    node = composed(option, *(["dataset.path=nowhere"] if option in ("dataset=folder", "dataset=packed") else []))[group]
+    node = composed(option, *(["dataset.path=nowhere"] if option in ("dataset=folder", "dataset=packed") else []))[
+        group
+    ]
     component = config.build(group, node)
     assert config.node(component) == node
     assert config.build(group, config.node(component)) == component
