@@ -18,7 +18,7 @@ from lockstep.data.loader import Loader, Resident, Streaming
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.sources import Digits, Fake, Folder
 from lockstep.errors import InputError
-from lockstep.evaluate import evaluate
+from lockstep.evaluate import VIEWS, evaluate, seen_from
 from lockstep.models import DigitNet
 from lockstep.plan import Plan
 from lockstep.precision import FP32, FP64
@@ -46,7 +46,15 @@ def two_greys(root: Path) -> Folder:
     return Folder(path=str(root), decode_size=8)
 
 
-def scores(model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, precision: FP32 | None = None) -> Any:
+def scores(
+    model: nn.Module,
+    source: Any,
+    *,
+    block: int = 64,
+    kind: Any = None,
+    precision: FP32 | None = None,
+    views: int = 1,
+) -> Any:
     world, chosen = World.solo(), kind or Resident()
     train, held_out = source.train(), source.eval()
     format_ = precision or FP64()
@@ -68,6 +76,7 @@ def scores(model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, 
         ),
         precision=format_,
         world=world,
+        views=views,
     )
 
 
@@ -92,6 +101,32 @@ def test_the_scores_are_those_of_one_plain_pass() -> None:
 def test_the_size_of_a_block_does_not_matter(block: int) -> None:
     model = digitnet()
     assert scores(model, Digits(), block=block) == pytest.approx(scores(model, Digits()), rel=1e-12)
+
+
+def test_two_views_are_an_image_and_its_mirror_image() -> None:
+    model, split = digitnet().eval(), Digits().eval()
+    pixels = (split.images.double() / 255 - Digits.mean[0]) / Digits.std[0]
+    with torch.no_grad():
+        logits = (model(pixels) + model(pixels.flip(-1))) / 2
+    expected = F.cross_entropy(logits, split.labels).item()
+    assert scores(model, Digits(), views=2)["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_six_views_move_an_image_by_a_pixel_both_ways_for_half_of_the_weight() -> None:
+    images = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
+    weights, looks = zip(*seen_from(images, 6), strict=True)
+    assert weights == (0.25, 0.125, 0.125) * 2
+    assert torch.equal(looks[0], images)
+    assert torch.equal(looks[1][..., 1:, 1:], images[..., :-1, :-1])
+    assert torch.equal(looks[2][..., :-1, :-1], images[..., 1:, 1:])
+    assert all(torch.equal(plain.flip(-1), mirrored) for plain, mirrored in zip(looks[:3], looks[3:], strict=True))
+
+
+@pytest.mark.parametrize("views", VIEWS)
+def test_the_weights_of_the_views_add_up_to_one(views: int) -> None:
+    seen = seen_from(torch.zeros(1, 1, 4, 4), views)
+    assert len(seen) == views
+    assert sum(weight for weight, _ in seen) == 1
 
 
 def test_both_loaders_score_alike_to_the_bit() -> None:

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.errors import InputError
 from lockstep.optim import SGD, Adam, AdamW, Timm, averaged, gradient_norm, set_learning_rate
@@ -167,6 +168,23 @@ def test_the_average_follows_parameters_and_running_statistics() -> None:
         if now.is_floating_point():
             torch.testing.assert_close(ema.module.state_dict()[name], 0.9 * first[name] + 0.1 * now)
     assert not torch.equal(first["1.running_mean"], model.state_dict()["1.running_mean"])
+
+
+def test_the_average_is_that_of_torch() -> None:
+    model = network()
+    ours, theirs = (
+        averaged(model, 0.9),
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+    )
+    optimizer = SGD(lr=0.01).build(model)
+    for _ in range(3):
+        one_step(model, optimizer)
+        ours.update_parameters(model)
+        theirs.update_parameters(model)
+    assert ours.n_averaged == theirs.n_averaged == 3
+    for mine, reference in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+    assert torch.equal(ours.module[1].running_var, theirs.module[1].running_var)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, 2.0])
