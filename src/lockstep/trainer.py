@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
@@ -102,7 +101,7 @@ class Trainer:
         set_learning_rate(self.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
         # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
         # cut into shards and micro-batches.
-        weight = _scalar(self.strategy.divisor(self.world) / shard.count, self.precision.storage, self.world.device)
+        scale = self.strategy.divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
             reseed(self.world.device, dropout_seed(self.seed, micro.step, micro.number))
             with self.strategy.accumulate(self.replica, last):
@@ -110,7 +109,7 @@ class Trainer:
                 with self.precision.autocast(self.world.device):
                     logits = self.replica(images).to(self.precision.storage)
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
-                self.scaler.scale(loss).backward(weight)
+                self.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)
         self.strategy.reduce(self.replica)
         self.scaler.unscale_(self.optimizer)
@@ -190,8 +189,3 @@ class Trainer:
                 progress=vars(self.progress),
             )
         self.alive()
-
-
-@functools.lru_cache(maxsize=16)  # to make one costs more than the product with it
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
