@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lockstep import config, refusals
 from lockstep.claim import claim, claiming
-from lockstep.signals import import_numpy
+from lockstep.threads import settle
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -26,7 +26,7 @@ def main(composed: DictConfig) -> float | None:
         with claiming(invocation) as lock:
             if "RANK" not in os.environ:  # a folder that is in use is said before torch is imported
                 claim(config.to_dict(composed), invocation, lock)
-            import_numpy()
+            settle()
             # Imported here, because they need torch, and --help and --cfg job must not wait for it.
             from lockstep import worker
             from lockstep.launcher import once

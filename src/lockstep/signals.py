@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import signal
 import sys
@@ -64,15 +63,3 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it went before the kernel was told
         os._exit(1)
-
-
-def import_numpy() -> None:
-    """Import NumPy, before torch does, without the threads of its linear algebra.
-
-    They would idle here, and only a process of one thread is forked into ranks.
-    """
-    key = "OPENBLAS_NUM_THREADS"
-    if key not in os.environ:
-        os.environ[key] = "1"
-        importlib.import_module("numpy")
-        del os.environ[key]  # torch has linear algebra of its own, which on some processors is OpenBLAS too

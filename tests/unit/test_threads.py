@@ -1,0 +1,30 @@
+"""What is settled for the threads of native libraries, and what is left to the user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHOW = "import os, lockstep.threads as t; t.settle(); print([os.environ.get(k) for k in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'OPENBLAS_NUM_THREADS')])"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, ["1000", None, None]),
+        ({"GOMP_SPINCOUNT": "5"}, ["5", None, None]),
+        ({"OMP_WAIT_POLICY": "active"}, [None, "active", None]),
+        ({"OPENBLAS_NUM_THREADS": "3"}, ["1000", None, "3"]),
+    ],
+    ids=str,
+)
+def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
+    given: dict[str, str], left: list[str | None]
+) -> None:
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
+    clean = {key: value for key, value in os.environ.items() if key not in names}
+    done = subprocess.run([sys.executable, "-c", SHOW], env=clean | given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(left)
