@@ -120,6 +120,18 @@ MACHINE = [
     ("device=cpu launcher=inline strategy=ddp", "launcher=inline has one rank, but strategy=ddp asks for 2"),
     ("strategy=single launcher.ranks=2 device=cpu", "launcher.ranks is 2, but this strategy has one rank"),
 ]
+BOXES = [
+    (
+        "dataset=imagenet",
+        "dataset.crop_from=file cuts the boxes of augment=standard from the files, and the augmentation is CropFlip; "
+        "use augment=standard or dataset.crop_from=square",
+    ),
+    (
+        "dataset=imagenet augment=standard loader=resident",
+        "loader=resident decodes each image once, but dataset.crop_from=file cuts another box from the file in each "
+        "epoch; use loader=streaming or dataset.crop_from=square",
+    ),
+]
 PLACES = [
     ("dataset=folder", "dataset.path has no value; give it one with dataset.path=VALUE"),
     (
@@ -146,7 +158,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
-    KEYS + OPTIONS + TYPES + RANGES + MACHINE + PLACES + HOSTILE,
+    KEYS + OPTIONS + TYPES + RANGES + MACHINE + BOXES + PLACES + HOSTILE,
     ids=lambda each: each[:40],
 )
 def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overrides: str, sentence: str) -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from lockstep.data.augment import RandomResizedCrop
 from lockstep.data.folder import Folder
 from lockstep.data.loader import (
     GB,
@@ -32,6 +34,7 @@ from lockstep.data.loader import (
 )
 from lockstep.data.order import share
 from lockstep.data.sources import Digits
+from lockstep.data.splits import Crop
 from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.protocols import Source
@@ -300,6 +303,22 @@ def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
     for index, name in {3: "train/a/03.png", 25: "train/b/00.png", 9: "val/b/04.png"}.items():
         assert sum(f"warning: image {index}, {path}/{name}, cannot be decoded (" in line for line in said) == 1
     assert said[2].endswith("left out, 3 of at most 3")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_costs_no_box_of_the_others(folder: Folder, tmp_path: Path, workers: int) -> None:
+    crop = Crop(RandomResizedCrop().boxes, seed=0, size=(6, 6))
+    path = spoil(folder, tmp_path / "copy", "train/a/03.png")
+    whole = replace(folder.train(), crop=crop)
+    spoiled = replace(Folder(path=str(path), decode_size=8, skip=1).train(), crop=crop)
+    wanted = [(epoch, torch.arange(10)) for epoch in (0, 1)]
+    ours, theirs = (
+        list(Streaming(workers=workers).feed(each, world(), once=True)(wanted)) for each in (spoiled, whole)
+    )
+    for (some, broken), (expected, _) in zip(ours, theirs, strict=True):
+        assert list(broken) == [3]
+        expected[3] = 0
+        assert torch.equal(some, expected)
 
 
 @pytest.mark.parametrize("kind", LOADERS, ids=repr)

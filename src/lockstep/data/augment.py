@@ -152,8 +152,9 @@ class _Mirror:
     flip: float
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
-        mirrored = draws.uniform(4) < self.flip
-        return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        x = torch.arange(images.shape[-1], device=images.device)
+        columns = torch.where((draws.uniform(4) < self.flip)[:, None], x.flip(0), x)
+        return images.gather(3, columns[:, None, None].expand_as(images))
 
 
 @dataclass(frozen=True, kw_only=True)

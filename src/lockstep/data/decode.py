@@ -6,10 +6,9 @@ What a file is, its first bytes say and not its name. The orientation that a cam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -32,8 +31,7 @@ PIXELS = 2**27
 EIGHTHS = (1, 2, 3, 4)
 
 
-@dataclass(frozen=True)
-class ImageFile:
+class ImageFile(NamedTuple):
     """The bytes of an image file, and what its header says."""
 
     data: bytes
@@ -50,7 +48,8 @@ class ImageFile:
             OSError: it cannot be read.
             ValueError: it is of no format that is known here, or its header asks for too much.
         """
-        data = path.read_bytes()
+        with open(path, "rb", buffering=0) as raw:  # noqa: PTH123, half the time of read_bytes
+            data = raw.read()
         file = _turbo_header(data) or _pillow_header(data)
         _check_size(file, file.height * file.width, "")
         return file
@@ -85,8 +84,8 @@ class ImageFile:
     def _decoded(self, share: float) -> Pixels:
         """All of the image, a JPEG at the smallest scale that leaves at least `share` of each side."""
         if self.turbo:
-            eighths = next((each for each in EIGHTHS if each >= 8 * share), 8)
-            height, width = (-(-side * eighths // 8) for side in (self.height, self.width))
+            eighths = next((each for each in EIGHTHS if each >= 8 * share), 8) if share <= 0.5 else 8
+            height, width = -(-self.height * eighths // 8), -(-self.width * eighths // 8)
             try:
                 return simplejpeg.decode_jpeg(self.data, min_height=height, min_width=width)
             except ValueError:

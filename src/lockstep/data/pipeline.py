@@ -111,8 +111,9 @@ class Pipeline:
         return self._finish(images[..., top : top + keep_h, left : left + keep_w])
 
     def _finish(self, images: Tensor) -> Tensor:
-        pixels = images.to(self.scale.dtype)  # a copy: an augmentation's own floats are not needed any more
+        # A copy: an augmentation's own floats are not needed any more. One operation after the other: a fused one
+        # may round another way at the end of a batch. Before the resizing, which mostly has images grow.
+        pixels = images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
         if pixels.shape[-2:] != self.input_shape[1:]:
             pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)
-        # One operation after the other: a fused one may round another way at the end of a batch.
-        return pixels.mul_(self.scale).add_(self.shift).contiguous(memory_format=self.memory_format)
+        return pixels.contiguous(memory_format=self.memory_format)

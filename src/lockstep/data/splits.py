@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -114,19 +113,19 @@ class FileSplit:
         decoded = np.empty((len(indices), *size, 3), dtype=np.uint8)
         files = []
         for index in indices:
-            with self._named(index):
+            try:
                 files.append(ImageFile.read(self.paths[index]))
+            except (OSError, ValueError) as error:
+                raise self._broken(index, error) from error
         boxes = self.crop.of(files, indices, epoch) if self.crop is not None else None
-        for place, (index, file) in enumerate(zip(indices, files, strict=True)):
-            with self._named(index):
+        for place, file in enumerate(files):
+            try:
                 decoded[place] = file.square(self.size) if boxes is None else file.box(boxes[place], size)
+            except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
+                raise self._broken(indices[place], error) from error
         return torch.from_numpy(np.ascontiguousarray(decoded.transpose(0, 3, 1, 2)))
 
-    @contextmanager
-    def _named(self, index: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
-            # torchvision puts the place in its C++ sources before its reason.
-            reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
-            raise BrokenImage(index, self.paths[index], reason) from error
+    def _broken(self, index: int, error: Exception) -> BrokenImage:
+        # torchvision puts the place in its C++ sources before its reason.
+        reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
+        return BrokenImage(index, self.paths[index], reason)

@@ -1,0 +1,306 @@
+"""Images per second from files and arrays to what a model takes: this project, torchvision's loaders, timm's.
+
+    python benchmarks/input.py --json input.json
+
+JPEG files of 32x32 and of 500x375 pixels, made here unless folders of class folders are named (`--small`, `--large`).
+Small ones are padded, cropped and mirrored; of large ones the box of a random resized crop is resized to 224 and
+mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor,
+Normalize, a DataLoader). Arrays of 32x32 are resized to 336. All ends as normalised float32 on the CPU. One thread
+computes; workers are processes in a DataLoader and threads here. The files are in the page cache. Below: the decoders
+alone, and what two threads read against two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision import transforms as T
+from torchvision.datasets import ImageFolder
+from torchvision.io import ImageReadMode, decode_jpeg
+
+from lockstep.data.augment import CropFlip, RandomResizedCrop
+from lockstep.data.folder import IMAGENET_MEAN, IMAGENET_STD, CropFrom, Folder
+from lockstep.data.loader import Loader, Resident, Streaming
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.sources import CIFAR10
+from lockstep.data.splits import ArraySplit, Crop, FileSplit
+from lockstep.plan import Plan
+from lockstep.protocols import Source, Split
+from lockstep.world import World
+from measure import Figures, Rows, in_turns, show, timed, write
+
+HERE = World.solo()
+Cases = dict[str, Callable[[], float]]
+
+
+def photographs(folder: Path, number: int, height: int, width: int) -> Path:
+    """JPEG files in two class folders: smooth shapes with some grain, about as large as photographs of that size."""
+    generator = np.random.default_rng(0)
+    for at in range(number):
+        coarse = generator.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
+        smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
+        grain = generator.normal(0, 12, (height, width, 1)).astype(np.int16)
+        path = folder / "ab"[at % 2] / f"{at:06}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((smooth + grain).clip(0, 255).astype(np.uint8)).save(path, quality=90)
+    return folder
+
+
+def per_second(batches: Callable[[], Iterable[Any]], images: int) -> float:
+    """Images per second of a whole pass."""
+
+    def whole_pass() -> None:
+        for _ in batches():
+            pass
+
+    return images / timed(whole_pass)
+
+
+def theirs(data: Dataset[Any], batch: int, workers: int) -> Callable[[], float]:
+    """A DataLoader as the recipes have it; its workers are started before anything is timed."""
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=batch, shuffle=True, num_workers=workers, persistent_workers=bool(workers)
+    )
+    if workers:
+        next(iter(loader))
+    return partial(per_second, lambda: loader, len(data))  # type: ignore[arg-type]
+
+
+def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> Callable[[], float]:
+    """A loader of this project and its pipeline, as they feed a run for an epoch."""
+    steps = -(-len(split) // batch)
+    every = {"log_every": steps, "eval_every": steps, "save_every": steps}
+    plan = Plan(examples=len(split), batch=batch, total_steps=steps, micro_batches=1, **every)
+    feed = kind.feed(split, HERE, once=True)
+    loader = Loader(
+        world=HERE,
+        plan=plan,
+        seed=0,
+        eval_batch=batch,
+        train_labels=split.labels,
+        eval_labels=split.labels,
+        train_feed=feed,
+        eval_feed=feed,
+        stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2]),
+    )
+    pipeline = Pipeline.of(source, augment, device=HERE.device, dtype=torch.float32, channels_last=False, seed=0)
+    return partial(per_second, lambda: pipeline.train(loader.train(after=0)), len(split))
+
+
+def decoded_first(source: Source, split: Split, augment: Any, batch: int) -> float:
+    """The first epoch of the resident loader: every image decoded, and a pass over them."""
+    began = time.perf_counter()
+    once = ours(source, split, Resident(), augment, batch)
+    once()
+    return len(split) / (time.perf_counter() - began)
+
+
+def spread(folder: Folder, number: int) -> tuple[FileSplit, list[int]]:
+    """Some files from all over a split, and their places in it."""
+    whole = folder.train()
+    places = list(range(0, len(whole), max(1, len(whole) // number)))[:number]
+    return replace(whole, paths=[whole.paths[at] for at in places], labels=whole.labels[places]), places
+
+
+def with_timm(root: Path, places: list[int], workers: int) -> Callable[[], float]:
+    """timm's loader with the same augmentation."""
+    from timm.data import ImageDataset, create_loader
+
+    data = ImageDataset(str(root))
+    data.reader.samples = [data.reader.samples[at] for at in places]
+    loader = create_loader(
+        data,
+        (3, 224, 224),
+        32,
+        is_training=True,
+        use_prefetcher=False,
+        color_jitter=None,
+        interpolation="bilinear",
+        num_workers=workers,
+        persistent_workers=bool(workers),
+        pin_memory=False,
+        device=torch.device("cpu"),
+    )
+    if workers:
+        next(iter(loader))
+    batches = len(loader)  # the last one is left out
+    return partial(per_second, lambda: loader, 32 * batches)
+
+
+def small(root: Path) -> Cases:
+    """32x32 files, padded, cropped and mirrored."""
+    folder = Folder(path=str(root.parent), train_folder=root.name, decode_size=32)
+    split, places = spread(folder, 4096)
+    mean, std = folder.mean, folder.std
+    transform = T.Compose(
+        [T.RandomCrop(32, padding=4), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)]
+    )
+    files: Dataset[Any] = Subset(ImageFolder(str(root), transform), places)
+    make = partial(ours, folder, split, augment=CropFlip(), batch=128)
+    return {
+        "torchvision, 0": theirs(files, 128, 0),
+        "torchvision, 2": theirs(files, 128, 2),
+        "streaming, 0": make(kind=Streaming(workers=0)),
+        "streaming, 1": make(kind=Streaming(workers=1)),
+        "streaming, 2": make(kind=Streaming(workers=2)),
+        "resident, first epoch": partial(decoded_first, folder, split, CropFlip(), 128),
+        "resident, later": make(kind=Resident()),
+    }
+
+
+def large(root: Path) -> Cases:
+    """500x375 files, a random resized crop to 224."""
+    augment = RandomResizedCrop()
+    square = Folder(path=str(root.parent), train_folder=root.name, input_size=224)
+    folder = replace(square, crop_from=CropFrom.file)
+    split, places = spread(folder, 160)
+    boxes = replace(split, crop=Crop(augment.boxes, 0, (224, 224)))
+    recipe = [T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor()]
+    transform = T.Compose([*recipe, T.Normalize(IMAGENET_MEAN, IMAGENET_STD)])
+    files: Dataset[Any] = Subset(ImageFolder(str(root), transform), places)
+    return {
+        "torchvision, 0": theirs(files, 32, 0),
+        "torchvision, 2": theirs(files, 32, 2),
+        "timm, 0": with_timm(root, places, 0),
+        "timm, 2": with_timm(root, places, 2),
+        "streaming, 0": ours(folder, boxes, Streaming(workers=0), augment, 32),
+        "streaming, 2": ours(folder, boxes, Streaming(workers=2), augment, 32),
+        "streaming squares, 2": ours(square, split, Streaming(workers=2), augment, 32),
+        "resident, later": ours(square, split, Resident(), augment, 32),
+    }
+
+
+def upsampled() -> Cases:
+    """32x32 arrays resized to 336: sample by sample, as the tutorial does it, and in batches."""
+    images = torch.randint(0, 256, (256, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.zeros(256, dtype=torch.int64)
+    source = CIFAR10(input_size=336)
+    transform = T.Compose([T.ToTensor(), T.Resize(336), T.Normalize(source.mean, source.std)])
+    files: Dataset[Any] = _Transformed([Image.fromarray(each.permute(1, 2, 0).numpy()) for each in images], transform)
+    return {
+        "torchvision, 0": theirs(files, 64, 0),
+        "torchvision, 2": theirs(files, 64, 2),
+        "resident": ours(source, ArraySplit(images, labels), Resident(), CropFlip(), 64),
+    }
+
+
+class _Transformed(Dataset[Any]):
+    """Images with a transform for each."""
+
+    def __init__(self, images: list[Image.Image], transform: Callable[[Image.Image], Tensor]) -> None:
+        self.images, self.transform = images, transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(self.images[index]), 0
+
+
+def decoders(root: Path, number: int) -> Cases:
+    """The decoders alone, on bytes in memory, to RGB; the last only reads the headers."""
+    split, _ = spread(Folder(path=str(root.parent), train_folder=root.name), number)
+    contents = [path.read_bytes() for path in split.paths]
+
+    def half(data: bytes) -> None:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        simplejpeg.decode_jpeg(data, min_height=-(-height // 2), min_width=-(-width // 2))
+
+    each: dict[str, Callable[[bytes], object]] = {
+        "Pillow": lambda data: np.asarray(Image.open(io.BytesIO(data)).convert("RGB")),
+        "torchvision": lambda data: decode_jpeg(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB
+        ),
+        "simplejpeg": simplejpeg.decode_jpeg,
+        "simplejpeg, half size": half,
+        "simplejpeg, header": simplejpeg.decode_jpeg_header,
+    }
+    return {name: partial(per_second, partial(map, decode, contents), len(contents)) for name, decode in each.items()}
+
+
+def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
+    """Whole batches as this project decodes them, by two processes of a DataLoader and by two threads."""
+    split, _ = spread(Folder(path=str(root.parent), train_folder=root.name, decode_size=size), number)
+    wanted = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
+    loader: DataLoader[Any] = DataLoader(
+        _Batches(split), batch_sampler=wanted, collate_fn=_as_is, num_workers=2, persistent_workers=True
+    )
+    next(iter(loader))
+    feed = Streaming(workers=2).feed(split, HERE, once=True)
+
+    def threads() -> Iterator[Any]:
+        return feed((0, torch.tensor(each)) for each in wanted)
+
+    return {
+        "2 processes": partial(per_second, lambda: loader, len(split)),
+        "2 threads": partial(per_second, threads, len(split)),
+    }
+
+
+class _Batches(Dataset[Any]):
+    """A split as a DataLoader reads it in batches."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        return self.split.fetch(indices)
+
+
+def _as_is(images: Any) -> Any:
+    return images
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=Path, help="class folders of 32x32 JPEG files, e.g. cifar10/train")
+    parser.add_argument("--large", type=Path, help="class folders of larger JPEG files, e.g. imagenet/val")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as made:
+        few = arguments.small or photographs(Path(made, "small", "train"), 4096, 32, 32)
+        many = arguments.large or photographs(Path(made, "large", "train"), 160, 375, 500)
+        few, many = few.absolute(), many.absolute()
+        tables: dict[str, Rows] = {}
+        parts: dict[str, dict[str, Callable[[], Cases]]] = {
+            "to the model, img/s (workers)": {
+                "32x32 JPEG, crop and mirror": partial(small, few),
+                "500x375 JPEG, box to 224": partial(large, many),
+                "32x32 arrays to 336": upsampled,
+            },
+            "decoders, one thread, img/s": {
+                "32x32": partial(decoders, few, 2048),
+                "500x375": partial(decoders, many, 80),
+            },
+            "read in batches, img/s": {
+                "32x32": partial(handed_over, few, 4096, 32, 256),
+                "500x375": partial(handed_over, many, 160, 256, 32),
+            },
+        }
+        for title, rows in parts.items():
+            measured: dict[str, Figures] = {}
+            for name, cases in rows.items():
+                measured[name] = in_turns(cases(), arguments.repeats)
+                show(title, {name: measured[name]})
+            tables[title] = measured
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
