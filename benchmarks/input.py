@@ -128,7 +128,7 @@ def with_timm(root: Path, places: list[int], workers: int) -> Callable[[], float
         32,
         is_training=True,
         use_prefetcher=False,
-        color_jitter=None,
+        color_jitter=0.0,
         interpolation="bilinear",
         num_workers=workers,
         persistent_workers=bool(workers),

@@ -12,7 +12,10 @@ import torch
 
 from helpers import losses, train
 from lockstep.data import rng
+from lockstep.data.loader import Streaming
+from lockstep.data.splits import ArraySplit
 from lockstep.telemetry import gpu
+from lockstep.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +72,21 @@ def test_a_faster_way_gives_about_the_same_losses(
     folder = run(tmp_path / "run", "launcher=inline", *overrides)
     assert all(math.isfinite(loss) for loss in losses(folder))
     assert largest_difference(reference, folder) < bound
+
+
+def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> None:
+    images = torch.randint(0, 256, (4096, 3, 32, 32), dtype=torch.uint8)
+    split = ArraySplit(images, torch.zeros(4096, dtype=torch.int64))
+    wanted = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
+    busy = torch.randn(4096, 4096, device="cuda")
+    sums = []
+    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"), once=True)(wanted):
+        for _ in range(4):
+            busy = (busy @ busy).clamp(-1, 1)  # the sums below wait for it, and the next batches do not
+        sums.append(seen.long().sum((1, 2, 3)))
+        del seen  # its memory may be given to a later batch
+    for found, (_, indices) in zip(sums, wanted, strict=True):
+        assert torch.equal(found.cpu(), images[indices].long().sum((1, 2, 3)))
 
 
 def test_fp16_logs_its_loss_scale(tmp_path: Path) -> None:

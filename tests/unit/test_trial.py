@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
-from helpers import built
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+
+from helpers import built, losses, train_here
 from lockstep.trial import training_rate
 from lockstep.world import World
 
@@ -16,6 +21,10 @@ def test_a_smaller_network_has_a_higher_rate() -> None:
     assert small > 2 * large
 
 
+def test_a_model_that_is_compiled_is_not_tried() -> None:
+    assert training_rate(built("model.compile=true"), World.solo()) is None
+
+
 def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -23,5 +32,18 @@ def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_model_that_is_compiled_is_not_tried() -> None:
-    assert training_rate(built("model.compile=true"), World.solo()) is None
+def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_keeps_their_number(
+    tmp_path: Path,
+) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for number, each in enumerate(pixels):
+            Image.fromarray(each).save(tmp_path / split / "a" / f"{number}.jpg")
+    job = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
+    job = (*job, "augment=standard", "batch=4", "steps=5", "model.dropout=0.5", "optimizer=sgd")
+    tried = train_here(tmp_path / "tried", *job)
+    asked = train_here(tmp_path / "asked", *job, "loader=streaming", "loader.workers=0")
+    assert losses(tried) == losses(asked)
+    loader = yaml.safe_load(tried.config.read_text())["loader"]
+    assert loader == {"_target_": "lockstep.data.loader.Streaming", "workers": 1, "prefetch": 2}

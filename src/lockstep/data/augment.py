@@ -129,12 +129,16 @@ class RandomResizedCrop:
         box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
-        for first in range(FIRST_TRY + 4 * (TRIES - 1), FIRST_TRY - 1, -4):  # the first that fits has the last word
+        found = torch.zeros_like(height, dtype=torch.bool)
+        for first in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
+            if found.all():
+                break
             area, shape, down, right = (draws.uniform(first + n).double() for n in range(4))
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
             ratio = torch.exp(math.log(low) + shape * (math.log(high) - math.log(low)))
             tall, wide = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-            fits = (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+            fits = ~found & (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+            found |= fits
             box_height, box_width = torch.where(fits, tall, box_height), torch.where(fits, wide, box_width)
             top = torch.where(fits, (down * (height - tall + 1)).floor(), top)
             left = torch.where(fits, (right * (width - wide + 1)).floor(), left)
