@@ -6,8 +6,9 @@ JPEG files of 32x32 and of 500x375 pixels, made here unless folders of class fol
 Small ones are padded, cropped and mirrored; of large ones the box of a random resized crop is resized to 224 and
 mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor,
 Normalize, a DataLoader). Arrays of 32x32 are resized to 336. All ends as normalised float32 on the CPU. One thread
-computes; workers are processes in a DataLoader and threads here. The files are in the page cache. Below: the decoders
-alone, and what two threads read against two processes.
+computes; workers are processes in a DataLoader and threads here. The files are in the page cache. "Of a core" is by
+the seconds that the process computes, all else by the clock on the wall. Below: the decoders alone, and what two
+threads read against two processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg
 
 from lockstep.data.augment import CropFlip, RandomResizedCrop
-from lockstep.data.folder import IMAGENET_MEAN, IMAGENET_STD, CropFrom, Folder
+from lockstep.data.folder import CropFrom, Folder
 from lockstep.data.loader import Loader, Resident, Streaming
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.sources import CIFAR10
@@ -41,10 +42,11 @@ from lockstep.data.splits import ArraySplit, Crop, FileSplit
 from lockstep.plan import Plan
 from lockstep.protocols import Source, Split
 from lockstep.world import World
-from measure import Figures, Rows, in_turns, show, timed, write
+from measure import Figures, Rows, in_turns, show, write
 
 HERE = World.solo()
 Cases = dict[str, Callable[[], float]]
+Clock = Callable[[], float]
 
 
 def photographs(folder: Path, number: int, height: int, width: int) -> Path:
@@ -60,14 +62,17 @@ def photographs(folder: Path, number: int, height: int, width: int) -> Path:
     return folder
 
 
-def per_second(batches: Callable[[], Iterable[Any]], images: int) -> float:
-    """Images per second of a whole pass."""
+def per_second(batches: Callable[[], Iterable[Any]], images: int, clock: Clock) -> float:
+    """Images per second of a whole pass: of the wall clock, or of the computing of this process."""
+    began = clock()
+    for _ in batches():
+        pass
+    return images / (clock() - began)
 
-    def whole_pass() -> None:
-        for _ in batches():
-            pass
 
-    return images / timed(whole_pass)
+def clock_of(workers: int) -> Clock:
+    """Without workers: the seconds that this process computes, of which others on the machine take none."""
+    return time.perf_counter if workers else time.process_time
 
 
 def theirs(data: Dataset[Any], batch: int, workers: int) -> Callable[[], float]:
@@ -77,7 +82,7 @@ def theirs(data: Dataset[Any], batch: int, workers: int) -> Callable[[], float]:
     )
     if workers:
         next(iter(loader))
-    return partial(per_second, lambda: loader, len(data))  # type: ignore[arg-type]
+    return partial(per_second, lambda: loader, len(data), clock_of(workers))  # type: ignore[arg-type]
 
 
 def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> Callable[[], float]:
@@ -98,15 +103,16 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2]),
     )
     pipeline = Pipeline.of(source, augment, device=HERE.device, dtype=torch.float32, channels_last=False, seed=0)
-    return partial(per_second, lambda: pipeline.train(loader.train(after=0)), len(split))
+    workers = getattr(kind, "workers", 0)
+    return partial(per_second, lambda: pipeline.train(loader.train(after=0)), len(split), clock_of(workers))
 
 
 def decoded_first(source: Source, split: Split, augment: Any, batch: int) -> float:
     """The first epoch of the resident loader: every image decoded, and a pass over them."""
-    began = time.perf_counter()
+    began = time.process_time()
     once = ours(source, split, Resident(), augment, batch)
     once()
-    return len(split) / (time.perf_counter() - began)
+    return len(split) / (time.process_time() - began)
 
 
 def spread(folder: Folder, number: int) -> tuple[FileSplit, list[int]]:
@@ -138,64 +144,58 @@ def with_timm(root: Path, places: list[int], workers: int) -> Callable[[], float
     if workers:
         next(iter(loader))
     batches = len(loader)  # the last one is left out
-    return partial(per_second, lambda: loader, 32 * batches)
+    return partial(per_second, lambda: loader, 32 * batches, clock_of(workers))
 
 
-def small(root: Path) -> Cases:
+def small(root: Path, workers: int) -> Cases:
     """32x32 files, padded, cropped and mirrored."""
     folder = Folder(path=str(root.parent), train_folder=root.name, decode_size=32)
     split, places = spread(folder, 4096)
-    mean, std = folder.mean, folder.std
-    transform = T.Compose(
-        [T.RandomCrop(32, padding=4), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(mean, std)]
-    )
-    files: Dataset[Any] = Subset(ImageFolder(str(root), transform), places)
-    make = partial(ours, folder, split, augment=CropFlip(), batch=128)
-    return {
-        "torchvision, 0": theirs(files, 128, 0),
-        "torchvision, 2": theirs(files, 128, 2),
-        "streaming, 0": make(kind=Streaming(workers=0)),
-        "streaming, 1": make(kind=Streaming(workers=1)),
-        "streaming, 2": make(kind=Streaming(workers=2)),
-        "resident, first epoch": partial(decoded_first, folder, split, CropFlip(), 128),
-        "resident, later": make(kind=Resident()),
+    recipe = [
+        T.RandomCrop(32, padding=4),
+        T.RandomHorizontalFlip(),
+        T.ToTensor(),
+        T.Normalize(folder.mean, folder.std),
+    ]
+    files: Dataset[Any] = Subset(ImageFolder(str(root), T.Compose(recipe)), places)
+    cases = {
+        "torchvision": theirs(files, 128, workers),
+        "streaming": ours(folder, split, Streaming(workers=workers), CropFlip(), 128),
     }
+    if workers == 0:
+        cases["resident, first epoch"] = partial(decoded_first, folder, split, CropFlip(), 128)
+        cases["resident, later"] = ours(folder, split, Resident(), CropFlip(), 128)
+    return cases
 
 
-def large(root: Path) -> Cases:
+def large(root: Path, workers: int) -> Cases:
     """500x375 files, a random resized crop to 224."""
     augment = RandomResizedCrop()
     square = Folder(path=str(root.parent), train_folder=root.name, input_size=224)
     folder = replace(square, crop_from=CropFrom.file)
     split, places = spread(folder, 160)
     boxes = replace(split, crop=Crop(augment.boxes, 0, (224, 224)))
-    recipe = [T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor()]
-    transform = T.Compose([*recipe, T.Normalize(IMAGENET_MEAN, IMAGENET_STD)])
-    files: Dataset[Any] = Subset(ImageFolder(str(root), transform), places)
-    return {
-        "torchvision, 0": theirs(files, 32, 0),
-        "torchvision, 2": theirs(files, 32, 2),
-        "timm, 0": with_timm(root, places, 0),
-        "timm, 2": with_timm(root, places, 2),
-        "streaming, 0": ours(folder, boxes, Streaming(workers=0), augment, 32),
-        "streaming, 2": ours(folder, boxes, Streaming(workers=2), augment, 32),
-        "streaming squares, 2": ours(square, split, Streaming(workers=2), augment, 32),
-        "resident, later": ours(square, split, Resident(), augment, 32),
+    recipe = [T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(folder.mean, folder.std)]
+    files: Dataset[Any] = Subset(ImageFolder(str(root), T.Compose(recipe)), places)
+    cases = {
+        "torchvision": theirs(files, 32, workers),
+        "timm": with_timm(root, places, workers),
+        "streaming": ours(folder, boxes, Streaming(workers=workers), augment, 32),
+        "streaming squares of 256": ours(square, split, Streaming(workers=workers), augment, 32),
     }
+    if workers == 0:
+        cases["resident, later"] = ours(square, split, Resident(), augment, 32)
+    return cases
 
 
 def upsampled() -> Cases:
     """32x32 arrays resized to 336: sample by sample, as the tutorial does it, and in batches."""
     images = torch.randint(0, 256, (256, 3, 32, 32), dtype=torch.uint8)
-    labels = torch.zeros(256, dtype=torch.int64)
     source = CIFAR10(input_size=336)
     transform = T.Compose([T.ToTensor(), T.Resize(336), T.Normalize(source.mean, source.std)])
     files: Dataset[Any] = _Transformed([Image.fromarray(each.permute(1, 2, 0).numpy()) for each in images], transform)
-    return {
-        "torchvision, 0": theirs(files, 64, 0),
-        "torchvision, 2": theirs(files, 64, 2),
-        "resident": ours(source, ArraySplit(images, labels), Resident(), CropFlip(), 64),
-    }
+    split = ArraySplit(images, torch.zeros(256, dtype=torch.int64))
+    return {"torchvision": theirs(files, 64, 0), "resident": ours(source, split, Resident(), CropFlip(), 64)}
 
 
 class _Transformed(Dataset[Any]):
@@ -229,7 +229,10 @@ def decoders(root: Path, number: int) -> Cases:
         "simplejpeg, half size": half,
         "simplejpeg, header": simplejpeg.decode_jpeg_header,
     }
-    return {name: partial(per_second, partial(map, decode, contents), len(contents)) for name, decode in each.items()}
+    return {
+        name: partial(per_second, partial(map, decode, contents), len(contents), time.process_time)
+        for name, decode in each.items()
+    }
 
 
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
@@ -246,8 +249,8 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
         return feed((0, torch.tensor(each)) for each in wanted)
 
     return {
-        "2 processes": partial(per_second, lambda: loader, len(split)),
-        "2 threads": partial(per_second, threads, len(split)),
+        "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
+        "2 threads": partial(per_second, threads, len(split), time.perf_counter),
     }
 
 
@@ -279,16 +282,20 @@ def main() -> None:
         few, many = few.absolute(), many.absolute()
         tables: dict[str, Rows] = {}
         parts: dict[str, dict[str, Callable[[], Cases]]] = {
-            "to the model, img/s (workers)": {
-                "32x32 JPEG, crop and mirror": partial(small, few),
-                "500x375 JPEG, box to 224": partial(large, many),
+            "to the model, img/s of a core": {
+                "32x32 JPEG, crop and mirror": partial(small, few, 0),
+                "500x375 JPEG, box to 224": partial(large, many, 0),
                 "32x32 arrays to 336": upsampled,
             },
-            "decoders, one thread, img/s": {
+            "to the model, two workers, img/s": {
+                "32x32 JPEG, crop and mirror": partial(small, few, 2),
+                "500x375 JPEG, box to 224": partial(large, many, 2),
+            },
+            "decoders, img/s of a core": {
                 "32x32": partial(decoders, few, 2048),
                 "500x375": partial(decoders, many, 80),
             },
-            "read in batches, img/s": {
+            "read in batches of uint8, two workers, img/s": {
                 "32x32": partial(handed_over, few, 4096, 32, 256),
                 "500x375": partial(handed_over, many, 160, 256, 32),
             },
