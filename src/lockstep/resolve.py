@@ -255,7 +255,7 @@ def _check_crop(job: Job) -> None:
         return
     if not isinstance(job.augment, BoxAugment):
         raise InputError(
-            f"dataset.crop_from=file cuts the boxes of augment=standard from the files, and the augmentation is "
+            "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
             f"{type(job.augment).__name__}; use augment=standard or dataset.crop_from=square"
         )
     if isinstance(job.loader, Resident):

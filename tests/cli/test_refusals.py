@@ -123,8 +123,8 @@ MACHINE = [
 BOXES = [
     (
         "dataset=imagenet",
-        "dataset.crop_from=file cuts the boxes of augment=standard from the files, and the augmentation is CropFlip; "
-        "use augment=standard or dataset.crop_from=square",
+        "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
+        "CropFlip; use augment=standard or dataset.crop_from=square",
     ),
     (
         "dataset=imagenet augment=standard loader=resident",

@@ -196,10 +196,11 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
 
 
 def test_what_is_left_of_a_resized_crop_is_the_mirror_it_would_have_had() -> None:
-    batch, each, whole = images(64, 3, 8, 8), draws(64), RandomResizedCrop(scale=[1.0, 1.0], ratio=[1.0, 1.0])
-    assert torch.equal(
-        whole.rest.apply(batch, each, (8, 8)), whole.apply(batch, each, (8, 8)).round().to(torch.uint8)
-    )
+    batch, each = images(64, 3, 8, 8), draws(64)
+    for kind in (RandomResizedCrop, RandAugmentResized):
+        whole = kind(scale=[1.0, 1.0], ratio=[1.0, 1.0])
+        expected = whole.apply(batch, each, (8, 8)).round().to(torch.uint8)
+        assert torch.equal(whole.rest.apply(batch, each, (8, 8)), expected)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from lockstep.data.randaugment import STRONGEST, randaugment
 from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 
-# Of a random resized crop, as torchvision has it; the numbers of the first try are behind those of the other ways.
-TRIES, FIRST_TRY = 10, 5
+# Of a random resized crop, as torchvision has it; the numbers of its tries are far behind all others.
+TRIES, FIRST_TRY = 10, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,21 @@ class RandAugmentResized(RandomResizedCrop):
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         cropped = super().apply(images, draws, size).round().to(torch.uint8)
         return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude)
+
+    @property
+    def rest(self) -> _Mirror:
+        return _MirrorRandAugment(flip=self.flip, ops=self.ops, magnitude=self.magnitude)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MirrorRandAugment(_Mirror):
+    """The same with RandAugment."""
+
+    ops: int
+    magnitude: int
+
+    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+        return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
 
 
 def _check_randaugment(ops: int, magnitude: int) -> None:
