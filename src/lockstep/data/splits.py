@@ -110,7 +110,7 @@ class FileSplit:
 
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
         size = (self.size, self.size) if self.crop is None else self.crop.size
-        decoded = np.empty((len(indices), *size, 3), dtype=np.uint8)
+        decoded = np.empty((len(indices), 3, *size), dtype=np.uint8)
         files = []
         for index in indices:
             try:
@@ -123,7 +123,7 @@ class FileSplit:
                 decoded[place] = file.square(self.size) if boxes is None else file.box(boxes[place], size)
             except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
                 raise self._broken(indices[place], error) from error
-        return torch.from_numpy(np.ascontiguousarray(decoded.transpose(0, 3, 1, 2)))
+        return torch.from_numpy(decoded)
 
     def _broken(self, index: int, error: Exception) -> BrokenImage:
         # torchvision puts the place in its C++ sources before its reason.
