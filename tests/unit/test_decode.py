@@ -37,7 +37,8 @@ def difference(one: Stored, other: Stored) -> float:
 def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_enough(tmp_path: Path, size: int, eighths: int) -> None:
     image = photograph(400, 600)
     file = saved(tmp_path, image)
-    assert file._decoded(size / 400).shape == (50 * eighths, 75 * eighths, 3)
+    pixels, scale = file._decoded(size / 400, 400)
+    assert (pixels.shape, scale) == ((50 * eighths, 75 * eighths, 3), eighths)
     whole = T.center_crop(T.resize(T.pil_to_tensor(image), [size], antialias=True), [size, size])
     assert difference(file.square(size), whole.numpy()) < 1.5
 
@@ -51,6 +52,40 @@ def test_a_box_is_cut_from_the_whole_image_and_resized(tmp_path: Path, name: str
     found = saved(tmp_path, image, name).box(box, (48, 64))
     assert found.shape == (3, 48, 64)
     assert difference(found, expected.numpy()) < 2
+
+
+@pytest.mark.parametrize("sampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_rows_below_a_box_are_not_decoded_and_change_nothing(
+    tmp_path: Path, sampling: str, progressive: bool
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (201, 97, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "image.jpg", subsampling=sampling, progressive=progressive)
+    file = ImageFile.read(tmp_path / "image.jpg")
+    for share in (1.0, 0.5, 0.375, 0.25, 0.125):
+        whole, eighths = file._decoded(share, 201)
+        for bottom in (1, 50, 99, 184, 186, 201):
+            part, scale = file._decoded(share, bottom)
+            rows = -(-bottom * eighths // 8)
+            assert scale == eighths
+            assert np.array_equal(part[:rows], whole[:rows])
+            assert (len(part) < len(whole)) == (bottom < 185 and not progressive)
+
+
+def test_a_file_that_is_cut_short_below_a_box_is_refused_too(tmp_path: Path) -> None:
+    file = saved(tmp_path, photograph(400, 400))
+    (tmp_path / "cut.jpg").write_bytes(file.data[: len(file.data) * 9 // 10])
+    with pytest.raises(RuntimeError, match="incomplete or truncated"):
+        ImageFile.read(tmp_path / "cut.jpg").box((0, 0, 50, 50), (20, 20))
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 5), (7, 7), (5, 9)])
+def test_a_tiny_jpeg_is_decoded_whole(tmp_path: Path, height: int, width: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "image.jpg")
+    with Image.open(tmp_path / "image.jpg") as image:
+        found, _ = ImageFile.read(tmp_path / "image.jpg")._decoded(1.0, height)
+        assert difference(found, np.asarray(image)) < 1
 
 
 def test_the_first_bytes_of_a_file_decide_and_not_its_name(tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ Pixels = NDArray[np.uint8]  # (height, width, 3), as decoders give them
 Stored = NDArray[np.uint8]  # (3, height, width), as it is stored
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-JPEG = b"\xff\xd8\xff"
+# Of a JPEG: its first bytes, its last, and the second byte of the markers that its size comes with.
+JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
+FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# The rows below a box that are decoded too: its lowest colours are interpolated with theirs.
+MARGIN = 16
 # By the formats' names in Pillow, which reads their headers; only these decoders are ever tried. Those of
 # torchvision are faster, but its GIF decoder reads all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
@@ -64,7 +68,7 @@ class ImageFile(NamedTuple):
         short, long = sorted((self.height, self.width))
         # A strip of one pixel would become a field.
         _check_size(self, long * size * size // short, f", also with its shorter side resized to {size}")
-        pixels = self._decoded(size / short)
+        pixels, _ = self._decoded(size / short, self.height)
         if pixels.shape[:2] == (size, size):
             return pixels.transpose(2, 0, 1)
         height, width = (size * side // short for side in (self.height, self.width))
@@ -75,24 +79,48 @@ class ImageFile(NamedTuple):
     def box(self, box: Box, size: tuple[int, int]) -> Stored:
         """A box of the whole image, resized: (3, *size). Raises as `square` does."""
         top, left, height, width = box
-        pixels = self._decoded(max(size[0] / height, size[1] / width))
+        pixels, eighths = self._decoded(max(size[0] / height, size[1] / width), top + height)
         # In whole pixels of the decoded image, which may be smaller, and never less than the box.
-        top, bottom = top * len(pixels) // self.height, -(-(top + height) * len(pixels) // self.height)
-        across = pixels.shape[1]
-        left, right = left * across // self.width, -(-(left + width) * across // self.width)
-        return _resized(pixels[top:bottom, left:right], size)
+        rows, columns = (
+            slice(start * eighths // 8, -(-(start + side) * eighths // 8))
+            for start, side in ((top, height), (left, width))
+        )
+        return _resized(pixels[rows, columns], size)
 
-    def _decoded(self, share: float) -> Pixels:
-        """All of the image, a JPEG at the smallest scale that leaves at least `share` of each side."""
+    def _decoded(self, share: float, bottom: int) -> tuple[Pixels, int]:
+        """The image, at least its rows above `bottom`, and in how many eighths of its size.
+
+        A JPEG at the smallest scale that leaves at least `share` of each side, all else whole.
+        """
         if self.turbo:
-            eighths = next((each for each in EIGHTHS if each >= 8 * share), 8) if share <= 0.5 else 8
-            height, width = -(-self.height * eighths // 8), -(-self.width * eighths // 8)
+            data, rows = self._above(bottom)
+            # The decoder is told the least size, by which scales cannot be told apart where both sides are tiny.
+            scaled = share <= 0.5 and max(rows, self.width) >= 8
+            eighths = next(each for each in EIGHTHS if each >= 8 * share) if scaled else 8
+            height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, self.width))
             try:
-                return simplejpeg.decode_jpeg(self.data, min_height=height, min_width=width)
+                whole = rows == self.height
+                return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
             except ValueError:
                 # It refuses what is damaged a little, too: torchvision's decoder decides what can be used.
-                return _by_torchvision(self.data)
-        return _by_torchvision(self.data) if self.format in TORCHVISION else _by_pillow(self.data)
+                return _by_torchvision(self.data), 8
+        return (_by_torchvision if self.format in TORCHVISION else _by_pillow)(self.data), 8
+
+    def _above(self, bottom: int) -> tuple[bytes, int]:
+        """A JPEG whose header ends it below the row `bottom`, where decoding stops then, and how many rows it has.
+
+        One that is cut short, or has not all of a row in one place (progressive), stays whole.
+        """
+        rows = bottom + MARGIN
+        if rows >= self.height:
+            return self.data, self.height
+        frame = 2  # the place of a marker; all before the frame's are followed by the length of what is theirs
+        while frame + 9 < len(self.data) and self.data[frame + 1] not in FRAMES:
+            frame += 2 + int.from_bytes(self.data[frame + 2 : frame + 4])
+        sequential = self.data[frame : frame + 2] in (b"\xff\xc0", b"\xff\xc1")
+        if not sequential or self.data.rfind(END) < frame:
+            return self.data, self.height
+        return self.data[: frame + 5] + rows.to_bytes(2) + self.data[frame + 7 :], rows
 
 
 def _check_size(file: ImageFile, pixels: int, how: str) -> None:
