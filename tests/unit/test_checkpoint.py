@@ -53,7 +53,7 @@ class Parts:
             self.optimizer.state_dict(),
             self.scaler.state_dict(),
         )
-        return [checkpoint._copied_tree(dict(state)) for state in states]
+        return [checkpoint.copied_tree(dict(state)) for state in states]
 
 
 def parts(seed: int = 0, optimizer: Any = None) -> Parts:
@@ -366,7 +366,7 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
     for step, best in ((1, True), (2, False), (3, True), (4, False)):
         made = parts(step)
         made.train(2)
-        averages.append(checkpoint._copied_tree(made.ema.module.state_dict()))
+        averages.append(checkpoint.copied_tree(made.ema.module.state_dict()))
         save(target, step, made, best=best)
     target.close()
     assert same(load_file(run.weights), averages[2])

@@ -1,10 +1,7 @@
-"""Checkpoints: one folder each, written under a temporary name, hashed, renamed, and checked before use.
+"""What is read of checkpoints: which one is whole, what it says, and its way into the parts of a run.
 
-A folder `checkpoints/step-00000042` holds `model.safetensors` (and `ema.safetensors`), `state.pt` (optimizer
-and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and how far it had come) and
-`manifest.json` (the sha256 of each of these). `checkpoints/last` and `checkpoints/best` hold a folder's name, for
-people: nothing here reads them. A checkpoint can come from someone else, so that it is read only where it is made of
-plain files of these names, and nothing in it is taken for more than numbers and words.
+A checkpoint can come from someone else, so that it is read only where it is made of plain files of our names, and
+nothing in it is taken for more than numbers and words.
 """
 
 from __future__ import annotations
@@ -13,28 +10,23 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import stat
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import log
-from lockstep.errors import InputError, StorageError
-from lockstep.rundir import MANIFEST, RunDir, sync, write_atomic
+from lockstep.errors import InputError
+from lockstep.rundir import MANIFEST
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
-LAST, BEST = "last", "best"
-RETRY_S = 30.0  # after a save that failed
 
 Facts = Mapping[str, Any]
 
@@ -50,7 +42,7 @@ class Loaded:
     state: dict[str, Any]
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -62,7 +54,7 @@ def _plain(path: Path) -> Path:
     return path
 
 
-def _manifest(path: Path) -> dict[str, str]:
+def manifest(path: Path) -> dict[str, str]:
     """The sha256 of each file of a checkpoint; raises ValueError where it is not a list of our files."""
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
@@ -76,9 +68,9 @@ def _manifest(path: Path) -> dict[str, str]:
 def damage(path: Path) -> str:
     """What is wrong with the checkpoint at `path`, or an empty string."""
     try:
-        digests = _manifest(path)
+        digests = manifest(path)
         with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
-            found = pool.map(lambda name: _sha256(_plain(path / name)), digests)
+            found = pool.map(lambda name: sha256(_plain(path / name)), digests)
             for name, digest in zip(digests, found, strict=True):
                 if digest != digests[name]:
                     return f"{name} does not match its sha256"
@@ -170,7 +162,7 @@ def newest_readable(folder: Path) -> Path | None:
 
 def _readable(path: Path) -> bool:
     try:
-        return bool(_manifest(path) and _facts(path))
+        return bool(manifest(path) and _facts(path))
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -203,7 +195,7 @@ def _read(path: Path) -> Loaded:
             path=path,
             facts=read_facts(path),
             model=load_file(path / MODEL),
-            ema=load_file(path / EMA) if EMA in _manifest(path) else None,
+            ema=load_file(path / EMA) if EMA in manifest(path) else None,
             state=torch.load(path / STATE, map_location="cpu", weights_only=True),
         )
     except Exception as error:  # the hashes fit, so someone wrote it so: torch and safetensors raise all kinds
@@ -257,193 +249,6 @@ def load_weights(model: nn.Module, path: Path) -> None:
         shown = ", ".join(f"{name} (here {mine.get(name)}, there {theirs.get(name)})" for name in different[:3])
         raise InputError(f"init_from: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
     model.load_state_dict(weights)
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, contiguous and unshared, as safetensors wants them."""
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-
-
-def _copied_tree(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied_tree(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copied_tree(item) for item in value]
-    return value
-
-
-@dataclass
-class Checkpointer:
-    """Writes a run's checkpoints from a thread of main's; on other ranks it does nothing.
-
-    Args:
-        run_dir: the folder of the job.
-        identity: what a resume must agree on.
-        keep: how many of the newest checkpoints stay.
-        keep_best: how many of the best ones stay besides, by validation top-1.
-        writes: whether this rank is the one that writes.
-        every_s: seconds after which a checkpoint is overdue; null where steps decide.
-    """
-
-    run_dir: RunDir
-    identity: Facts
-    keep: int
-    keep_best: int
-    writes: bool
-    every_s: float | None = None
-    saved_at: float = field(default_factory=time.monotonic)
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
-    pending: Future[None] | None = None
-    failure: str = ""
-
-    def mend(self, best_step: int) -> None:
-        """Export the best weights of a run that was killed after it had saved them and before they were exported."""
-        best, exported = self.run_dir.checkpoints / f"step-{best_step:08d}", self.run_dir.weights
-        if not self.writes:
-            return
-        try:
-            digests = _manifest(best)
-        except (OSError, ValueError, RecursionError):  # none, or damaged
-            return
-        # Mostly the weights are there, and the whole checkpoint need not be read once more to see it.
-        whole = exported.exists() and _sha256(exported) == digests.get(EMA, digests[MODEL])
-        if not whole and not damage(best):
-            write_atomic(self.run_dir.checkpoints / BEST, best.name)
-            self._export(best)
-
-    def overdue(self) -> bool:
-        """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
-        if self.pending is not None and self.pending.done():
-            self.wait()  # a failure is said now, and not at the next save
-        waits = [RETRY_S] if self.failure else []
-        waits += [self.every_s] if self.every_s is not None else []
-        return self.writes and bool(waits) and time.monotonic() - self.saved_at >= min(waits)
-
-    def save(
-        self,
-        *,
-        model: nn.Module,
-        ema: AveragedModel | None,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        progress: Mapping[str, Any],
-    ) -> None:
-        """Copy the state to host memory and write it in the background, after the write before it."""
-        if not self.writes:
-            return
-        self.wait()
-        self.saved_at = time.monotonic()
-        weights = {MODEL: _copied(model.state_dict())}
-        state = {"optimizer": _copied_tree(optimizer.state_dict()), "scaler": scaler.state_dict()}
-        if ema is not None:
-            weights[EMA] = _copied(ema.module.state_dict())
-            state["ema_updates"] = int(ema.n_averaged)
-        facts = {"format": 1, "identity": dict(self.identity), "progress": dict(progress)}
-        self.pending = self.pool.submit(self._write, weights, state, facts)
-
-    def wait(self) -> None:
-        """Wait for the write under way. The first that fails is a warning: the checkpoint before it still stands."""
-        if self.pending is None:
-            return
-        pending, self.pending = self.pending, None
-        try:
-            pending.result()
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
-            if not self.failure:
-                log.warn(f"a checkpoint could not be written ({error}); the run goes on and tries again")
-            self.failure = str(error)
-        else:
-            if self.failure:
-                log.say("checkpoints are written again")
-            self.failure = ""
-
-    def close(self) -> None:
-        """Finish the last write.
-
-        Raises:
-            StorageError: the last checkpoint of the run could not be written.
-        """
-        self.wait()
-        self.pool.shutdown()
-        if self.failure:
-            raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
-
-    def _write(self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts) -> None:
-        folder, progress = self.run_dir.checkpoints, facts["progress"]
-        folder.mkdir(exist_ok=True)
-        for torn in folder.glob(".step-*.tmp"):  # what a kill left behind
-            shutil.rmtree(torn, ignore_errors=True)
-        name = f"step-{progress['step']:08d}"
-        temporary, final = folder / f".{name}.tmp", folder / name
-        try:
-            temporary.mkdir()
-            for file, tensors in weights.items():
-                save_file(tensors, temporary / file)
-            torch.save(state, temporary / STATE)
-            (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            digests = {each.name: _sha256(each) for each in sorted(temporary.iterdir())}
-            (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
-            for each in (*temporary.iterdir(), temporary):
-                sync(each)
-            if final.exists():  # damaged, or its step would not be done again
-                _remove(final)
-            temporary.rename(final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
-            raise
-        sync(folder)
-        write_atomic(folder / LAST, name)
-        if progress["best_step"] == progress["step"]:
-            write_atomic(folder / BEST, name)
-            self._export(final)
-        self._retire(final)
-
-    def _export(self, best: Path) -> None:
-        """Give the run folder the best weights so far: the averaged ones where there are any."""
-        source = best / EMA if (best / EMA).exists() else best / MODEL
-        temporary = self.run_dir.weights.with_suffix(".tmp")
-        try:
-            shutil.copyfile(source, temporary)
-            temporary.replace(self.run_dir.weights)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def _retire(self, written: Path) -> None:
-        """Remove all but the newest `keep` checkpoints and the `keep_best` best ones, once `written` can be read.
-
-        Ones of later steps are those that a resume passed over: they stay until their step is done again.
-        """
-        found = candidates(self.run_dir.checkpoints)
-        found = found[found.index(written) :]
-        scores = {each: score for each in reversed(found) if (score := _score(each)) is not None}
-        best = sorted(scores, key=lambda each: -scores[each])[: self.keep_best]  # of equal ones the earliest
-        retired = [each for each in found[self.keep :] if each not in best]
-        if retired and (reason := damage(written)):
-            log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
-            return
-        for each in retired:
-            _remove(each)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint in one step: a kill on the way leaves none that is half there."""
-    torn = path.with_name(f".{path.name}.old.tmp")
-    path.rename(torn)
-    shutil.rmtree(torn)
-
-
-def _score(path: Path) -> float | None:
-    """The validation top-1 of a checkpoint, where it was evaluated and can be read."""
-    try:
-        score = _facts(path)["progress"]["score"]
-    except (OSError, ValueError, RecursionError):
-        return None
-    return None if score is None else float(score)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
