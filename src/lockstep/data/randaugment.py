@@ -52,7 +52,7 @@ def operate(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
         op = torch.where(op == COLOR, IDENTITY, op)
     if min(images.shape[2:]) <= 2:  # all border
         op = torch.where(op == SHARPNESS, IDENTITY, op)
-    changed = images.clone()
+    changed = images.clone(memory_format=torch.contiguous_format)
     for kind, (first, last) in KINDS.items():
         changed = _where((op >= first) & (op <= last), partial(kind, magnitude=magnitude), changed, images, op, up)
     return changed
@@ -65,7 +65,15 @@ def _where(chosen: Tensor, change: Callable[..., Tensor], others: Tensor, *argum
     at = chosen.nonzero().squeeze(1)
     if len(at) == 0:
         return others
-    return others.index_copy_(0, at, change(*(each.index_select(0, at) for each in arguments)))
+    changed = change(*(each.index_select(0, at) for each in arguments))
+    _rows(others).index_copy_(0, at, _rows(changed.contiguous()))
+    return others
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(B, row), in words of eight bytes where they fit: copying goes element by element."""
+    rows = tensor.view(len(tensor), -1)
+    return rows.view(torch.int64) if rows.shape[1] * rows.itemsize % 8 == 0 else rows
 
 
 def _moved(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
@@ -79,21 +87,22 @@ def _moved(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
     angle = only(ROTATE, math.pi / 6 * level)
     cosine, sine = angle.cos(), angle.sin()
     # torchvision shears around the upper left corner and rotates around the centre; a shift is of whole pixels.
-    y = torch.arange(height, device=images.device)[:, None] + 0.5
-    x = torch.arange(width, device=images.device) + 0.5
+    exact = torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64  # for places in an image
+    y = torch.arange(height, dtype=exact, device=images.device)[:, None] + 0.5
+    x = torch.arange(width, dtype=exact, device=images.device) + 0.5
     column = cosine * (x - width / 2) + (width / 2 - 0.5 - only(TRANSLATE_X, int(150 / 331 * width * level)))
     row = cosine * (y - height / 2) + (height / 2 - 0.5 - only(TRANSLATE_Y, int(150 / 331 * height * level)))
     column = column + (only(SHEAR_X, 0.3 * level) * y - sine * (y - height / 2))
     row = row + (only(SHEAR_Y, 0.3 * level) * x + sine * (x - width / 2))
     # Into an image with a black frame, on which all that comes from outside falls.
-    place = torch.add(_near(column, width), _near(row, height), alpha=width + 2).add_(width + 3).flatten(1)
+    place = _near(row, height).add_(1).mul_(width + 2).add_(_near(column, width).add_(1)).long().flatten(1)
     framed = F.pad(images, [1, 1, 1, 1]).flatten(2)
     return framed.gather(2, place[:, None].expand(-1, images.shape[1], -1)).view_as(images)
 
 
 def _near(coordinate: Tensor, length: int) -> Tensor:
     """The nearest pixel, or the frame at -1 and `length`."""
-    return coordinate.round_().clamp_(-1, length).long()
+    return coordinate.round_().clamp_(-1, length)
 
 
 def _mapped(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
@@ -136,9 +145,9 @@ def _tables_by_histogram(pixels: Tensor, op: Tensor) -> Tensor:
 def _blended(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
     """Color blends with the grey image, sharpness with the blurred one."""
     ratio, rest = (each[:, None, None, None] for each in _ratios(up, magnitude))
-    other = _where(op == COLOR, _grey, images.clone(), images)
+    other = _where(op == COLOR, _grey, images.clone(memory_format=torch.contiguous_format), images)
     other = _where(op == SHARPNESS, _blurred, other, images)
-    return (ratio * images + rest * other).clamp_(0, 255).to(torch.uint8)
+    return images.float().mul_(ratio).add_(other.float().mul_(rest)).clamp_(0, 255).to(torch.uint8)
 
 
 def _ratios(up: Tensor, magnitude: int) -> tuple[Tensor, Tensor]:
@@ -163,17 +172,17 @@ def _grey(images: Tensor) -> Tensor:
 
 def _mean_grey(images: Tensor) -> Tensor:
     """Float (B,). Sums of integers, which are the same in any order."""
-    grey = _grey(images)
-    return grey.sum((1, 2, 3), dtype=torch.int64) / grey[0].numel()
+    grey = _grey(images)[:, :1] if images.shape[1] == 3 else images
+    return grey.sum((1, 2, 3), dtype=torch.int32) / (images.shape[2] * images.shape[3] * grey.shape[1])
 
 
 def _blurred(images: Tensor) -> Tensor:
     """Each pixel inside the mean of nine, with itself five times; the border stays."""
     wide = images.short()  # exact, and its sums are faster than a convolution
-    rows = wide[..., :-2] + wide[..., 1:-1] + wide[..., 2:]
-    sums = rows[..., :-2, :] + rows[..., 1:-1, :] + rows[..., 2:, :] + 4 * wide[..., 1:-1, 1:-1]
+    rows = (wide[..., :-2] + wide[..., 1:-1]).add_(wide[..., 2:])
+    sums = (rows[..., :-2, :] + rows[..., 1:-1, :]).add_(rows[..., 2:, :]).add_(wide[..., 1:-1, 1:-1], alpha=4)
     blurred = images.clone()
-    blurred[..., 1:-1, 1:-1] = (sums / 13).round()
+    blurred[..., 1:-1, 1:-1] = sums.float().div_(13).round_()
     return blurred
 
 
