@@ -1,32 +1,49 @@
-"""The words of a run while torch compiles its model, which takes about as long as a short run."""
+"""Compiling the model, with a word while it lasts: that takes about as long as a short run."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from torch import nn
+
 from lockstep import log
 
+# A rank meets a few shapes of batches: those of the training split and its last short one, cut unevenly into shards
+# and micro-batches, and as many of an evaluation. torch's own limit is 8, behind which a model is not compiled.
+SHAPES = 32
 
-def say_when_compiling() -> None:
-    """From now on, say when this process begins to compile, and how long it took.
 
-    torch compiles when a batch of a new shape arrives for the first time: a training batch and its backward pass, a
-    short last batch, a block of an evaluation. What an earlier process has compiled comes out of its cache.
+def compile_model(model: nn.Module, mode: str, *, speaks: bool) -> None:
+    """Have `model` compiled in place for each shape of batch that it meets, when it meets it.
+
+    Not for batches of any size, as torch would do at the second one: the kernels of a batch would then depend on what
+    came before it, and a resumed run would round in another way. `speaks`: whether to tell the user.
     """
-    # Only what compiles pays for this import. torch has no other place that tells of a compilation.
+    # Only who compiles pays for these imports. torch has no other place that tells of a compilation.
     from torch._dynamo import callback
+    from torch._dynamo import config as dynamo
 
-    began = time.monotonic()
-
-    def start(_: Any) -> None:
-        nonlocal began
-        began = time.monotonic()
-        log.say("compiling the model for batches of a new shape: this takes about a minute")
-
-    def end(_: Any) -> None:
-        log.say(f"compiled in {time.monotonic() - began:.0f} s")
-
+    dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     callback.callback_handler.clear()  # of an earlier run of this process
-    callback.on_compile_start(start)
-    callback.on_compile_end(end)
+    if speaks:
+        words = _Words()
+        callback.on_compile_start(words.start)
+        callback.on_compile_end(words.end)
+    model.compile(mode=mode, dynamic=False)
+
+
+class _Words:
+    """What is said when a compilation begins and when it ends."""
+
+    def __init__(self) -> None:
+        self.began: float | None = None
+
+    def start(self, _: Any) -> None:
+        if self.began is None:
+            log.say("compiling the model: the first batch of each shape takes about a minute, less the next time")
+        self.began = time.monotonic()
+
+    def end(self, _: Any) -> None:
+        assert self.began is not None
+        log.say(f"compiled in {time.monotonic() - self.began:.1f} s")

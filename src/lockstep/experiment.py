@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer, Loaded
-from lockstep.compiling import say_when_compiling
+from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
 from lockstep.data.loader import GB, Loader, Task, sample
@@ -263,9 +263,7 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
     example = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(memory_format=layout)
     replica = strategy.wrap(model, world, plan, example)
     if job.model.compile:
-        model.compile(mode=job.model.compile_mode.value)
-        if world.is_main:
-            say_when_compiling()
+        compile_model(model, job.model.compile_mode.value, speaks=world.is_main)
     return Network(
         model=model,
         replica=replica,

@@ -230,7 +230,7 @@ def _check(job: Job) -> None:
         lambda: None if job.train.ema is None else check_decay(job.train.ema),
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
         lambda: _one_of("train.eval_views", job.train.eval_views, VIEWS),
-        lambda: _check_benchmark(job),
+        lambda: _check_kernels(job),
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
         lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
@@ -275,11 +275,17 @@ def _one_of(key: str, value: int, allowed: tuple[int, ...]) -> None:
         raise InputError(f"{key} is {value}, expected one of {', '.join(map(str, allowed))}")
 
 
-def _check_benchmark(job: Job) -> None:
-    if job.train.cudnn_benchmark and isinstance(job.strategy, Strict):
+def _check_kernels(job: Job) -> None:
+    """Under `repro=strict` no stopwatch may choose the kernels."""
+    timed = {
+        "train.cudnn_benchmark=false": job.train.cudnn_benchmark,
+        "model.compile_mode=default": job.model.compile and job.model.compile_mode.value == "max-autotune",
+    }
+    if isinstance(job.strategy, Strict) and any(timed.values()):
+        remedy = " ".join(key for key, on in timed.items() if on)
         raise InputError(
-            "train.cudnn_benchmark is true, but a stopwatch then chooses the kernels, and repro=strict has the same "
-            "bits every time; use train.cudnn_benchmark=false, or repro=exact"
+            "repro=strict has the same bits every time, but a stopwatch would choose among kernels that round in "
+            f"different ways; use {remedy}, or repro=exact"
         )
 
 

@@ -43,7 +43,7 @@ WITHIN: dict[tuple[str, str], str] = {
     ("experiment", "identity"): "the root hands the identity to the checkpoints",
     ("experiment", "report"): "the root says what runs",
     ("experiment", "memory"): "the root says what would have fitted",
-    ("experiment", "compiling"): "the root has the compiler's work announced",
+    ("experiment", "compiling"): "the root has the model compiled",
     ("experiment", "trial"): "the root tries what the loader has to feed",
     ("memory", "trial"): "what fits is found by trying",
     ("experiment", "incident"): "the root keeps what is needed to look at bad numbers",

@@ -1,0 +1,55 @@
+"""`model.compile=true`: a word while it lasts, one compilation for each shape, and a resume to the bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import train, weights
+
+pytestmark = pytest.mark.slow
+
+# 1,442 examples in batches of 500: the third step of an epoch has 442. 355 to evaluate in blocks of 200 and of 155.
+JOB = ("model=linear", "model.compile=true", "batch=500", "train.eval_batch=200", "schedule=constant", "device=cpu")
+QUIET = ("telemetry.tensorboard=false", "checkpoint.every=100%")
+
+
+def test_each_shape_is_compiled_once_and_a_resume_keeps_every_bit(tmp_path: Path) -> None:
+    def run(name: str, steps: int) -> str:
+        folders = (f"hydra.run.dir={tmp_path / name}", f"output_root={tmp_path}")
+        done = train(*JOB, *QUIET, *folders, f"steps={steps}", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        assert done.code == 0, done.err
+        return done.out
+
+    said = run("whole", 7)
+    assert said.count("compiling the model: the first batch of each shape") == 1
+    # Two shapes of training batches, forward and backward, and two of evaluation; none again in the second epoch.
+    assert len(re.findall(r"compiled in \d+\.\d s", said)) <= 6
+    assert "step 3/7" in said
+    assert "compiled in" not in said.partition("step 3/7")[2]
+    run("parts", 4)
+    run("parts", 7)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (("train.cudnn_benchmark=true",), "use train.cudnn_benchmark=false, or"),
+        (("model.compile=true", "model.compile_mode=max_autotune"), "use model.compile_mode=default, or"),
+    ],
+)
+def test_under_strict_no_stopwatch_chooses_kernels(overrides: tuple[str, ...], remedy: str) -> None:
+    done = train("repro=strict", *overrides)
+    assert done.code == 2
+    assert remedy in done.err
+
+
+def test_a_number_of_views_that_there_is_not_is_refused() -> None:
+    done = train("train.eval_views=3")
+    assert done.code == 2
+    assert "train.eval_views is 3, expected one of 1, 2, 6" in done.err
