@@ -17,6 +17,7 @@ JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorbo
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 LONG = ("epochs=1000", "schedule=constant")
 SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*TWO, "launcher=elastic"), ("launcher.threads=1",)
+THREADED = ("OPENBLAS_NUM_THREADS", "2")  # a command with it has several threads, and so forks no ranks
 MARK = "LOCKSTEP_TEST_RUN"
 
 

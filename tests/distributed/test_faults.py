@@ -17,6 +17,7 @@ from processes import (
     INLINE,
     LONG,
     SPAWN,
+    THREADED,
     ended,
     logged,
     processes,
@@ -111,9 +112,14 @@ def test_a_stop_of_one_rank_stops_the_job_and_is_no_reason_to_restart(tmp_path: 
     assert "and saved" in err
 
 
-def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["fork", "fresh"])
+def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "fresh":
+        monkeypatch.setenv(*THREADED)
     folder = tmp_path / "run"
     process = running(folder, *SPAWN, *LONG)
+    commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in [process.pid, *ranks(folder, process)]}
+    assert (len(commands) == 1) == (how == "fork")
     os.killpg(process.pid, signal.SIGINT)  # the ranks get it too
     code, err = ended(process)
     assert code == 75, err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import command, losses, records, weights
-from processes import ELASTIC, JOB, TWO, processes, start, steps_done, summary, wait_for
+from processes import ELASTIC, JOB, THREADED, TWO, processes, start, steps_done, summary, wait_for
 
 STEPS = 40
 
@@ -25,13 +25,17 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["spawn", "torchrun"])
-def test_every_launcher_gives_the_same_run(reference: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["fork", "fresh", "torchrun"])
+def test_every_launcher_gives_the_same_run(
+    reference: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if how == "fresh":
+        monkeypatch.setenv(*THREADED)
     folder = tmp_path / "run"
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     process = (
         start(folder, *TWO, f"steps={STEPS}", "launcher=spawn")
-        if how == "spawn"
+        if how != "torchrun"
         else start(folder, "strategy=ddp", "launcher.threads=1", f"steps={STEPS}", launch=launch)
     )
     _, err = process.communicate(timeout=120)
