@@ -8,25 +8,33 @@ turns, on one thread. The data set is a tensor in memory for all of them. With a
 the framework adds. Lockstep runs as `train.py` does, with its default telemetry, exact metrics and checkpoints; the
 time of an epoch is that of the second, with its save and its log points, without evaluation. The bare loops are the
 tutorial's (slices of a permutation, AdamW as it comes), the same with the fused AdamW, and one that gathers and
-normalises uint8 images many batches at a time, as Lockstep does.
+normalises uint8 images many batches at a time, as Lockstep does. The peers get float tensors too; "no logging" is the
+least that each allows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
+import logging
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import config, experiment, resolve
+from lockstep import config, experiment, log, resolve
 from lockstep.rundir import RunDir
 from lockstep.world import World
-from measure import Rows, console, in_turns, show, write
+from measure import Rows, in_turns, scaled, show, write
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BATCH, CLASSES = 60_000, 64, 10
@@ -43,23 +51,52 @@ def network(name: str) -> nn.Module:
 
 
 def data() -> tuple[Tensor, Tensor]:
+    """uint8 images and labels."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(256, (EXAMPLES, 1, 28, 28), dtype=torch.uint8, generator=generator)
     return images, torch.randint(CLASSES, (EXAMPLES,), generator=generator)
 
 
-def bare(name: str, *, fused: bool) -> Epoch:
-    """The loop of the tutorials over tensors."""
-    model, (stored, labels) = network(name), data()
-    images = (stored.float() / 255 - 0.5) / 0.25
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
+def tensors() -> tuple[Tensor, Tensor]:
+    """The same, normalised once and for all."""
+    images, labels = data()
+    return (images.float() / 255 - 0.5) / 0.25, labels
 
-    def epoch() -> float:
-        began = time.perf_counter()
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+class Slices:
+    """The tutorials' batches of tensors in memory: slices of a new permutation in each epoch."""
+
+    def __init__(self) -> None:
+        self.images, self.labels = tensors()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         order = torch.randperm(EXAMPLES)
         for at in range(0, EXAMPLES, BATCH):
             chosen = order[at : at + BATCH]
-            loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+            yield self.images[chosen], self.labels[chosen]
+
+
+def through_a_loader() -> Batches:
+    """A DataLoader over the same tensors."""
+    return DataLoader(TensorDataset(*tensors()), batch_size=BATCH, shuffle=True)
+
+
+def adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
+
+
+def bare(name: str, batches: Batches, *, fused: bool = False) -> Epoch:
+    """The loop of the tutorials."""
+    model = network(name)
+    optimizer = adamw(model, fused=fused)
+
+    def epoch() -> float:
+        began = time.perf_counter()
+        for images, labels in batches:
+            loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -68,10 +105,148 @@ def bare(name: str, *, fused: bool) -> Epoch:
     return epoch
 
 
+def accelerate(name: str, batches: Batches) -> Epoch:
+    """Accelerate's loop; it wraps model and optimizer, and the loader where there is one."""
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    model = network(name)
+    wrapped, optimizer = accelerator.prepare(model, adamw(model))
+    if isinstance(batches, DataLoader):
+        batches = accelerator.prepare(batches)
+
+    def epoch() -> float:
+        began = time.perf_counter()
+        for images, labels in batches:
+            loss = F.cross_entropy(wrapped(images), labels)
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+        return time.perf_counter() - began
+
+    return epoch
+
+
+def fabric(name: str, batches: Batches) -> Epoch:
+    """Lightning Fabric's loop."""
+    made = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
+    network_ = network(name)
+    model, optimizer = made.setup(network_, adamw(network_))
+
+    def epoch() -> float:
+        began = time.perf_counter()
+        for images, labels in batches:
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            made.backward(loss)
+            optimizer.step()
+        return time.perf_counter() - began
+
+    return epoch
+
+
+def lightning(name: str, *, logs: bool) -> Epoch:
+    """Lightning's Trainer: without any logger, checkpoint or bar, or as it comes with `self.log` of the loss."""
+    peer = importlib.import_module("lightning.pytorch")
+    batches = through_a_loader()
+
+    class Module(peer.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network(name)
+            self.took = 0.0
+
+        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            loss = F.cross_entropy(self.network(batch[0]), batch[1])
+            if logs:
+                self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self)
+
+        def on_train_epoch_start(self) -> None:
+            self.took = -time.perf_counter()
+
+        def on_train_epoch_end(self) -> None:
+            self.took += time.perf_counter()
+
+    def epoch() -> float:
+        off = {} if logs else {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        with tempfile.TemporaryDirectory() as folder:
+            module = Module()
+            options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False, **off}
+            peer.Trainer(default_root_dir=folder, **options).fit(module, batches)
+            return module.took
+
+    return epoch
+
+
+def hf_trainer(name: str, *, logs: bool) -> Epoch:
+    """The HF Trainer: without logging and saving, or as it comes but for its bar."""
+    peer = importlib.import_module("transformers")
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network(name)
+
+        def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.network(images)
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    class Examples(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            self.images, self.labels = tensors()
+
+        def __len__(self) -> int:
+            return EXAMPLES
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"images": self.images[index], "labels": self.labels[index]}
+
+        def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+            return self.images[indices], self.labels[indices]
+
+    class Clock(peer.TrainerCallback):  # type: ignore[name-defined]
+        took = 0.0
+
+        def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+            self.took = -time.perf_counter()
+
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            self.took += time.perf_counter()
+
+    examples = Examples()
+
+    def epoch() -> float:
+        off = {} if logs else {"logging_strategy": "no", "save_strategy": "no"}
+        with tempfile.TemporaryDirectory() as folder:
+            clock = Clock()
+            asked = peer.TrainingArguments(
+                folder,
+                num_train_epochs=1,
+                per_device_train_batch_size=BATCH,
+                learning_rate=1e-3,
+                disable_tqdm=True,
+                use_cpu=True,
+                report_to="none",
+                **off,
+            )
+            peer.Trainer(
+                model=Module(),
+                args=asked,
+                train_dataset=examples,
+                data_collator=lambda both: {"images": both[0], "labels": both[1]},
+                callbacks=[clock],
+            ).train()
+            return clock.took
+
+    return epoch
+
+
 def chunked(name: str) -> Epoch:
     """What Lockstep's step comes down to: uint8 images gathered and normalised many batches at a time."""
     model, (images, labels) = network(name), data()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = adamw(model, fused=True)
 
     def epoch() -> float:
         began = time.perf_counter()
@@ -120,7 +295,7 @@ def lockstep(name: str, *overrides: str) -> Epoch:
             run.config.write_text(config.dump(resolve.resolve(job, sweep=False)))
             run.overrides.write_text(config.dump_list([]))
             ends: list[float] = []
-            with console.capture():
+            with log.console.capture():
                 experiment.run(
                     World.solo(),
                     run,
@@ -133,25 +308,59 @@ def lockstep(name: str, *overrides: str) -> Epoch:
     return epoch
 
 
+def quietly(epoch: Epoch) -> Epoch:
+    """Without what the contenders print."""
+
+    def silent() -> float:
+        with contextlib.redirect_stdout(None):
+            return epoch()
+
+    return silent
+
+
+def contenders(name: str) -> dict[str, Epoch]:
+    """Everyone on a network, those that are installed."""
+    found = {
+        "bare": bare(name, Slices()),
+        "bare, fused": bare(name, Slices(), fused=True),
+        "bare, DataLoader": bare(name, through_a_loader()),
+        "chunked, fused": chunked(name),
+        "Lockstep": lockstep(name),
+    }
+    if importlib.util.find_spec("accelerate"):
+        found["Accelerate"] = accelerate(name, Slices())
+        found["Accelerate, DataLoader"] = accelerate(name, through_a_loader())
+    if importlib.util.find_spec("lightning"):
+        found["Fabric"] = fabric(name, Slices())
+        found["Lightning, no logging"] = lightning(name, logs=False)
+        found["Lightning"] = lightning(name, logs=True)
+    if importlib.util.find_spec("transformers"):
+        found["HF Trainer, no logging"] = hf_trainer(name, logs=False)
+        found["HF Trainer"] = hf_trainer(name, logs=True)
+    return {name: quietly(epoch) for name, epoch in found.items()}
+
+
 def main() -> None:
+    global EXAMPLES, STEPS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="linear", help="of Lockstep, such as basicnet [linear]")
+    parser.add_argument("--examples", type=int, default=EXAMPLES, help=f"of an epoch [{EXAMPLES:,}]")
     parser.add_argument("--repeats", type=int, default=5, help="epochs of each contender")
     parser.add_argument("--json", type=Path, help="where the figures go")
     arguments = parser.parse_args()
+    EXAMPLES = arguments.examples
+    STEPS = -(-EXAMPLES // BATCH)
     torch.set_num_threads(1)
-    contenders: dict[str, Epoch] = {
-        "bare": bare("linear", fused=False),
-        "bare, fused": bare("linear", fused=True),
-        "chunked, fused": chunked("linear"),
-        "lockstep": lockstep("linear"),
-    }
-    for epoch in contenders.values():
+    warnings.simplefilter("ignore")  # of peers about their own defaults
+    logging.disable(logging.WARNING)
+    epochs = contenders(arguments.model)
+    for epoch in epochs.values():
         epoch()
-    found = in_turns(contenders, arguments.repeats)
-    tables: dict[str, Rows] = {"us per step": {"linear": {k: 1e6 * v / STEPS for k, v in found.items()}}}
-    for title, rows in tables.items():
-        show(title, rows)
-    write(arguments.json, tables)
+    found = scaled(in_turns(epochs, arguments.repeats), 1e6 / STEPS)
+    rows: Rows = {name: {"us per step": each, "of bare": each / found["bare"]} for name, each in found.items()}
+    title = f"{arguments.model}, batch {BATCH}"
+    show(title, rows, ratios=False)
+    write(arguments.json, {title: rows})
 
 
 if __name__ == "__main__":
