@@ -193,7 +193,7 @@ def _choose_loader(job: Job, splits: tuple[Split, Split], plan: Plan, world: Wor
         world=world,
         splits=splits,
         gigabytes=(len(train) + len(held_out)) * math.prod(job.dataset.image_shape) / GB,
-        reads=(plan.total_steps * plan.batch + evaluations * len(held_out)) // world.size,
+        reads=(plan.total_steps * plan.batch + evaluations * len(held_out)) * world.local_size // world.size,
         boxes=crops_files(job.dataset),
         training_rate=lambda: training_rate(job, world),
     )

@@ -227,7 +227,7 @@ class Task:
     Fields:
         splits: to train on and to evaluate.
         gigabytes: that both need as uint8.
-        reads: images that are read in the whole run, those of evaluation too.
+        reads: images that this machine's ranks read in the whole run, those of evaluation too.
         boxes: whether others are cut from the files in each epoch.
         training_rate: tries how many images per second the model trains on; None where that takes too long.
     """
