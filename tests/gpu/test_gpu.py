@@ -13,6 +13,7 @@ import torch
 from helpers import losses, train
 from lockstep.data import rng
 from lockstep.data.loader import Streaming
+from lockstep.data.randaugment import randaugment
 from lockstep.data.splits import ArraySplit
 from lockstep.telemetry import gpu
 from lockstep.world import World
@@ -106,6 +107,21 @@ def test_derived_random_numbers_are_those_of_the_cpu() -> None:
     here = rng.uniform(rng.sample_keys(3, 1, indices), 2)
     there = rng.uniform(rng.sample_keys(3, 1, indices.cuda()), 2)
     assert torch.equal(here, there.cpu())
+
+
+def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:
+    images = torch.randint(256, (200, 3, 40, 40), dtype=torch.uint8)
+    indices = torch.arange(200)
+    expected = randaugment(images, rng.Draws(0, 0, indices), ops=2, magnitude=9)
+    there, draws = images.cuda(), rng.Draws(0, 0, indices.cuda())
+    randaugment(there, draws, ops=2, magnitude=9)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = randaugment(there, draws, ops=2, magnitude=9)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # A rotation may round a coordinate to the pixel beside it, a blend a value to the one below it.
+    assert (found.cpu() != expected).float().mean().item() < 0.001
 
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
