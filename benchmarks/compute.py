@@ -1,0 +1,138 @@
+"""What a step's arithmetic costs besides the network's own: memory, compilation, averaged weights.
+
+    python benchmarks/compute.py --json compute.json
+
+Memory: a training step of the speed recipe's network on the CPU, in processes of their own, with the C library as it
+comes and with freed memory kept, as a run has it. In seconds of processor time, the kernel's part apart, because what
+else runs on the machine changes the wall clock more. Averaged weights: one update of those of a resnet50d, by torch's
+`AveragedModel` and by ours, which gives the same numbers. Compiling: the seconds that the real command says it took,
+for a small job and each of its shapes of batches, with an empty cache and with that of the command before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import timm
+import torch
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lockstep.memory import keep_freed_memory
+from lockstep.models import WhiteNet
+from lockstep.optim import averaged
+from lockstep.world import World
+from measure import Rows, in_turns, scaled, show, timed, write
+
+ROOT = Path(__file__).parent.parent
+BATCH, STEPS = 1000, 2
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+
+def step_in_process(keep: bool) -> None:
+    """Print the processor time of a step, user's and kernel's, in seconds."""
+    if keep:
+        keep_freed_memory(World.solo())
+    model = WhiteNet().build(10, (3, 32, 32)).to(memory_format=torch.channels_last)
+    images = torch.randn(BATCH, 3, 32, 32).to(memory_format=torch.channels_last)
+    labels = torch.randint(10, (BATCH,))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(images)
+        F.cross_entropy(logits.float(), labels).backward()
+        model.zero_grad()
+
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    for _ in range(STEPS):
+        step()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps([(after.ru_utime - before.ru_utime) / STEPS, (after.ru_stime - before.ru_stime) / STEPS]))
+
+
+def memory(repeats: int) -> Rows:
+    """Seconds of a step of 1,000 images in bfloat16."""
+    found: dict[str, list[float]] = {}
+
+    def run(*words: str) -> float:
+        done = subprocess.run(
+            [sys.executable, __file__, "--step", *words], env=ENVIRONMENT, stdout=subprocess.PIPE, check=True
+        )
+        user, kernel = json.loads(done.stdout.splitlines()[-1])
+        found.setdefault(" ".join(words), []).append(kernel)
+        return float(user + kernel)
+
+    both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
+    kernel = {name: sorted(each)[len(each) // 2] for name, each in found.items()}
+    return {
+        "processor time": both,
+        "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},
+    }
+
+
+def average(repeats: int) -> Rows:
+    """Milliseconds of one update."""
+    model = timm.create_model("resnet50d")
+    torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)
+    ours = averaged(model, 0.999)
+    for each in (torchs, ours):
+        each.update_parameters(model)
+    cases = {
+        "torch": partial(timed, partial(torchs.update_parameters, model)),
+        "lockstep": partial(timed, partial(ours.update_parameters, model)),
+    }
+    return {"resnet50d": scaled(in_turns(cases, 20 * repeats), 1000)}
+
+
+def compiling() -> Rows:
+    """Seconds of all compilations of a run, and how many there were."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run() -> dict[str, float]:
+            words = ["model.compile=true", "batch=200", "steps=20", "train.eval_batch=150", "launcher.ranks=1"]
+            done = subprocess.run(
+                [sys.executable, "train.py", *words, "device=cpu", f"output_root={folder}"],
+                cwd=ROOT,
+                env={**ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            seconds = [float(each) for each in re.findall(r"compiled in ([\d.]+) s", done.stdout)]
+            return {"compilations": len(seconds), "seconds": sum(seconds), "the longest": max(seconds)}
+
+        return {"empty cache": run(), "the next command": run()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--step", choices=["plain", "kept"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.step is not None:
+        step_in_process(arguments.step == "kept")
+        return
+    tables: dict[str, Rows] = {}
+    for title, measure in (
+        ("averaged weights, ms an update", partial(average, arguments.repeats)),
+        ("a step of whitenet, 1,000 images, bf16, seconds of processor time", partial(memory, arguments.repeats)),
+        ("compiling digitnet, four shapes of batches", compiling),
+    ):
+        tables[title] = measure()
+        show(title, tables[title], ratios=measure is not compiling)
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()
