@@ -243,12 +243,15 @@ class Fake:
         """There is nothing to fetch."""
 
     def train(self) -> ArraySplit:
-        return self._random(self.examples, seed=1)
+        return _random(self, self.examples, seed=1)
 
     def eval(self) -> ArraySplit:
-        return self._random(max(1, self.examples // 4), seed=2)
+        return _random(self, max(1, self.examples // 4), seed=2)
 
-    def _random(self, n: int, seed: int) -> ArraySplit:
-        generator = torch.Generator().manual_seed(seed)
-        images = torch.randint(256, (n, *self.image_shape), dtype=torch.uint8, generator=generator)
-        return ArraySplit(images, torch.randint(self.classes, (n,), generator=generator))
+
+@functools.cache
+def _random(source: Fake, n: int, seed: int) -> ArraySplit:
+    """A split of random images, made once per process."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (n, *source.image_shape), dtype=torch.uint8, generator=generator)
+    return ArraySplit(images, torch.randint(source.classes, (n,), generator=generator))
