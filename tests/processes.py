@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from helpers import ROOT, records
 
 JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorboard=false", "model.dropout=0")
@@ -18,6 +20,7 @@ TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 LONG = ("epochs=1000", "schedule=constant")
 SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*TWO, "launcher=elastic"), ("launcher.threads=1",)
 THREADED = ("OPENBLAS_NUM_THREADS", "2")  # a command with it has several threads, and so forks no ranks
+FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 MARK = "LOCKSTEP_TEST_RUN"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, Done, train
-from processes import children, ended, wait_for
+from processes import FORKS, ended, ranks, wait_for
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -108,8 +108,9 @@ def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(t
     )
     for number, name in enumerate((signal.SIGKILL, signal.SIGINT)):
         wait_for(functools.partial(begun, tmp_path, number))
-        (rank,) = children(process.pid)
-        assert Path(f"/proc/{rank}/cmdline").read_text() == Path(f"/proc/{process.pid}/cmdline").read_text()  # a fork
+        (rank,) = ranks(tmp_path, process)
+        commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in (rank, process.pid)}
+        assert (len(commands) == 1) == FORKS
         os.kill(rank if name is signal.SIGKILL else process.pid, name)
     code, err = ended(process)
     assert code == 75, err
