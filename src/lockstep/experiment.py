@@ -231,6 +231,7 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *
         eval_feed=job.loader.feed(held_out, world, once=False),
         partners=partners,
         stride=job.loader.stride(plan.batch // world.size, pixels),
+        order_device=job.loader.order_device(world),
         skip=train.skip,
     )
 

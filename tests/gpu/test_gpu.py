@@ -6,16 +6,18 @@ import json
 import math
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from helpers import losses, train
+from helpers import losses, run_dir, run_until, train
 from lockstep.data import rng
-from lockstep.data.loader import Streaming
+from lockstep.data.loader import Shard, Streaming
 from lockstep.data.randaugment import randaugment
 from lockstep.data.splits import ArraySplit
 from lockstep.telemetry import gpu
+from lockstep.trainer import Trainer
 from lockstep.world import World
 
 pytestmark = [
@@ -107,6 +109,30 @@ def test_derived_random_numbers_are_those_of_the_cpu() -> None:
     here = rng.uniform(rng.sample_keys(3, 1, indices), 2)
     there = rng.uniform(rng.sample_keys(3, 1, indices.cuda()), 2)
     assert torch.equal(here, there.cpu())
+
+
+def test_an_epoch_has_the_order_of_the_cpu() -> None:
+    there = rng.permutation(3, 1, 100_000, torch.device("cuda"))
+    assert torch.equal(rng.permutation(3, 1, 100_000), there.cpu())
+
+
+@pytest.mark.parametrize("mixing", [(), ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9")])
+def test_no_step_waits_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: tuple[str, ...]
+) -> None:
+    def watched(self: Trainer, shard: Shard) -> dict[str, Any]:
+        # The first steps allocate; from then on until the end of the run, where all is written, nothing may wait.
+        torch.cuda.set_sync_debug_mode("error" if shard.step > 5 and not self.plan.due("log", shard.step) else 0)
+        return step(self, shard)
+
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", watched)
+    every = ("telemetry.interval=100%", "train.eval_every=100%", "checkpoint.every=100%")
+    job = run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing)
+    try:
+        run_until(World.solo("cuda:0"), job, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:

@@ -136,6 +136,7 @@ class Loader:
         train_labels, eval_labels: int64 (N,) on the device; those of broken images are overwritten.
         partners: whether a shard brings the partner of its last example along.
         stride: the most steps whose shards are read together.
+        order_device: where the order of the examples is made: where the images are, so that no step waits for it.
         skip: the most broken images that are left out.
     """
 
@@ -149,6 +150,7 @@ class Loader:
     eval_feed: Feed
     partners: bool = False
     stride: int = 1
+    order_device: torch.device | None = None
     skip: int = 0
     met: set[tuple[bool, int]] = field(default_factory=set)
 
@@ -158,10 +160,16 @@ class Loader:
 
         def wanted() -> Iterator[Wanted]:
             world = self.world
-            for together in strides(
-                batches(self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, partners=self.partners),
-                self.stride,
-            ):
+            one_by_one = batches(
+                self.plan,
+                self.seed,
+                rank=world.rank,
+                ranks=world.size,
+                after=after,
+                partners=self.partners,
+                device=self.order_device,
+            )
+            for together in strides(one_by_one, self.stride):
                 ahead.append(together)
                 yield together[0].epoch, torch.cat([batch.indices for batch in together])
 
@@ -251,6 +259,10 @@ class Resident:
         """The loader to use, and why."""
         return self, "as asked"
 
+    def order_device(self, world: World) -> torch.device:
+        """Where indices are wanted."""
+        return world.device
+
     def stride(self, shard: int, pixels: int) -> int:
         """The steps to read together, for shards of so many images of so many pixels."""
         return max(1, STRIDE_PIXELS // max(1, shard * pixels))
@@ -289,6 +301,10 @@ class Streaming:
             raise InputError(f"loader.workers is {self.workers!r}, expected auto or a number from 0")
         if self.prefetch < 1:
             raise InputError(f"loader.prefetch is {self.prefetch}, expected at least 1")
+
+    def order_device(self, world: World) -> torch.device:
+        """Where indices are wanted."""
+        return torch.device("cpu")
 
     def stride(self, shard: int, pixels: int) -> int:
         """The steps to read together: workers read ahead as it is."""

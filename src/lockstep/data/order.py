@@ -30,8 +30,17 @@ class Batch:
     count: int
 
 
-def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int, partners: bool = False) -> Iterator[Batch]:
-    """The shards of one rank for every step behind `after`, to the end of the run.
+def batches(
+    plan: Plan,
+    seed: int,
+    *,
+    rank: int,
+    ranks: int,
+    after: int,
+    partners: bool = False,
+    device: torch.device | None = None,
+) -> Iterator[Batch]:
+    """The shards of one rank for every step behind `after`, to the end of the run; their indices are on `device`.
 
     The partner of a sample, where it is mixed with one, is the next sample of the global batch; the last one's
     is the first.
@@ -40,7 +49,7 @@ def batches(plan: Plan, seed: int, *, rank: int, ranks: int, after: int, partner
     for step in range(after + 1, plan.total_steps + 1):
         epoch = plan.epoch(step)
         if order is None or epoch != ordered:
-            order, ordered = permutation(seed, epoch, plan.examples), epoch
+            order, ordered = permutation(seed, epoch, plan.examples, device), epoch
         start = plan.position(step) * plan.batch
         together = order[start : start + plan.batch]
         cut, count = share(len(together), ranks, rank), len(together)

@@ -63,9 +63,9 @@ def uniform(keys: Tensor, n: int) -> Tensor:
     return _shifted(draw(keys, n), 40).to(torch.float32) * 2.0**-24
 
 
-def permutation(seed: int, epoch: int, n: int) -> Tensor:
-    """The order of an epoch: int64 of shape (n,), a function of (seed, epoch) alone."""
-    return torch.argsort(draw(key(seed, ORDER, epoch), torch.arange(n)), stable=True)
+def permutation(seed: int, epoch: int, n: int, device: torch.device | None = None) -> Tensor:
+    """The order of an epoch: int64 of shape (n,), a function of (seed, epoch) alone, on every device the same."""
+    return torch.argsort(draw(key(seed, ORDER, epoch), torch.arange(n, device=device)), stable=True)
 
 
 def sample_keys(seed: int, epoch: int, indices: Tensor, purpose: int = AUGMENT) -> Tensor:
