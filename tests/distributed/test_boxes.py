@@ -1,0 +1,39 @@
+"""Boxes that are cut from files while they are read: the same pixels on any ranks, workers and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from helpers import Case, gang, train_here
+
+pytestmark = pytest.mark.slow
+
+
+def seen(run: Path) -> list[tuple[int, ...]]:
+    """(step, epoch, index, hash of the pixels) of every example that the ranks of a run have trained on."""
+    files = sorted((run / "logs").glob("rank*.samples.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sorted(tuple(line[key] for key in ("step", "epoch", "index", "hash")) for line in lines)
+
+
+def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go_on_with_it(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (14, 40, 60, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for number, each in enumerate(pixels):
+            Image.fromarray(each[: 40 - number]).save(tmp_path / split / "a" / f"{number:02}.jpg")
+    data = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
+    job = (*data, "augment=randaugment_imagenet", "batch=6", "steps=8", "train.mixup=0.4", "telemetry.samples=true")
+    alone = train_here(tmp_path / "alone", *job, "loader=streaming", "loader.workers=0").path
+    gang(tmp_path / "gang", 2, [Case(tmp_path / "two", job), Case(tmp_path / "resumed", job, stop_at=4)])
+    train_here(tmp_path / "resumed", *job)
+    assert len({line[3] for line in seen(alone)}) == len(seen(alone)) == 14 + 14 + 12
+    assert seen(tmp_path / "two") == seen(tmp_path / "resumed") == seen(alone)
+    loader = yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())["loader"]
+    assert loader == {"_target_": "lockstep.data.loader.Streaming", "workers": 1, "prefetch": 2}
