@@ -50,7 +50,10 @@ KEYS = [
     ("train.emma=0.9", "train.emma: there is no such key in the config. Did you mean 'train.ema'?"),
     ("optimizer.beta=1", "optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?"),
     ("model.foo=1", "model.foo: there is no such key in the config. model has width, dropout,"),
-    ("+model.foo=1", "model.foo is not a key of model=DigitNet; it has channels_last, compile, width, dropout"),
+    (
+        "+model.foo=1",
+        "model.foo is not a key of model=DigitNet; it has channels_last, compile, compile_mode, width, dropout",
+    ),
     ("+foo=1", "foo: there is no such key in the config."),
     ("~epochs", "epochs: a job cannot do without this key"),
     ("~model", "model is None, expected one of the group's options: model=NAME"),
