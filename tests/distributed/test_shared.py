@@ -75,7 +75,7 @@ def exit_as_rank(folder: Path) -> None:
 
 
 def fed(split: Split, here: world.World, wanted: Tensor) -> loader.Iterator[Tensor]:
-    for images, _ in Resident().feed(split, here, once=True)([wanted]):
+    for images, _ in Resident().feed(split, here, once=True)([(0, wanted)]):
         yield images
 
 
