@@ -41,7 +41,7 @@ ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 def step_in_process(keep: bool) -> None:
     """Print the processor time of a step, user's and kernel's, in seconds."""
     if keep:
-        keep_freed_memory(World.solo())
+        keep_freed_memory(World.solo(), keep=True)
     model = WhiteNet().build(10, (3, 32, 32)).to(memory_format=torch.channels_last)
     images = torch.randn(BATCH, 3, 32, 32).to(memory_format=torch.channels_last)
     labels = torch.randint(10, (BATCH,))

@@ -56,7 +56,7 @@ def run(
     resolved = config.load(run_dir.config)
     job = config.build_all(resolved)
     torch.manual_seed(job.seed)
-    memory.keep_freed_memory(world)
+    memory.keep_freed_memory(world, keep=job.train.micro_batches == 1)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
 

@@ -22,20 +22,22 @@ from lockstep.world import World
 
 # A step later in the run may need a little more than the first: the allocator's memory is in pieces by then.
 MARGIN = 1.2
-# glibc's names of what `mallopt` sets (malloc.h).
+# glibc's names of what `mallopt` sets (malloc.h), and what it has them at.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+TRIM, MAPPINGS = 128 * 1024, 65536
 
 
-def keep_freed_memory(world: World) -> None:
-    """On the CPU: have the C library keep what is freed; the next step wants the same again.
+def keep_freed_memory(world: World, *, keep: bool) -> None:
+    """On the CPU: have the C library keep what is freed, because the next step wants the same again, or not.
 
     As it comes, glibc maps each tensor of over 32 MB anew, and the kernel blanks its pages one by one when they are
-    first written to: of a step of large activations that takes a third of the time. Other C libraries are left alone.
+    first written to: at each step, for activations that large. What is kept has gaps, so a job that cuts its batch
+    because there is little memory gives it back. Other C libraries are left alone.
     """
     libc = ctypes.CDLL(None)
     if world.device.type == "cpu" and hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_MMAP_MAX, 0 if keep else MAPPINGS)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM)
 
 
 def micro_batches_that_fit(job: Job, world: World, *, least: int = 1) -> int | None:

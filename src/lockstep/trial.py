@@ -17,6 +17,8 @@ from lockstep.world import World
 FEW, LONG_S = 8, 1.0
 # The first step of a model prepares much and tells little, but a longer one is not waited for again.
 COLD_S = 5.0
+# torch's words on the host, and oneDNN's, which has none of its own for it.
+OUT_OF_HOST_MEMORY = ("can't allocate memory", "could not create a primitive")
 
 
 def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
@@ -86,4 +88,5 @@ def _seconds(step: Callable[[], None], world: World) -> float:
 def exhausted(error: BaseException) -> bool:
     """Whether an exception says that there was no memory left, on a GPU or on the host."""
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return out_of_memory or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_HOST_MEMORY)
+    return out_of_memory or said
