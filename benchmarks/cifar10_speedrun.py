@@ -18,7 +18,8 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +232,18 @@ def main() -> None:
     job = config.build_all(resolve.resolve(config.composed(ROOT / "conf", words), sweep=False))
     job.dataset.prepare()
     train, held_out = (on_device(split, job.device) for split in (job.dataset.train(), job.dataset.eval()))
-    found: dict[str, list[Figures]] = {"reference": [], "lockstep": []}
+    contenders: dict[str, Callable[[int], Figures]] = {
+        "reference": partial(reference, job, train, held_out),
+        "lockstep": partial(lockstep, words),
+    }
+    found: dict[str, list[Figures]] = {name: [] for name in contenders}
     for seed in arguments.seeds:
-        found["reference"].append(reference(job, train, held_out, seed))
-        found["lockstep"].append(lockstep(words, seed))
-        console.print(f"seed {seed}: {found['reference'][-1]}, {found['lockstep'][-1]}")
+        for name, measure in (
+            ("reference", partial(reference, job, train, held_out)),
+            ("lockstep", partial(lockstep, words)),
+        ):
+            found[name].append(measure(seed))
+            console.print(f"seed {seed}, {name}: {found[name][-1]}")
     tables: dict[str, Rows] = {f"{arguments.epochs} epochs": {}}
     for figure in ("top1", "seconds"):
         each = {name: [one[figure] for one in figures] for name, figures in found.items()}
