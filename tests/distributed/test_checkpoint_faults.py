@@ -64,7 +64,7 @@ def loaded_step(path: Path) -> int:
 
 # Torch is imported once, in the server that the children are forked from: a real process for each kill.
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["lockstep.experiment"])
+forks.set_forkserver_preload(["lockstep.experiment", "torch._dynamo"])  # an optimizer wants it
 
 
 def saving(path: Path) -> None:
