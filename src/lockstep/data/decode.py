@@ -6,6 +6,7 @@ What a file is, its first bytes say and not its name. The orientation that a cam
 
 from __future__ import annotations
 
+import threading
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
 PIXELS = 2**27
 # A JPEG can be decoded at so many eighths of its size. Of the others, 5 to 7, each takes longer than the whole.
 EIGHTHS = (1, 2, 3, 4)
+# torchvision's modules import each other: a second thread that imports them meanwhile finds half of them.
+_IMPORTING = threading.Lock()
 
 
 class ImageFile(NamedTuple):
@@ -157,8 +160,9 @@ def _pillow(data: bytes) -> Any:
 
 
 def _by_torchvision(data: bytes) -> Pixels:
-    from torchvision.io import ImageReadMode, decode_image
-    from torchvision.transforms.v2 import functional as T
+    with _IMPORTING:
+        from torchvision.io import ImageReadMode, decode_image
+        from torchvision.transforms.v2 import functional as T
 
     image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
     eight: Tensor = T.to_dtype(image, torch.uint8, scale=True)  # PNG has 16 bits too
