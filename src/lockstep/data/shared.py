@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,7 @@ def decode_all(split: Split, world: World, read: Read, *, threads: int) -> tuple
             for found in pool.map(decode, range(mine.start, mine.stop, CHUNK)):
                 broken |= found
         except InputError as error:
+            error.add_note("".join(traceback.format_tb(error.__traceback__)))  # which is lost on its way to others
             failure = error
     for theirs, failed in world.gather((broken, failure)):
         if failed is not None:
