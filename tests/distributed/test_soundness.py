@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from helpers import Case, records, run_dir, run_until, train_here
 from lockstep import checkpoint, log, world
 from lockstep.data.loader import Shard
-from lockstep.data.sources import Digits
 from lockstep.errors import LockstepError, NumericalError
 from lockstep.launcher.spawn import Spawn
 from lockstep.precision import BF16
@@ -41,14 +40,14 @@ COMMON = (
 AT = 8
 
 
-def nan_input_on_one_rank(trainer: Trainer, step: int) -> None:
-    if step == AT and trainer.world.rank == 1:
-        trainer.pipeline.scale.fill_(float("nan"))
+def nan_input_on_one_rank(trainer: Trainer, shard: Shard) -> None:
+    if shard.step == AT and trainer.world.rank == 1:
+        shard.images.fill_(float("nan"))
 
 
-def nan_weight_behind_a_log_point(trainer: Trainer, step: int) -> None:
+def nan_weight_behind_a_log_point(trainer: Trainer, shard: Shard) -> None:
     # Step 10 is logged and saved: its own loss is still sound, its weights are not.
-    if step == 10:
+    if shard.step == 10:
         trainer.model.register_full_backward_hook(poison)
 
 
@@ -56,27 +55,27 @@ def poison(module: torch.nn.Module, *_: object) -> None:
     next(module.parameters()).data.view(-1)[0] = float("inf")
 
 
-def absurd_loss(trainer: Trainer, step: int) -> None:
-    if step == AT:
+def absurd_loss(trainer: Trainer, shard: Shard) -> None:
+    if shard.step == AT:
         list(trainer.model.parameters())[-2].data.mul_(1e6)
 
 
-def flipped_bit(trainer: Trainer, step: int) -> None:
-    if step == AT and trainer.world.rank == 1:
+def flipped_bit(trainer: Trainer, shard: Shard) -> None:
+    if shard.step == AT and trainer.world.rank == 1:
         word = next(trainer.model.parameters()).data.view(torch.int32).view(-1)
         word[3] ^= 1 << 12
 
 
-def slow_rank(trainer: Trainer, step: int) -> None:
+def slow_rank(trainer: Trainer, shard: Shard) -> None:
     if trainer.world.rank == 1:
         time.sleep(0.3)
 
 
-def nothing(trainer: Trainer, step: int) -> None:
+def nothing(trainer: Trainer, shard: Shard) -> None:
     """No fault."""
 
 
-FAULTS: dict[str, Callable[[Trainer, int], None]] = {
+FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
     each.__name__: each
     for each in (
         nan_input_on_one_rank,
@@ -94,8 +93,8 @@ def injected(name: str) -> Iterator[None]:
     """Every step of the trainers in this process begins with the fault."""
     whole = Trainer.step
 
-    def step(self: Trainer, shard: object) -> dict[str, object]:
-        FAULTS[name](self, shard.step)
+    def step(self: Trainer, shard: Shard) -> dict[str, Any]:
+        FAULTS[name](self, shard)
         return whole(self, shard)
 
     Trainer.step = step
@@ -146,11 +145,8 @@ def test_steps_that_a_loss_scaler_skips_are_no_fault_until_it_has_nothing_left_t
     whole = Trainer.step
 
     def step(self: Trainer, shard: Shard) -> dict[str, Any]:
-        factor = float("nan") if AT <= shard.step < AT + bad else 1.0
-        self.pipeline.scale.mul_(factor)
-        result = whole(self, shard)
-        self.pipeline.scale.copy_(1 / (255 * torch.tensor(Digits.std).view(1, -1, 1, 1)))
-        return result
+        shard.images.mul_(float("nan") if AT <= shard.step < AT + bad else 1.0)
+        return whole(self, shard)
 
     monkeypatch.setattr(Trainer, "step", step)
     job = ("batch=100", "steps=20", "precision=bf16", "optimizer=sgd", "telemetry.interval=5")
