@@ -38,6 +38,8 @@ def keep_freed_memory(world: World, *, keep: bool) -> None:
     if world.device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0 if keep else MAPPINGS)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM)
+        if not keep:
+            libc.malloc_trim(0)  # what an earlier job of this process kept
 
 
 def micro_batches_that_fit(job: Job, world: World, *, least: int = 1) -> int | None:
@@ -80,6 +82,8 @@ def explain(error: BaseException, job: Job, world: World, step: int) -> Lockstep
         fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation behind step {step - 1}; use train.eval_batch={fewer}")
     traceback.clear_frames(error.__traceback__)  # they hold the activations
+    gc.collect()
+    keep_freed_memory(world, keep=False)
     now = job.train.micro_batches
     examples = math.ceil(int(job.batch) / world.size / now)
     fitting = micro_batches_that_fit(job, world, least=2 * now) if examples > 1 else None

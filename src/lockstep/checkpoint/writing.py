@@ -154,8 +154,11 @@ class Checkpointer:
     def _write(self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts) -> None:
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         folder.mkdir(exist_ok=True)
-        for torn in folder.glob(".step-*.tmp"):  # what a kill left behind
-            shutil.rmtree(torn, ignore_errors=True)
+        for torn in folder.glob(".*.tmp"):  # what a kill left behind
+            if torn.is_dir():
+                shutil.rmtree(torn, ignore_errors=True)
+            else:
+                torn.unlink(missing_ok=True)
         name = f"step-{progress['step']:08d}"
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
