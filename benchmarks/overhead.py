@@ -4,25 +4,28 @@
     pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their rows are left out
 
 All contenders train the same network on the same 60,000 images of 28x28, batch 64, AdamW, one epoch at a time and in
-turns, on one thread. The data set is a tensor in memory for all of them. With a linear model the step is mostly what
-the framework adds. Lockstep runs as `train.py` does, with its default telemetry, exact metrics and checkpoints; the
-time of an epoch is that of the second, with its save and its log points, without evaluation. The bare loops are the
-tutorial's (slices of a permutation, AdamW as it comes), the same with the fused AdamW, and one that gathers and
-normalises uint8 images many batches at a time, as Lockstep does. The peers get float tensors too; "no logging" is the
-least that each allows.
+turns, each in a process of its own with one thread. The data set is a tensor in memory for all of them. With a linear
+model the step is mostly what the framework adds. Lockstep runs as `train.py` does, with its default telemetry, exact
+metrics and checkpoints; the time of an epoch is that of the second, with its save and its log points, without
+evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW as it comes), the same with the fused
+AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does. The peers get float
+tensors too; "no logging" is the least that each allows.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
+import multiprocessing
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -308,55 +311,67 @@ def lockstep(name: str, *overrides: str) -> Epoch:
     return epoch
 
 
-def quietly(epoch: Epoch) -> Epoch:
-    """Without what the contenders print."""
+# Each with the package that it needs.
+CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
+    "bare": ("torch", lambda name: bare(name, Slices())),
+    "bare, fused": ("torch", lambda name: bare(name, Slices(), fused=True)),
+    "bare, DataLoader": ("torch", lambda name: bare(name, through_a_loader())),
+    "chunked, fused": ("torch", chunked),
+    "Lockstep": ("torch", lockstep),
+    "Accelerate": ("accelerate", lambda name: accelerate(name, Slices())),
+    "Accelerate, DataLoader": ("accelerate", lambda name: accelerate(name, through_a_loader())),
+    "Fabric": ("lightning", lambda name: fabric(name, Slices())),
+    "Lightning, no logging": ("lightning", lambda name: lightning(name, logs=False)),
+    "Lightning": ("lightning", lambda name: lightning(name, logs=True)),
+    "HF Trainer, no logging": ("transformers", lambda name: hf_trainer(name, logs=False)),
+    "HF Trainer": ("transformers", lambda name: hf_trainer(name, logs=True)),
+}
 
-    def silent() -> float:
-        with contextlib.redirect_stdout(None):
-            return epoch()
 
-    return silent
+def serve(contender: str, model: str, examples: int, turns: Connection) -> None:
+    """A process of one contender, which trains an epoch whenever it is its turn, and says how long that took."""
+    global EXAMPLES, STEPS
+    EXAMPLES, STEPS = examples, -(-examples // BATCH)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of peers about their own defaults
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(None):
+        epoch = CONTENDERS[contender][1](model)
+        while turns.recv():
+            turns.send(epoch())
 
 
-def contenders(name: str) -> dict[str, Epoch]:
-    """Everyone on a network, those that are installed."""
-    found = {
-        "bare": bare(name, Slices()),
-        "bare, fused": bare(name, Slices(), fused=True),
-        "bare, DataLoader": bare(name, through_a_loader()),
-        "chunked, fused": chunked(name),
-        "Lockstep": lockstep(name),
-    }
-    if importlib.util.find_spec("accelerate"):
-        found["Accelerate"] = accelerate(name, Slices())
-        found["Accelerate, DataLoader"] = accelerate(name, through_a_loader())
-    if importlib.util.find_spec("lightning"):
-        found["Fabric"] = fabric(name, Slices())
-        found["Lightning, no logging"] = lightning(name, logs=False)
-        found["Lightning"] = lightning(name, logs=True)
-    if importlib.util.find_spec("transformers"):
-        found["HF Trainer, no logging"] = hf_trainer(name, logs=False)
-        found["HF Trainer"] = hf_trainer(name, logs=True)
-    return {name: quietly(epoch) for name, epoch in found.items()}
+@contextlib.contextmanager
+def contenders(model: str, examples: int) -> Iterator[dict[str, Epoch]]:
+    """Everyone who is installed, each in a process of its own: what a framework imports slows torch for all in it."""
+    context = multiprocessing.get_context("spawn")
+    lines: dict[str, Connection] = {}
+    for name, (package, _) in CONTENDERS.items():
+        if importlib.util.find_spec(package):
+            lines[name], theirs = context.Pipe()
+            context.Process(target=serve, args=(name, model, examples, theirs), daemon=True).start()
+
+    def turn(line: Connection) -> float:
+        line.send(True)
+        return float(line.recv())
+
+    yield {name: functools.partial(turn, line) for name, line in lines.items()}
+    for line in lines.values():
+        line.send(False)
 
 
 def main() -> None:
-    global EXAMPLES, STEPS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="linear", help="of Lockstep, such as basicnet [linear]")
     parser.add_argument("--examples", type=int, default=EXAMPLES, help=f"of an epoch [{EXAMPLES:,}]")
     parser.add_argument("--repeats", type=int, default=5, help="epochs of each contender")
     parser.add_argument("--json", type=Path, help="where the figures go")
     arguments = parser.parse_args()
-    EXAMPLES = arguments.examples
-    STEPS = -(-EXAMPLES // BATCH)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of peers about their own defaults
-    logging.disable(logging.WARNING)
-    epochs = contenders(arguments.model)
-    for epoch in epochs.values():
-        epoch()
-    found = scaled(in_turns(epochs, arguments.repeats), 1e6 / STEPS)
+    with contenders(arguments.model, arguments.examples) as epochs:
+        for epoch in epochs.values():
+            epoch()
+        seconds = in_turns(epochs, arguments.repeats)
+    found = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
     rows: Rows = {name: {"us per step": each, "of bare": each / found["bare"]} for name, each in found.items()}
     title = f"{arguments.model}, batch {BATCH}"
     show(title, rows, ratios=False)

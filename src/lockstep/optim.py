@@ -282,10 +282,18 @@ def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.
 
     No optimizer is compiled here, and the wrappers import torch's compiler at the first call: 0.8 to 1.2 s.
     """
-    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    names = ("add_param_group", "state_dict", "load_state_dict")
     methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     step = torch.no_grad()(inspect.unwrap(optimizer.step))  # `no_grad` is the rest of what its wrapper does
-    return type(optimizer.__name__, (optimizer,), {**methods, "step": step})
+    return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _forget_gradients})
+
+
+def _forget_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """`zero_grad` as it is by default, without a profiler's range around it: 1 instead of 14 us."""
+    assert set_to_none
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
