@@ -232,6 +232,7 @@ class RunDir:
 
     def mark_latest(self, root: Path) -> None:
         """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""
+        root.mkdir(parents=True, exist_ok=True)  # a folder that was named need not be in it
         with contextlib.suppress(IsADirectoryError):  # a run of that name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -127,13 +126,6 @@ def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
     assert "train.images" in Path("/proc/self/maps").read_text()
     split.images.zero_()
     assert (tmp_path / "target" / "train.images").read_bytes() == before
-
-
-def test_a_worker_that_is_not_forked_maps_the_files_anew(target: Path) -> None:
-    split = Packed(path=str(target)).train()
-    sent = pickle.dumps(split)
-    assert len(sent) < 1000
-    assert torch.equal(pickle.loads(sent).images, split.images)
 
 
 def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:

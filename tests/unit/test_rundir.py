@@ -183,3 +183,8 @@ def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     assert (tmp_path / "latest").is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]
+
+
+def test_a_run_in_a_folder_of_its_own_is_the_latest_of_a_root_that_is_not_there_yet(tmp_path: Path) -> None:
+    RunDir.at(tmp_path / "run").mark_latest(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / "latest").read_text() == "../../run\n"

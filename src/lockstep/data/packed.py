@@ -103,13 +103,6 @@ class Packed:
 class MappedSplit(ArraySplit):
     """A split whose tensors are maps of files: only the rows that are asked for are read, once for all ranks."""
 
-    folder: Path
-    name: str
-
-    def __reduce__(self) -> tuple[Callable[[Path, str], MappedSplit], tuple[Path, str]]:
-        # A worker that is not forked maps the files anew; the tensors would be copied to it.
-        return _mapped, (self.folder, self.name)
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -197,7 +190,7 @@ def _mapped(folder: Path, name: str) -> MappedSplit:
         )
         return flat.view(shape)
 
-    split = MappedSplit(mapped("images"), mapped("labels"), folder, name)
+    split = MappedSplit(mapped("images"), mapped("labels"))
     check_labels(split.labels, len(manifest.classes), str(folder / f"{name}.labels"))
     return split
 
