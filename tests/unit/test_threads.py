@@ -14,10 +14,10 @@ SHOW = "import os, lockstep.threads as t; t.settle(); print([os.environ.get(k) f
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        ({}, ["1000", None, None]),
+        ({}, ["5000", None, None]),
         ({"GOMP_SPINCOUNT": "5"}, ["5", None, None]),
         ({"OMP_WAIT_POLICY": "active"}, [None, "active", None]),
-        ({"OPENBLAS_NUM_THREADS": "3"}, ["1000", None, "3"]),
+        ({"OPENBLAS_NUM_THREADS": "3"}, ["5000", None, "3"]),
     ],
     ids=str,
 )
