@@ -11,7 +11,6 @@ medians; CPU, one thread; files are read from the system's memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.rundir import RunDir, sync
-from measure import Figures, Rows, in_turns, scaled, show, timed, write
+from measure import Figures, Rows, in_turns, parser, scaled, show, timed, write
 
 ROOT = Path(__file__).parent.parent
 JOB = ("dataset=fake", "dataset.size=64", "dataset.examples=64", "dataset.classes=1000", "model=resnet50d", "batch=8")
@@ -187,10 +186,7 @@ def resuming(repeats: int) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="of saves and loads [9]; resumes take a third of them")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, repeats=9, of="saves and loads, and three times the resumes").parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.distributed")
     tables: dict[str, Rows] = {}

@@ -14,7 +14,6 @@ compilation of a step are outside. Lockstep runs as `train.py` does, with its te
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -29,10 +28,10 @@ from torch.nn import functional as F
 
 from lockstep import config, experiment, resolve
 from lockstep.config import Job
-from lockstep.data.loader import sample
+from lockstep.data.reading import sample
 from lockstep.rundir import RunDir
 from lockstep.world import World
-from measure import Figures, Rows, console, show, write
+from measure import Figures, Rows, console, parser, show, write
 
 ROOT = Path(__file__).parent.parent
 BATCH = 2000
@@ -208,16 +207,15 @@ def on_device(split: Any, device: str) -> Split:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="CLASS/*.jpg in train and the evaluation split's folder")
-    parser.add_argument("--val-folder", default="val", help="name of that folder")
-    parser.add_argument("--data-root", default="data", help="where CIFAR-10 is without --folder")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--compile", action="store_true", help="torch.compile both networks")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--folder", type=Path, help="CLASS/*.jpg in train and the evaluation split's folder")
+    options.add_argument("--val-folder", default="val", help="name of that folder")
+    options.add_argument("--data-root", default="data", help="where CIFAR-10 is without --folder")
+    options.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    options.add_argument("--epochs", type=int, default=8)
+    options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options.add_argument("--compile", action="store_true", help="torch.compile both networks")
+    arguments = options.parse_args()
     words = [
         "experiment=cifar10_speedrun",
         "name=speedrun",
@@ -238,10 +236,7 @@ def main() -> None:
     }
     found: dict[str, list[Figures]] = {name: [] for name in contenders}
     for seed in arguments.seeds:
-        for name, measure in (
-            ("reference", partial(reference, job, train, held_out)),
-            ("lockstep", partial(lockstep, words)),
-        ):
+        for name, measure in contenders.items():
             found[name].append(measure(seed))
             console.print(f"seed {seed}, {name}: {found[name][-1]}")
     tables: dict[str, Rows] = {f"{arguments.epochs} epochs": {}}

@@ -19,6 +19,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from lockstep.memory import keep_freed_memory
 from lockstep.models import WhiteNet
 from lockstep.optim import averaged
 from lockstep.world import World
-from measure import Rows, in_turns, scaled, show, timed, write
+from measure import Rows, in_turns, parser, report, scaled, timed
 
 ROOT = Path(__file__).parent.parent
 BATCH, STEPS = 1000, 2
@@ -115,23 +116,18 @@ def compiling() -> Rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--step", choices=["plain", "kept"], help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeats=3)
+    options.add_argument("--step", choices=["plain", "kept"], help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.step is not None:
         step_in_process(arguments.step == "kept")
         return
-    tables: dict[str, Rows] = {}
-    for title, measure in (
-        ("averaged weights, ms an update", partial(average, arguments.repeats)),
-        ("a step of whitenet, 1,000 images, bf16, seconds of processor time", partial(memory, arguments.repeats)),
-        ("compiling digitnet, four shapes of batches", compiling),
-    ):
-        tables[title] = measure()
-        show(title, tables[title], ratios=measure is not compiling)
-    write(arguments.json, tables)
+    measures: dict[str, Callable[[], Rows]] = {
+        "averaged weights, ms an update": partial(average, arguments.repeats),
+        "a step of whitenet, 1,000 images, bf16, seconds of processor time": partial(memory, arguments.repeats),
+        "compiling digitnet, four shapes of batches": compiling,
+    }
+    report(arguments.json, measures, unlike="compiling digitnet, four shapes of batches")
 
 
 if __name__ == "__main__":

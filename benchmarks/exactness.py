@@ -4,15 +4,13 @@
 
 Augmentation: random numbers that are derived from each sample's key, against the same arithmetic on numbers of a
 plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
-against torch's DistributedSampler and BatchSampler. Save: how long training stands still for one, against
-`torch.save` and fsync in line. Strict: the real command on one and two ranks. Besides training: the vote and the
-watchdog's sign of life of each step, and the comparison of the replicas at each log point, on two ranks. Figures are
-medians; CPU, one thread per rank.
+against torch's DistributedSampler and BatchSampler. Strict: the real command on one and two ranks. Besides training:
+the vote and the watchdog's sign of life of each step, and the comparison of the replicas at each log point, on two
+ranks. Figures are medians; CPU, one thread per rank. What a save costs is `benchmarks/checkpoint.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -30,7 +28,6 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from torchvision.transforms import v2
 
-from lockstep.checkpoint import Checkpointer
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.order import batches
 from lockstep.data.rng import Draws
@@ -40,7 +37,7 @@ from lockstep.plan import Plan
 from lockstep.rundir import RunDir
 from lockstep.watchdog import watched
 from lockstep.world import Vote, World, join
-from measure import Figures, Rows, in_turns, scaled, show, timed, write
+from measure import Figures, Rows, in_turns, parser, report, scaled, timed
 
 ROOT = Path(__file__).parent.parent
 BATCH = 256
@@ -154,41 +151,6 @@ def strict(repeats: int) -> Rows:
     return rows
 
 
-def saving() -> Rows:
-    """Milliseconds of one save of a resnet50d with Adam, 300 MB."""
-    model = timm.create_model("resnet50d")
-    optimizer = torch.optim.Adam(model.parameters())
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
-    optimizer.step()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with tempfile.TemporaryDirectory() as folder:
-
-        def in_line() -> None:
-            with Path(folder, "plain.pt").open("wb") as file:
-                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-
-        # With one to keep, each save but the first reads its files back before the one before it goes.
-        keeper = Checkpointer(run_dir=RunDir.at(Path(folder, "run")), identity={}, keep=1, keep_best=0, writes=True)
-        written: list[float] = []
-
-        def stopped() -> float:
-            progress = {"step": len(written) + 1, "score": None, "best": None, "best_step": 0, "window": None}
-            began = time.perf_counter()
-            keeper.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
-            stop = time.perf_counter() - began
-            keeper.wait()
-            written.append(time.perf_counter() - began)
-            return stop
-
-        found = in_turns({"torch.save, fsync": partial(timed, in_line), "lockstep, stands still": stopped}, 5)
-        keeper.close()
-    found["lockstep, on disk and read back"] = statistics.median(written)
-    return {"resnet50d, Adam": scaled(found, 1000)}
-
-
 def each_step() -> Rows:
     """Microseconds on one of two ranks."""
     with tempfile.TemporaryDirectory() as folder:
@@ -244,22 +206,15 @@ def exit_as_rank(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3, help="of the runs of the real command")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__, repeats=3, of="of the runs of the real command").parse_args()
     torch.set_num_threads(1)
-    tables: dict[str, Rows] = {}
-    for title, measure in (
-        ("augmentation, us per sample", augmentation),
-        ("order of an epoch, ms", order),
-        ("a save, ms", saving),
-        ("strict, ms per step of resnet18 at 32 px, batch 32", partial(strict, arguments.repeats)),
-        ("besides training, us", each_step),
-    ):
-        tables[title] = measure()
-        show(title, tables[title], ratios=measure is not each_step)
-    write(arguments.json, tables)
+    measures: dict[str, Callable[[], Rows]] = {
+        "augmentation, us per sample": augmentation,
+        "order of an epoch, ms": order,
+        "strict, ms per step of resnet18 at 32 px, batch 32": partial(strict, arguments.repeats),
+        "besides training, us": each_step,
+    }
+    report(arguments.json, measures, unlike="besides training, us")
 
 
 if __name__ == "__main__":

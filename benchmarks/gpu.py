@@ -35,7 +35,7 @@ from lockstep.errors import LockstepError
 from lockstep.rundir import RunDir
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.world import World
-from measure import Figures, Rows, console, in_turns, show, write
+from measure import Figures, Rows, console, in_turns, parser, show, write
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 1000
@@ -45,7 +45,7 @@ Measure = Callable[[], float]
 def raw(job: Job, steps: int, interval: int) -> float:
     """Images per second of the least that trains the job's model."""
     device, storage = torch.device(job.device), job.precision.storage
-    layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
+    layout = job.model.memory_format
     model: nn.Module = timm.create_model(job.model.name, num_classes=CLASSES)
     model = model.to(device, storage).to(memory_format=layout)
     if job.model.compile:
@@ -191,19 +191,17 @@ def real(arguments: argparse.Namespace) -> Rows:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--model", default="resnet50d", help="a name of timm")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[224, 336])
-    parser.add_argument("--precisions", nargs="+", default=None, help="fp32 tf32 fp16 bf16 as it comes")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--interval", type=int, default=10, help="steps of a window")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each contender")
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled rows out")
-    parser.add_argument("--folder", type=Path, help="real images to stream")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeats=2)
+    options.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    options.add_argument("--model", default="resnet50d", help="a name of timm")
+    options.add_argument("--sizes", type=int, nargs="+", default=[224, 336])
+    options.add_argument("--precisions", nargs="+", default=None, help="fp32 tf32 fp16 bf16 as it comes")
+    options.add_argument("--batch", type=int, default=256)
+    options.add_argument("--steps", type=int, default=100)
+    options.add_argument("--interval", type=int, default=10, help="steps of a window")
+    options.add_argument("--no-compile", action="store_true", help="leave the compiled rows out")
+    options.add_argument("--folder", type=Path, help="real images to stream")
+    arguments = options.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA GPU here; --device cpu shows that the benchmark runs", file=sys.stderr)
         return 2

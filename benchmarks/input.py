@@ -13,7 +13,6 @@ threads read against two processes.
 
 from __future__ import annotations
 
-import argparse
 import io
 import tempfile
 import time
@@ -35,14 +34,15 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.folder import CropFrom, Folder
-from lockstep.data.loader import Loader, Resident, Streaming
+from lockstep.data.loader import Resident, Streaming
 from lockstep.data.pipeline import Pipeline
+from lockstep.data.shards import Loader
 from lockstep.data.sources import CIFAR10
 from lockstep.data.splits import ArraySplit, Crop, FileSplit
 from lockstep.plan import Plan
 from lockstep.protocols import Source, Split
 from lockstep.world import World
-from measure import Figures, Rows, in_turns, show, write
+from measure import Figures, Rows, in_turns, parser, show, write
 
 HERE = World.solo()
 Cases = dict[str, Callable[[], float]]
@@ -90,7 +90,7 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
     steps = -(-len(split) // batch)
     every = {"log_every": steps, "eval_every": steps, "save_every": steps}
     plan = Plan(examples=len(split), batch=batch, total_steps=steps, micro_batches=1, **every)
-    feed = kind.feed(split, HERE, once=True)
+    feed = kind.feed(split, HERE)
     loader = Loader(
         world=HERE,
         plan=plan,
@@ -102,7 +102,7 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         eval_feed=feed,
         stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2]),
     )
-    pipeline = Pipeline.of(source, augment, device=HERE.device, dtype=torch.float32, channels_last=False, seed=0)
+    pipeline = Pipeline.of(source, augment, device=HERE.device, dtype=torch.float32, seed=0)
     workers = getattr(kind, "workers", 0)
     return partial(per_second, lambda: pipeline.train(loader.train(after=0)), len(split), clock_of(workers))
 
@@ -243,7 +243,7 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
         _Batches(split), batch_sampler=wanted, collate_fn=_as_is, num_workers=2, persistent_workers=True
     )
     next(iter(loader))
-    feed = Streaming(workers=2).feed(split, HERE, once=True)
+    feed = Streaming(workers=2).feed(split, HERE)
 
     def threads() -> Iterator[Any]:
         return feed((0, torch.tensor(each)) for each in wanted)
@@ -269,12 +269,10 @@ def _as_is(images: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=Path, help="class folders of 32x32 JPEG files, e.g. cifar10/train")
-    parser.add_argument("--large", type=Path, help="class folders of larger JPEG files, e.g. imagenet/val")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeats=5)
+    options.add_argument("--small", type=Path, help="class folders of 32x32 JPEG files, e.g. cifar10/train")
+    options.add_argument("--large", type=Path, help="class folders of larger JPEG files, e.g. imagenet/val")
+    arguments = options.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         few = arguments.small or photographs(Path(made, "small", "train"), 4096, 32, 32)

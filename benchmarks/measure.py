@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -17,6 +18,15 @@ from rich.table import Table
 console = Console(highlight=False, width=118)
 Figures = dict[str, float]
 Rows = dict[str, Figures]
+
+
+def parser(doc: str | None, *, repeats: int | None = None, of: str = "turns") -> argparse.ArgumentParser:
+    """The options that benchmarks have: how often, where that is asked for, and where the figures go."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if repeats is not None:
+        made.add_argument("--repeats", type=int, default=repeats, help=f"{of} [{repeats}]")
+    made.add_argument("--json", type=Path, help="where the figures go")
+    return made
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -75,3 +85,12 @@ def write(path: Path | None, tables: Mapping[str, Rows], **facts: Any) -> None:
     console.print(", ".join(f"{key} {value}" for key, value in about.items()))
     if path is not None:
         path.write_text(json.dumps({"machine": about, **facts, **tables}, indent=2) + "\n")
+
+
+def report(path: Path | None, measures: Mapping[str, Callable[[], Rows]], *, unlike: str = "") -> None:
+    """Measure, show and `write` one table after the other; the columns of the one called `unlike` have no ratios."""
+    tables: dict[str, Rows] = {}
+    for title, measure in measures.items():
+        tables[title] = measure()
+        show(title, tables[title], ratios=title != unlike)
+    write(path, tables)

@@ -14,7 +14,6 @@ tensors too; "no logging" is the least that each allows.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -37,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import config, experiment, log, resolve
 from lockstep.rundir import RunDir
 from lockstep.world import World
-from measure import Rows, in_turns, scaled, show, write
+from measure import Rows, in_turns, parser, scaled, show, write
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BATCH, CLASSES = 60_000, 64, 10
@@ -82,6 +81,20 @@ class Slices:
             yield self.images[chosen], self.labels[chosen]
 
 
+class Chunks:
+    """What Lockstep's input comes down to: uint8 images gathered and normalised many batches at a time."""
+
+    def __init__(self) -> None:
+        self.images, self.labels = data()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.randperm(EXAMPLES)
+        for at in range(0, EXAMPLES, CHUNK * BATCH):
+            chosen = order[at : at + CHUNK * BATCH]
+            pixels = self.images.index_select(0, chosen).float().mul_(1 / (255 * 0.25)).sub_(2.0)
+            yield from zip(pixels.split(BATCH), self.labels[chosen].split(BATCH), strict=True)
+
+
 def through_a_loader() -> Batches:
     """A DataLoader over the same tensors."""
     return DataLoader(TensorDataset(*tensors()), batch_size=BATCH, shuffle=True)
@@ -91,59 +104,45 @@ def adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
 
 
-def bare(name: str, batches: Batches, *, fused: bool = False) -> Epoch:
+def loop(
+    batches: Batches, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], object]
+) -> Epoch:
     """The loop of the tutorials."""
-    model = network(name)
-    optimizer = adamw(model, fused=fused)
 
     def epoch() -> float:
         began = time.perf_counter()
         for images, labels in batches:
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()
+            backward(loss)
             optimizer.step()
         return time.perf_counter() - began
 
     return epoch
 
 
+def bare(name: str, batches: Batches, *, fused: bool = False) -> Epoch:
+    """PyTorch alone."""
+    model = network(name)
+    return loop(batches, model, adamw(model, fused=fused), Tensor.backward)
+
+
 def accelerate(name: str, batches: Batches) -> Epoch:
-    """Accelerate's loop; it wraps model and optimizer, and the loader where there is one."""
+    """Accelerate wraps model and optimizer, and the loader where there is one."""
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
     model = network(name)
     wrapped, optimizer = accelerator.prepare(model, adamw(model))
     if isinstance(batches, DataLoader):
         batches = accelerator.prepare(batches)
-
-    def epoch() -> float:
-        began = time.perf_counter()
-        for images, labels in batches:
-            loss = F.cross_entropy(wrapped(images), labels)
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-        return time.perf_counter() - began
-
-    return epoch
+    return loop(batches, wrapped, optimizer, accelerator.backward)
 
 
 def fabric(name: str, batches: Batches) -> Epoch:
-    """Lightning Fabric's loop."""
+    """Lightning Fabric wraps both too."""
     made = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
-    network_ = network(name)
-    model, optimizer = made.setup(network_, adamw(network_))
-
-    def epoch() -> float:
-        began = time.perf_counter()
-        for images, labels in batches:
-            loss = F.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            made.backward(loss)
-            optimizer.step()
-        return time.perf_counter() - began
-
-    return epoch
+    model = network(name)
+    wrapped, optimizer = made.setup(model, adamw(model))
+    return loop(batches, wrapped, optimizer, made.backward)
 
 
 def lightning(name: str, *, logs: bool) -> Epoch:
@@ -246,28 +245,6 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
     return epoch
 
 
-def chunked(name: str) -> Epoch:
-    """What Lockstep's step comes down to: uint8 images gathered and normalised many batches at a time."""
-    model, (images, labels) = network(name), data()
-    optimizer = adamw(model, fused=True)
-
-    def epoch() -> float:
-        began = time.perf_counter()
-        order = torch.randperm(EXAMPLES)
-        for at in range(0, EXAMPLES, CHUNK * BATCH):
-            chosen = order[at : at + CHUNK * BATCH]
-            pixels = images.index_select(0, chosen).float().mul_(1 / (255 * 0.25)).sub_(2.0)
-            known = labels[chosen]
-            for inputs, targets in zip(pixels.split(BATCH), known.split(BATCH), strict=True):
-                loss = F.cross_entropy(model(inputs), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        return time.perf_counter() - began
-
-    return epoch
-
-
 def lockstep(name: str, *overrides: str) -> Epoch:
     """The real run, in a folder of its own each time; the second epoch is timed."""
 
@@ -316,7 +293,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
     "bare": ("torch", lambda name: bare(name, Slices())),
     "bare, fused": ("torch", lambda name: bare(name, Slices(), fused=True)),
     "bare, DataLoader": ("torch", lambda name: bare(name, through_a_loader())),
-    "chunked, fused": ("torch", chunked),
+    "chunked, fused": ("torch", lambda name: bare(name, Chunks(), fused=True)),
     "Lockstep": ("torch", lockstep),
     "Accelerate": ("accelerate", lambda name: accelerate(name, Slices())),
     "Accelerate, DataLoader": ("accelerate", lambda name: accelerate(name, through_a_loader())),
@@ -361,12 +338,10 @@ def contenders(model: str, examples: int) -> Iterator[dict[str, Epoch]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="linear", help="of Lockstep, such as basicnet [linear]")
-    parser.add_argument("--examples", type=int, default=EXAMPLES, help=f"of an epoch [{EXAMPLES:,}]")
-    parser.add_argument("--repeats", type=int, default=5, help="epochs of each contender")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeats=5, of="epochs of each contender")
+    options.add_argument("--model", default="linear", help="of Lockstep, such as basicnet [linear]")
+    options.add_argument("--examples", type=int, default=EXAMPLES, help=f"of an epoch [{EXAMPLES:,}]")
+    arguments = options.parse_args()
     with contenders(arguments.model, arguments.examples) as epochs:
         for epoch in epochs.values():
             epoch()

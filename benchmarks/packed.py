@@ -10,7 +10,6 @@ from their folder. Figures are thousands of images per second, medians; CPU.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,7 +27,7 @@ from lockstep.data.loader import Streaming
 from lockstep.data.packed import Packed
 from lockstep.protocols import Split
 from lockstep.world import World
-from measure import Figures, Rows, in_turns, show, timed, write
+from measure import Figures, Rows, in_turns, parser, show, timed, write
 
 BATCH = 256
 BATCHES = 20
@@ -81,7 +80,7 @@ def gathering(source: Packed) -> Figures:
 
 def streaming(split: Split, *, workers: int, batches: int = BATCHES) -> float:
     """Thousands of images per second out of the feed of `loader=streaming`, its workers' start left out."""
-    feed = Streaming(workers=workers).feed(split, World.solo(), once=True)
+    feed = Streaming(workers=workers).feed(split, World.solo())
     found = feed((0, indices) for indices in torch.randint(len(split), (batches + 1, BATCH)))
     next(found)
     return rate(found, batches * BATCH)
@@ -98,10 +97,9 @@ def reading(folder: Folder, source: Packed) -> Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, and none more with it [1]")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--threads", type=int, default=1, help="of torch, and none more with it [1]")
+    arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     tables: dict[str, Rows] = {"a batch of 256, thousands of images/s": {}, "the feed, thousands of images/s": {}}
     for size in IMAGES:

@@ -8,9 +8,7 @@ and on tensors. Microseconds per image, medians; CPU, one thread. With `--device
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 from PIL import Image
@@ -18,7 +16,7 @@ from torchvision.transforms import v2
 
 from lockstep.data.randaugment import randaugment
 from lockstep.data.rng import Draws
-from measure import Rows, in_turns, scaled, show, timed, write
+from measure import Rows, in_turns, parser, report, scaled, timed
 
 BATCHES = {32: 512, 224: 64}  # by the side of an image
 
@@ -45,15 +43,15 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of Lockstep's [cpu]")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeats=15)
+    options.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of Lockstep's [cpu]")
+    arguments = options.parse_args()
     torch.set_num_threads(1)
-    rows: Rows = {f"{size} px": costs(size, arguments.device, arguments.repeats) for size in BATCHES}
-    show("RandAugment, us per image", rows)
-    write(arguments.json, {"RandAugment, us per image": rows})
+
+    def table() -> Rows:
+        return {f"{size} px": costs(size, arguments.device, arguments.repeats) for size in BATCHES}
+
+    report(arguments.json, {"RandAugment, us per image": table})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ all ranks, so more ranks have less each; fewer cores than ranks show what sendin
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -36,7 +35,7 @@ from lockstep.rundir import RunDir
 from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Single
 from lockstep.strategy.ddp import NO_BUFFERS
 from lockstep.world import World, join
-from measure import Rows, in_turns, scaled, show, write
+from measure import Rows, in_turns, parser, scaled, show, write
 
 BATCH, CLASSES = 128, 10
 Replicate = Callable[[nn.Module], nn.Module]
@@ -141,12 +140,10 @@ def measured(ranks: int, nets: list[str], repeats: int) -> Rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--nets", nargs="+", choices=NETS, default=[*NETS])
-    parser.add_argument("--repeats", type=int, default=12, help="turns of each contender")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
+    options = parser(__doc__, repeats=12)
+    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    options.add_argument("--nets", nargs="+", choices=NETS, default=[*NETS])
+    arguments = options.parse_args()
     tables: dict[str, Rows] = {}
     for ranks in arguments.ranks:
         title = f"{ranks} rank{'s' * (ranks != 1)}, ms per step"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data.loader import Loader
 from lockstep.data.pipeline import Pipeline
+from lockstep.data.shards import Loader
 from lockstep.errors import InputError
 from lockstep.protocols import Precision
 from lockstep.world import World

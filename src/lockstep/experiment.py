@@ -19,9 +19,11 @@ from lockstep.checkpoint import Checkpointer, Loaded
 from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
-from lockstep.data.loader import GB, Loader, Task, sample
+from lockstep.data.loader import GB, Task
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
+from lockstep.data.reading import sample
+from lockstep.data.shards import Loader
 from lockstep.data.splits import Crop
 from lockstep.errors import NumericalError
 from lockstep.identity import identity, plan_of
@@ -227,8 +229,8 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *
         # Copies, because the loader marks broken images in them.
         train_labels=train.labels.to(world.device, copy=True),
         eval_labels=held_out.labels.to(world.device, copy=True),
-        train_feed=job.loader.feed(train, world, once=True),
-        eval_feed=job.loader.feed(held_out, world, once=False),
+        train_feed=job.loader.feed(train, world),
+        eval_feed=job.loader.feed(held_out, world),
         partners=partners,
         stride=job.loader.stride(plan.batch // world.size, pixels),
         order_device=job.loader.order_device(world),
@@ -242,7 +244,7 @@ def _pipeline(job: Job, world: World, mix: Mix | None) -> Pipeline:
         job.augment,
         device=world.device,
         dtype=job.precision.storage,
-        channels_last=job.model.channels_last,
+        memory_format=job.model.memory_format,
         seed=job.seed,
         cutout=job.train.cutout,
         mix=mix,
@@ -253,15 +255,16 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
     precision: Precision = job.precision
     strategy: Strategy = job.strategy
     shape = job.dataset.input_shape
-    layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
     model: nn.Module = job.model.build(job.dataset.classes, shape)
     job.model.initialise(model, images)
-    model = model.to(world.device, precision.storage).to(memory_format=layout)
+    model = model.to(world.device, precision.storage).to(memory_format=job.model.memory_format)
     if job.init_from is not None:
         checkpoint.load_weights(model, Path(job.init_from))
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
     flops = training_flops(model, shape, world.device) if peak else 0.0
-    example = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(memory_format=layout)
+    example = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(
+        memory_format=job.model.memory_format
+    )
     replica = strategy.wrap(model, world, plan, example)
     if job.model.compile:
         compile_model(model, job.model.compile_mode.value, speaks=world.is_main)

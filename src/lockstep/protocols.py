@@ -184,9 +184,12 @@ class Schedule(Protocol):
 class Model(Protocol):
     """A network to be built."""
 
-    channels_last: bool
     compile: bool
     compile_mode: Enum
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """That of images and weights."""
 
     def check(self) -> None:
         """Raise InputError for a model that does not exist, without building one."""

@@ -24,7 +24,7 @@ OUT_OF_HOST_MEMORY = ("can't allocate memory", "could not create a primitive")
 def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
     """A whole step of a job on so many blank examples, with all that a run keeps next to it; once for each call."""
     shape = job.dataset.input_shape
-    layout = torch.channels_last if job.model.channels_last else torch.contiguous_format
+    layout = job.model.memory_format
     storage = job.precision.storage
     model = job.model.build(job.dataset.classes, shape).to(world.device, storage).to(memory_format=layout)
     optimizer = job.optimizer.build(model)

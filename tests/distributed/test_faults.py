@@ -39,10 +39,10 @@ STREAMING = ("loader=streaming", "loader.workers=1")
 ENDLESS = """
 import itertools, runpy, sys, threading
 from lockstep.data import loader
-read, calls = loader._read, itertools.count(1)
+read, calls = loader.read_images, itertools.count(1)
 def endless(*wanted):
     return read(*wanted) if next(calls) < 4 else threading.Event().wait()
-loader._read = endless
+loader.read_images = endless
 sys.argv = sys.argv[1:]
 runpy.run_path("train.py", run_name="__main__")
 """

@@ -22,10 +22,11 @@ from helpers import losses, run_dir, run_until, train_here
 from lockstep import world
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.folder import CropFrom, Folder, crops_files
-from lockstep.data.loader import Loader, Resident, Streaming
+from lockstep.data.loader import Resident, Streaming
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.rng import permutation
+from lockstep.data.shards import Loader
 from lockstep.data.sources import Digits, Fake
 from lockstep.data.splits import Crop
 from lockstep.evaluate import evaluate
@@ -86,12 +87,12 @@ def boxes_of_files(folder: Path) -> Data:
 def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> Log:
     """(step, epoch, index, hash of the pixels) of every example behind a step, in global order."""
     split = data.split
-    form = {"device": torch.device("cpu"), "dtype": torch.float32, "channels_last": False}
+    form = {"device": torch.device("cpu"), "dtype": torch.float32}
     pipeline = Pipeline.of(data.source, data.augment, seed=3, mix=data.mix, **form)
     log: Log = []
     for rank in range(ranks):
         here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
-        feed = kind.feed(split, here, once=True)
+        feed = kind.feed(split, here)
         loader = Loader(
             world=here,
             plan=PLAN,
@@ -176,12 +177,10 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
                 eval_batch=block,
                 train_labels=train.labels,
                 eval_labels=held_out.labels,
-                train_feed=Resident().feed(train, here, once=True),
-                eval_feed=Resident().feed(held_out, here, once=False),
+                train_feed=Resident().feed(train, here),
+                eval_feed=Resident().feed(held_out, here),
             ),
-            pipeline=Pipeline.of(
-                source, CropFlip(), device=here.device, dtype=torch.float64, channels_last=False, seed=0
-            ),
+            pipeline=Pipeline.of(source, CropFlip(), device=here.device, dtype=torch.float64, seed=0),
             precision=FP64(),
             world=here,
         )

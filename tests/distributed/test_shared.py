@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep import world
-from lockstep.data import loader, shared
+from lockstep.data import reading, shared
 from lockstep.data.folder import Folder
-from lockstep.data.loader import Broken, Resident
+from lockstep.data.loader import Resident
+from lockstep.data.reading import Broken
 from lockstep.errors import InputError
 from lockstep.launcher.spawn import Spawn
 from lockstep.protocols import Split
@@ -50,9 +52,10 @@ def exit_as_rank(folder: Path) -> None:
 
         def counted(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
             read.extend(indices)
-            return loader._read(split, indices)
+            return reading.read_images(split, indices)
 
-        images, broken = shared.decode_all(split, here, counted, threads=2)
+        shared.read_images = counted
+        images, broken = shared.decode_all(split, here, threads=2)
         found["read"], found["broken"] = (min(read), max(read), len(read)), sorted(broken)
         found["maps"] = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
         found["left"] = sorted(set(os.listdir("/dev/shm")) - before) + memory_files()  # noqa: PTH208
@@ -63,20 +66,20 @@ def exit_as_rank(folder: Path) -> None:
         here.barrier()
         found["written"] = images[10:12, 0, 0, 0].tolist()
         try:
-            shared.decode_all(Folder(path=str(folder), decode_size=6).train(), here, loader._read, threads=1)
+            shared.decode_all(Folder(path=str(folder), decode_size=6).train(), here, threads=1)
         except InputError as error:
             found["error"] = str(error)
         mapped = shared_maps()
         shared._target = lambda link: ""  # as if the other rank were in another container
-        alone, again = shared.decode_all(split, here, loader._read, threads=2)
+        alone, again = shared.decode_all(split, here, threads=2)
         found["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
         found["alone"] = shared_maps() - mapped
     (folder / f"found{here.rank}.json").write_text(json.dumps(found))
     sys.exit(0)
 
 
-def fed(split: Split, here: world.World, wanted: Tensor) -> loader.Iterator[Tensor]:
-    for images, _ in Resident().feed(split, here, once=True)([(0, wanted)]):
+def fed(split: Split, here: world.World, wanted: Tensor) -> Iterator[Tensor]:
+    for images, _ in Resident().feed(split, here)([(0, wanted)]):
         yield images
 
 

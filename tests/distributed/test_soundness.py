@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from helpers import Case, records, run_dir, run_until, train_here
 from lockstep import checkpoint, log, world
-from lockstep.data.loader import Shard
+from lockstep.data.shards import Shard
 from lockstep.errors import LockstepError, NumericalError
 from lockstep.launcher.spawn import Spawn
 from lockstep.precision import BF16

@@ -13,8 +13,9 @@ import torch
 
 from helpers import losses, run_dir, run_until, train
 from lockstep.data import rng
-from lockstep.data.loader import Shard, Streaming
+from lockstep.data.loader import Streaming
 from lockstep.data.randaugment import randaugment
+from lockstep.data.shards import Shard
 from lockstep.data.splits import ArraySplit
 from lockstep.telemetry import gpu
 from lockstep.trainer import Trainer
@@ -83,7 +84,7 @@ def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> No
     wanted = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
     busy = torch.randn(4096, 4096, device="cuda")
     sums = []
-    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"), once=True)(wanted):
+    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"))(wanted):
         for _ in range(4):
             busy = (busy @ busy).clamp(-1, 1)  # the sums below wait for it, and the next batches do not
         sums.append(seen.long().sum((1, 2, 3)))

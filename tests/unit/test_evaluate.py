@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from lockstep.data import folder
 from lockstep.data.augment import CropFlip
-from lockstep.data.loader import Loader, Resident, Streaming
+from lockstep.data.loader import Resident, Streaming
 from lockstep.data.pipeline import Pipeline
+from lockstep.data.shards import Loader
 from lockstep.data.sources import Digits, Fake, Folder
 from lockstep.errors import InputError
 from lockstep.evaluate import VIEWS, evaluate, seen_from
@@ -67,13 +68,11 @@ def scores(
             eval_batch=block,
             train_labels=train.labels.clone(),
             eval_labels=held_out.labels.clone(),
-            train_feed=chosen.feed(train, world, once=True),
-            eval_feed=chosen.feed(held_out, world, once=False),
+            train_feed=chosen.feed(train, world),
+            eval_feed=chosen.feed(held_out, world),
             skip=train.skip,
         ),
-        pipeline=Pipeline.of(
-            source, CropFlip(), device=world.device, dtype=format_.storage, channels_last=False, seed=0
-        ),
+        pipeline=Pipeline.of(source, CropFlip(), device=world.device, dtype=format_.storage, seed=0),
         precision=format_,
         world=world,
         views=views,

@@ -19,20 +19,9 @@ from PIL import Image
 
 from lockstep.data.augment import RandomResizedCrop
 from lockstep.data.folder import Folder
-from lockstep.data.loader import (
-    GB,
-    LEFT_OUT,
-    Auto,
-    Loader,
-    Resident,
-    Shard,
-    Streaming,
-    Task,
-    available_memory,
-    cores,
-    workers_needed,
-)
+from lockstep.data.loader import GB, Auto, Resident, Streaming, Task, available_memory, cores, workers_needed
 from lockstep.data.order import share
+from lockstep.data.shards import LEFT_OUT, Loader, Shard
 from lockstep.data.sources import Digits
 from lockstep.data.splits import Crop
 from lockstep.errors import InputError
@@ -72,8 +61,8 @@ def loader(source: Source, kind: Any, where: World | None = None, *, partners: b
         eval_batch=4,
         train_labels=train.labels.clone(),
         eval_labels=held_out.labels.clone(),
-        train_feed=kind.feed(train, here, once=True),
-        eval_feed=kind.feed(held_out, here, once=False),
+        train_feed=kind.feed(train, here),
+        eval_feed=kind.feed(held_out, here),
         partners=partners,
         skip=train.skip,
     )
@@ -259,7 +248,7 @@ def damaged(tmp_path: Path) -> Iterator[Folder]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(damaged: Folder, workers: int) -> None:
-    feed = Streaming(workers=workers).feed(damaged.train(), world(), once=True)
+    feed = Streaming(workers=workers).feed(damaged.train(), world())
     with pytest.raises(InputError, match=r"^dataset: image 1, .*/train/a/1\.png, cannot be decoded"):
         list(feed([(0, torch.tensor([0])), (0, torch.tensor([0, 1]))]))
     assert readers() == []
@@ -267,7 +256,7 @@ def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(dam
 
 def test_an_unreadable_image_is_an_error_of_the_resident_loader_too(damaged: Folder) -> None:
     with pytest.raises(InputError, match=r"^dataset: image 1, .*cannot be decoded"):
-        Resident().feed(damaged.train(), world(), once=True)
+        Resident().feed(damaged.train(), world())
 
 
 def spoil(folder: Folder, into: Path, *names: str) -> Path:
@@ -312,9 +301,7 @@ def test_a_broken_image_costs_no_box_of_the_others(folder: Folder, tmp_path: Pat
     whole = replace(folder.train(), crop=crop)
     spoiled = replace(Folder(path=str(path), decode_size=8, skip=1).train(), crop=crop)
     wanted = [(epoch, torch.arange(10)) for epoch in (0, 1)]
-    ours, theirs = (
-        list(Streaming(workers=workers).feed(each, world(), once=True)(wanted)) for each in (spoiled, whole)
-    )
+    ours, theirs = (list(Streaming(workers=workers).feed(each, world())(wanted)) for each in (spoiled, whole))
     for (some, broken), (expected, _) in zip(ours, theirs, strict=True):
         assert list(broken) == [3]
         expected[3] = 0
@@ -350,7 +337,7 @@ def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 3)])
 def test_workers_read_no_further_ahead_than_asked(folder: Folder, workers: int, prefetch: int) -> None:
     asked = iter(range(100))
-    feed = Streaming(workers=workers, prefetch=prefetch).feed(folder.train(), world(), once=True)
+    feed = Streaming(workers=workers, prefetch=prefetch).feed(folder.train(), world())
     given = feed((0, torch.tensor([number % 50])) for number in asked)
     for taken in range(1, 5):
         next(given)

@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from helpers import built
 from lockstep import resolve
 from lockstep.data.augment import CropFlip
-from lockstep.data.loader import LEFT_OUT, Loader, Resident, Shard, Streaming
+from lockstep.data.loader import Resident, Streaming
 from lockstep.data.mix import Mix, beta, box
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.rng import MIX, permutation, sample_keys, uniform
+from lockstep.data.shards import LEFT_OUT, Loader, Shard
 from lockstep.data.sources import Digits
 from lockstep.errors import InputError
 from lockstep.plan import Plan
@@ -30,9 +31,7 @@ SEED = 5
 
 
 def pipeline(mix: Mix | None, dtype: torch.dtype = torch.float32) -> Pipeline:
-    return Pipeline.of(
-        Digits(), CropFlip(), device=torch.device("cpu"), dtype=dtype, channels_last=False, seed=SEED, mix=mix
-    )
+    return Pipeline.of(Digits(), CropFlip(), device=torch.device("cpu"), dtype=dtype, seed=SEED, mix=mix)
 
 
 def mixing(kind: str, **options: Any) -> Mix:
@@ -73,7 +72,7 @@ def plain_loop(mix: Mix, dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]
 def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) -> list[Shard]:
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
-    feed = loader.feed(split, world, once=True)
+    feed = loader.feed(split, world)
     made = Loader(
         world=world,
         plan=PLAN,

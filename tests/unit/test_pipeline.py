@@ -17,7 +17,7 @@ AUGMENTS = [Nothing(), CropFlip(), RandomResizedCrop()]
 
 
 def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
-    chosen = {"device": torch.device("cpu"), "dtype": torch.float32, "channels_last": False, "seed": 0, **options}
+    chosen = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, **options}
     return Pipeline.of(source, augment or Nothing(), **chosen)
 
 
@@ -93,7 +93,7 @@ def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
 
 def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
     batch, indices = images(4, 3, 32, 32), torch.arange(4)
-    last = train(pipeline(CIFAR10(), CropFlip(), channels_last=True), batch, indices, 0)
+    last = train(pipeline(CIFAR10(), CropFlip(), memory_format=torch.channels_last), batch, indices, 0)
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(last, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))
 

@@ -22,11 +22,10 @@ import math
 import os
 import secrets
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.folder import Folder
+from lockstep.data.reading import in_order, read_images
 from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels
 from lockstep.errors import InputError, StorageError
 from lockstep.rundir import MANIFEST, sync
@@ -234,19 +234,21 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
             raise StorageError(
                 f"{target} needs {need / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free; make room there"
             )
-        with _partial(target) as folder, ThreadPoolExecutor(threads) as pool:
+        with _partial(target) as folder:
             counts, sha256 = {}, {}
             for name, split in splits.items():
                 labels: list[Tensor] = []
                 with _Hashed(folder / f"{name}.images") as images:
-                    for decoded, kept, failed in _decoded(split, pool, ahead=2 * threads):
+                    chunks = (range(at, min(at + CHUNK, len(split))) for at in range(0, len(split), CHUNK))
+                    for decoded, known, failed in in_order(
+                        partial(_read, split), chunks, workers=threads, prefetch=2
+                    ):
                         broken += failed
                         if len(broken) > source.skip:
-                            pool.shutdown(wait=False, cancel_futures=True)
                             raise broken[-1]
                         images.write(decoded)
-                        labels.append(split.labels[kept])
-                        advanced(len(kept) + len(failed))
+                        labels.append(known)
+                        advanced(len(known) + len(failed))
                 kept_labels = torch.cat(labels)
                 if len(kept_labels) == 0:
                     raise InputError(f"{source.path} has no image for {name} that can be decoded")
@@ -264,28 +266,11 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
     return broken
 
 
-def _decoded(
-    split: FileSplit, pool: ThreadPoolExecutor, *, ahead: int
-) -> Iterator[tuple[Tensor, list[int], list[BrokenImage]]]:
-    """The images of a split in order, with their indices and the broken ones; `ahead` chunks are under way."""
-    under_way: deque[Future[tuple[Tensor, list[int], list[BrokenImage]]]] = deque()
-    for start in range(0, len(split), CHUNK):
-        under_way.append(pool.submit(_decode, split, range(start, min(start + CHUNK, len(split)))))
-        if len(under_way) > ahead:
-            yield under_way.popleft().result()
-    while under_way:
-        yield under_way.popleft().result()
-
-
-def _decode(split: FileSplit, indices: range) -> tuple[Tensor, list[int], list[BrokenImage]]:
-    images, kept, broken = [split.fetch([])], [], []
-    for index in indices:
-        try:
-            images.append(split.fetch([index]))
-            kept.append(index)
-        except BrokenImage as error:
-            broken.append(error)
-    return torch.cat(images), kept, broken
+def _read(split: FileSplit, indices: range) -> tuple[Tensor, Tensor, list[BrokenImage]]:
+    """The images that can be decoded, their labels, and the broken ones."""
+    images, broken = read_images(split, list(indices))
+    kept = [index not in broken for index in indices]
+    return images[kept], split.labels[indices.start : indices.stop][kept], [*broken.values()]
 
 
 class _Hashed:

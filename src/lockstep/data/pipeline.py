@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.data.folder import crops_files
-from lockstep.data.loader import Shard, Stride
 from lockstep.data.mix import Mix
 from lockstep.data.rng import CUTOUT, MIX, Draws, sample_keys, uniform
+from lockstep.data.shards import Shard, Stride
 from lockstep.protocols import Augment, BoxAugment, Source
 
 
@@ -41,7 +41,7 @@ class Pipeline:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        channels_last: bool,
+        memory_format: torch.memory_format = torch.contiguous_format,
         seed: int,
         cutout: int = 0,
         mix: Mix | None = None,
@@ -59,7 +59,7 @@ class Pipeline:
             eval_crop=source.eval_crop,
             scale=1 / (255 * std),
             shift=-mean / std,
-            memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+            memory_format=memory_format,
             seed=seed,
             cutout=cutout,
             mix=mix,

@@ -12,7 +12,6 @@ import os
 import secrets
 import sys
 import traceback
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,22 +19,21 @@ import torch
 from torch import Tensor
 
 from lockstep.data.order import share
+from lockstep.data.reading import Broken, Read, read_images
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.protocols import Split
 from lockstep.world import World
 
 CHUNK = 256
-Read = Callable[[Split, list[int]], tuple[Tensor, Mapping[int, BrokenImage]]]
 
 
-def decode_all(split: Split, world: World, read: Read, *, threads: int) -> tuple[Tensor, Mapping[int, BrokenImage]]:
+def decode_all(split: Split, world: World, *, threads: int) -> Read:
     """Every image of a split that is not in memory, uint8 (N, C, H, W), and the broken ones. Collective.
 
     Args:
         split: the images.
         world: its ranks of one machine get the same memory.
-        read: gives images of the split, and the broken ones among them.
         threads: of this rank; the decoders release Python's lock.
 
     Raises:
@@ -50,9 +48,9 @@ def decode_all(split: Split, world: World, read: Read, *, threads: int) -> tuple
         together, images = [world.rank], torch.empty(shape, dtype=torch.uint8)
     mine = share(len(split), len(together), together.index(world.rank))
 
-    def decode(start: int) -> Mapping[int, BrokenImage]:
+    def decode(start: int) -> Broken:
         stop = min(start + CHUNK, mine.stop)
-        images[start:stop], broken = read(split, list(range(start, stop)))
+        images[start:stop], broken = read_images(split, list(range(start, stop)))
         return broken
 
     broken: dict[int, BrokenImage] = {}

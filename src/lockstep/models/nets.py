@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.errors import InputError
@@ -37,6 +38,11 @@ class Network(ABC):
     channels_last: bool = False
     compile: bool = False
     compile_mode: CompileMode = CompileMode.default
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """That of images and weights."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self) -> None:  # noqa: B027, most models exist by being a class
         """Raise InputError for a model that does not exist, without building one."""
