@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import Checkpointer
-from lockstep.data.loader import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.rng import dropout_seed, reseed
+from lockstep.data.shards import Loader, Shard
 from lockstep.errors import NumericalError, Stopped
 from lockstep.evaluate import evaluate
 from lockstep.health import REMEDIES, check_finite, check_replicas
@@ -177,7 +177,8 @@ class Trainer:
             NumericalError, LockstepError: the weights are not sound; the checkpoint before stays the last.
         """
         with self.telemetry.pause():
-            check_replicas(self.model, self.world, self.progress.step)
+            if not self.plan.due("log", self.progress.step):  # where they have just been compared
+                check_replicas(self.model, self.world, self.progress.step)
             check_finite(self.model, self.progress.step)
             self.progress.window = self.telemetry.open_window()
             self.telemetry.sync()

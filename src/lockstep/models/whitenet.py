@@ -14,7 +14,8 @@ from lockstep.errors import InputError
 from lockstep.models.nets import Network
 
 PATCH = 2  # side of what is whitened, in pixels
-SAMPLE = 5000  # training images that the whitening is made for
+SAMPLE = 5000  # training images that the whitening is made for,
+SAMPLE_PIXELS = SAMPLE * 32**2  # or fewer: as floats these are 60 MB
 CHUNK = 500  # images whose patches are in memory at a time
 # Added to the variances: keeps directions that hold next to nothing from being blown up.
 LEAST_VARIANCE = 5e-4
@@ -71,7 +72,8 @@ class WhiteNet(Network):
         whitening = model[0]
         assert isinstance(whitening, nn.Conv2d)
         with torch.no_grad():
-            whitening.weight.copy_(whitening_filters(images(SAMPLE)))
+            pixels = images(1)[0, 0].numel()
+            whitening.weight.copy_(whitening_filters(images(max(1, min(SAMPLE, SAMPLE_PIXELS // pixels)))))
 
 
 def whitening_filters(images: Tensor) -> Tensor:
