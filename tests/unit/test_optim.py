@@ -117,6 +117,18 @@ def test_the_usual_three_are_those_of_torch(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(mine, reference)
 
 
+def test_a_step_and_zero_grad_have_no_range_of_the_profiler_and_leave_the_others_theirs() -> None:
+    model = network()
+    ours, theirs = AdamW(lr=0.1).build(model), torch.optim.AdamW(model.parameters(), fused=True)
+    for optimizer, ranges in ((ours, 0), (theirs, 2)):
+        one_step(model, optimizer)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sum(event.name.startswith("Optimizer.") for event in profile.events()) == ranges
+        assert all(each.grad is None for each in model.parameters())
+
+
 @pytest.mark.parametrize("opt", ["lamb", "lion", "muon", "adafactor", "nadamw", "sgdw"])
 def test_an_optimizer_of_timm_answers_to_its_name(opt: str) -> None:
     model = network()
