@@ -236,21 +236,21 @@ def decoders(root: Path, number: int) -> Cases:
 
 
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
-    """Whole batches as this project decodes them, by two processes of a DataLoader and by two threads."""
+    """Whole batches as this project decodes them, by two processes of a DataLoader and by threads."""
     split, _ = spread(Folder(path=str(root.parent), train_folder=root.name, decode_size=size), number)
     wanted = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
     loader: DataLoader[Any] = DataLoader(
         _Batches(split), batch_sampler=wanted, collate_fn=_as_is, num_workers=2, persistent_workers=True
     )
     next(iter(loader))
-    feed = Streaming(workers=2).feed(split, HERE)
 
-    def threads() -> Iterator[Any]:
-        return feed((0, torch.tensor(each)) for each in wanted)
+    def threads(number: int) -> Iterator[Any]:
+        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(each)) for each in wanted)
 
     return {
         "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
-        "2 threads": partial(per_second, threads, len(split), time.perf_counter),
+        "1 thread": partial(per_second, partial(threads, 1), len(split), time.perf_counter),
+        "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
 
 

@@ -230,6 +230,7 @@ def test_a_number_of_workers_that_was_asked_for_costs_no_trial(folder: Folder) -
         (100, 1000, False, 1),
         (2000, 1000, False, 2),  # reading takes a fifth of the seconds
         (1e9, 1000, False, 8),
+        (1e6, 40_000, True, 1),  # a second thread would be in the way
     ],
 )
 def test_workers_are_as_many_as_the_rates_ask_for(model: float, reader: float, own_cores: bool, needed: int) -> None:

@@ -6,6 +6,7 @@ What a file is, its first bytes say and not its name. The orientation that a cam
 
 from __future__ import annotations
 
+import os
 import threading
 from io import BytesIO
 from pathlib import Path
@@ -31,6 +32,8 @@ MARGIN = 16
 # torchvision are faster, but its GIF decoder reads all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
 PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
+# So much of a file is read at a time, in bytes.
+AT_ONCE = 2**17
 # The most that a header may say: a file of a few kB can ask for any amount of memory.
 PIXELS = 2**27
 # A JPEG can be decoded at so many eighths of its size. Of the others, 5 to 7, each takes longer than the whole.
@@ -56,10 +59,9 @@ class ImageFile(NamedTuple):
             OSError: it cannot be read.
             ValueError: it is of no format that is known here, or its header asks for too much.
         """
-        with open(path, "rb", buffering=0) as raw:  # noqa: PTH123, half the time of read_bytes
-            data = raw.read()
+        data = _contents(path)
         file = _turbo_header(data) or _pillow_header(data)
-        _check_size(file, file.height * file.width, "")
+        _check_size(file, file.height * file.width)
         return file
 
     def square(self, size: int) -> Stored:
@@ -68,9 +70,9 @@ class ImageFile(NamedTuple):
         Raises:
             Exception: whatever a damaged file makes its decoder raise.
         """
-        short, long = sorted((self.height, self.width))
+        short, long = min(self.height, self.width), max(self.height, self.width)
         # A strip of one pixel would become a field.
-        _check_size(self, long * size * size // short, f", also with its shorter side resized to {size}")
+        _check_size(self, long * size * size // short, size)
         pixels, _ = self._decoded(size / short, self.height)
         if pixels.shape[:2] == (size, size):
             return pixels.transpose(2, 0, 1)
@@ -126,8 +128,21 @@ class ImageFile(NamedTuple):
         return self.data[: frame + 5] + rows.to_bytes(2) + self.data[frame + 7 :], rows
 
 
-def _check_size(file: ImageFile, pixels: int, how: str) -> None:
+def _contents(path: Path) -> bytes:
+    """What is in a file, with half the system calls of `Path.read_bytes`: a small one costs little besides."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        parts = [os.read(descriptor, AT_ONCE)]
+        while parts[-1]:
+            parts.append(os.read(descriptor, AT_ONCE))
+    finally:
+        os.close(descriptor)
+    return parts[0] if len(parts) == 2 else b"".join(parts)
+
+
+def _check_size(file: ImageFile, pixels: int, resized_to: int = 0) -> None:
     if pixels > PIXELS or 0 in (file.height, file.width):
+        how = f", also with its shorter side resized to {resized_to}" if resized_to else ""
         raise ValueError(f"its header says {file.width}x{file.height}, expected at most {PIXELS} pixels{how}")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.packed import MappedSplit
-from lockstep.data.reading import Broken, Feed, Read, Wanted, in_order, read_images
+from lockstep.data.reading import LIGHT_S, Broken, Feed, Read, Wanted, in_order, read_images
 from lockstep.data.shared import decode_all
 from lockstep.errors import InputError
 from lockstep.protocols import Split
@@ -90,8 +90,8 @@ class Resident:
 class Streaming:
     """Batches read by threads while the device works on earlier ones.
 
-    Threads, because the decoders release Python's lock: processes are no faster (docs/performance.md), have to be
-    started, and hand each batch over through shared memory.
+    Threads, because the decoders release Python's lock. Processes are faster where files are tiny (both are in
+    docs/performance.md), but such data becomes resident or is packed; they have to be started, and can be lost.
 
     Fields:
         workers: threads per rank; `auto` is as many as the model needs (`workers_needed`) where images are decoded,
@@ -180,8 +180,10 @@ def workers_needed(model: float, reader: float, most: int, *, own_cores: bool) -
     """The workers that keep up with a model, at most `most`; both rates are in images per second.
 
     Without cores of its own for reading, training slows down while images are read: the seconds that an image
-    needs in both add up, spread over all cores.
+    needs in both add up, spread over all cores. Of files that are read in no time, one worker reads the most.
     """
+    if reader > 1 / LIGHT_S:
+        return 1
     need = model if own_cores else 1 / (1 / model + 1 / (reader * most))
     return min(most, max(1, math.ceil(HEADROOM * need / reader)))
 

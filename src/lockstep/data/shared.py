@@ -11,6 +11,7 @@ import math
 import os
 import secrets
 import sys
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from lockstep.data.order import share
-from lockstep.data.reading import Broken, Read, read_images
+from lockstep.data.reading import LIGHT_S, Broken, Read, read_images
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.protocols import Split
 from lockstep.world import World
 
-CHUNK = 256
+TRIED, CHUNK = 32, 256
 
 
 def decode_all(split: Split, world: World, *, threads: int) -> Read:
@@ -34,7 +35,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> Read:
     Args:
         split: the images.
         world: its ranks of one machine get the same memory.
-        threads: of this rank; the decoders release Python's lock.
+        threads: of this rank, where they help (`reading.LIGHT_S`).
 
     Raises:
         InputError: an image cannot be read. The same on every rank.
@@ -46,22 +47,26 @@ def decode_all(split: Split, world: World, *, threads: int) -> Read:
     images = _mapped(shape, world, leader=together[0]) if world.size > 1 else None
     if images is None:
         together, images = [world.rank], torch.empty(shape, dtype=torch.uint8)
-    mine = share(len(split), len(together), together.index(world.rank))
+    mine = range(len(split))[share(len(split), len(together), together.index(world.rank))]
 
-    def decode(start: int) -> Broken:
-        stop = min(start + CHUNK, mine.stop)
-        images[start:stop], broken = read_images(split, list(range(start, stop)))
+    def decode(chunk: range) -> Broken:
+        images[chunk.start : chunk.stop], broken = read_images(split, list(chunk))
         return broken
 
     broken: dict[int, BrokenImage] = {}
     failure: InputError | None = None
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for found in pool.map(decode, range(mine.start, mine.stop, CHUNK)):
+    try:
+        for few in (mine[:TRIED], mine[TRIED : 2 * TRIED]):  # the decoders are imported at the first
+            began = time.perf_counter()
+            broken |= decode(few)
+            light = time.perf_counter() - began < LIGHT_S * TRIED
+        rest = mine[2 * TRIED :]
+        with ThreadPoolExecutor(1 if light else threads) as pool:
+            for found in pool.map(decode, (rest[at : at + CHUNK] for at in range(0, len(rest), CHUNK))):
                 broken |= found
-        except InputError as error:
-            error.add_note("".join(traceback.format_tb(error.__traceback__)))  # which is lost on its way to others
-            failure = error
+    except InputError as error:
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))  # which is lost on its way to others
+        failure = error
     for theirs, failed in world.gather((broken, failure)):
         if failed is not None:
             raise failed
