@@ -14,7 +14,7 @@ from lockstep.data.splits import BrokenImage
 from lockstep.protocols import Split
 
 # Reading a file that takes less is mostly Python, of which one thread runs at a time: a second one is in the way.
-LIGHT_S = 30e-6
+LIGHT_S = 40e-6
 # The broken images among those that were read (blank there), by their indices.
 Broken = Mapping[int, BrokenImage]
 # The images that are wanted together: an epoch, and indices (int64, on the CPU). What is read: uint8 images.

@@ -26,7 +26,7 @@ from lockstep.errors import InputError
 from lockstep.protocols import Split
 from lockstep.world import World
 
-TRIED, CHUNK = 32, 256
+TRIED, CHUNK = 64, 256
 
 
 def decode_all(split: Split, world: World, *, threads: int) -> Read:
