@@ -256,7 +256,7 @@ def build_all(job: Mapping[str, Any]) -> Job:
     """
     try:
         fixed = {key: value for key, value in job.items() if key not in GROUPS}
-        blocks = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Job), fixed))
+        blocks = OmegaConf.to_object(OmegaConf.merge(_schema(), fixed))
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     assert isinstance(blocks, Job)
@@ -269,6 +269,12 @@ def build_all(job: Mapping[str, Any]) -> Job:
     if problems:
         raise InputError("\n".join(problems))
     return blocks
+
+
+@functools.cache
+def _schema() -> Any:
+    """That of a job, made once: it takes longer than what is checked by it."""
+    return OmegaConf.structured(Job)
 
 
 def composed(folder: Path, overrides: list[str]) -> dict[str, Any]:
