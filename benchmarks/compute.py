@@ -5,7 +5,8 @@
 Memory: a training step of the speed recipe's network on the CPU, in processes of their own, with the C library as it
 comes and with freed memory kept, as a run has it. In seconds of processor time, the kernel's part apart, because what
 else runs on the machine changes the wall clock more. Averaged weights: one update of those of a resnet50d, by torch's
-`AveragedModel` and by ours, which gives the same numbers. Compiling: the seconds that the real command says it took,
+`AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of the real command on
+random images, with and without `model.compile`. Compiling: the seconds that the real command says it took,
 for a small job and each of its shapes of batches, with an empty cache and with that of the command before.
 """
 
@@ -32,7 +33,7 @@ from lockstep.memory import keep_freed_memory
 from lockstep.models import WhiteNet
 from lockstep.optim import averaged
 from lockstep.world import World
-from measure import Rows, in_turns, parser, report, scaled, timed
+from measure import Rows, in_turns, parser, report, scaled, step_ms, timed
 
 ROOT = Path(__file__).parent.parent
 BATCH, STEPS = 1000, 2
@@ -95,6 +96,20 @@ def average(repeats: int) -> Rows:
     return {"resnet50d": scaled(in_turns(cases, 20 * repeats), 1000)}
 
 
+def compiled(repeats: int) -> Rows:
+    """Milliseconds per step of the real command."""
+    small = ("dataset=fake", "dataset.size=32", "dataset.classes=10", "batch=64", "steps=24", "telemetry.interval=4")
+    rows = {}
+    for name, words in {
+        "resnet18": ("model=resnet18",),
+        "resnet18, bf16": ("model=resnet18", "precision=bf16"),
+        "resnet18, bf16, channels_last": ("model=resnet18", "precision=bf16", "model.channels_last=true"),
+    }.items():
+        step = partial(step_ms, *small, *words)
+        rows[name] = in_turns({"as it is": step, "compiled": partial(step, "model.compile=true")}, repeats)
+    return rows
+
+
 def compiling() -> Rows:
     """Seconds of all compilations of a run, and how many there were."""
     with tempfile.TemporaryDirectory() as folder:
@@ -125,6 +140,7 @@ def main() -> None:
     measures: dict[str, Callable[[], Rows]] = {
         "averaged weights, ms an update": partial(average, arguments.repeats),
         "a step of whitenet, 1,000 images, bf16, seconds of processor time": partial(memory, arguments.repeats),
+        "a step at 32 px, batch 64, ms": partial(compiled, arguments.repeats),
         "compiling digitnet, four shapes of batches": compiling,
     }
     report(arguments.json, measures, unlike="compiling digitnet, four shapes of batches")

@@ -12,9 +12,6 @@ ranks. Figures are medians; CPU, one thread per rank. What a save costs is `benc
 from __future__ import annotations
 
 import json
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +34,7 @@ from lockstep.plan import Plan
 from lockstep.rundir import RunDir
 from lockstep.watchdog import watched
 from lockstep.world import Vote, World, join
-from measure import Figures, Rows, in_turns, parser, report, scaled, timed
+from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
 
 ROOT = Path(__file__).parent.parent
 BATCH = 256
@@ -122,30 +119,16 @@ def order() -> Rows:
 
 
 def strict(repeats: int) -> Rows:
-    """Milliseconds per step of the real command, as its own log has them, without the first window."""
-
-    def step_ms(*overrides: str) -> float:
-        common = ("dataset=fake", "dataset.size=32", "dataset.classes=10", "model=resnet18", "batch=32", "steps=8")
-        quiet = ("telemetry.tensorboard=false", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
-        with tempfile.TemporaryDirectory() as folder:
-            words = [*common, *quiet, *overrides, "launcher.threads=1", "telemetry.interval=2"]
-            subprocess.run(
-                [sys.executable, "train.py", *words, f"hydra.run.dir={folder}/run", f"output_root={folder}"],
-                cwd=ROOT,
-                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-                stdout=subprocess.DEVNULL,
-                check=True,
-            )
-            lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
-            return statistics.median([line["perf/step_ms"] for line in lines if "perf/step_ms" in line][1:])
-
+    """Milliseconds per step of the real command."""
+    small = ("dataset=fake", "dataset.size=32", "dataset.classes=10", "model=resnet18", "batch=32", "steps=8")
+    step = partial(step_ms, *small, "launcher.threads=1", "telemetry.interval=2")
     rows = {}
     for ranks in (1, 2):
         on = f"launcher.ranks={ranks}"
         cases = {
-            "exact": partial(step_ms, on),
-            "exact, as many micro-batches": partial(step_ms, on, f"train.micro_batches={4 // ranks}"),
-            "strict": partial(step_ms, on, "repro=strict"),
+            "exact": partial(step, on),
+            "exact, as many micro-batches": partial(step, on, f"train.micro_batches={4 // ranks}"),
+            "strict": partial(step, on, "repro=strict"),
         }
         rows[f"{ranks} rank{'s' * (ranks > 1)}"] = in_turns(cases, repeats)
     return rows

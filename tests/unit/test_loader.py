@@ -206,9 +206,19 @@ def test_auto_workers_keep_up_with_the_model_and_say_both_rates(folder: Folder) 
     assert kind == Streaming(workers=1)  # tiny images: one worker reads thousands per second
     assert re.fullmatch(r"model 100 img/s, one worker [\d,]+ img/s", reason)
     assert Streaming().choose(task(folder, world(0, 1000), training_rate=lambda: 1e9))[0] == Streaming(workers=1)
-    kind, reason = Streaming().choose(task(folder, training_rate=lambda: None))
-    assert kind == Streaming(workers=cores())
-    assert reason.startswith("model not tried, one worker ")
+
+
+@pytest.mark.parametrize("model", [None, 1e9])
+@pytest.mark.parametrize(("reader", "workers"), [(20_000.0, cores()), (30_000.0, 1)])
+def test_light_images_get_one_worker_where_others_get_a_core_each(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, model: float | None, reader: float, workers: int
+) -> None:
+    monkeypatch.setattr("lockstep.data.loader.reading_rate", lambda split: reader)
+    kind, reason = Streaming().choose(task(folder, training_rate=lambda: model))
+    assert kind == Streaming(workers=workers)
+    assert reason.startswith(
+        "model not tried, one worker " if model is None else "model 1,000,000,000 img/s, one worker "
+    )
 
 
 def test_a_number_of_workers_that_was_asked_for_costs_no_trial(folder: Folder) -> None:
@@ -230,7 +240,6 @@ def test_a_number_of_workers_that_was_asked_for_costs_no_trial(folder: Folder) -
         (100, 1000, False, 1),
         (2000, 1000, False, 2),  # reading takes a fifth of the seconds
         (1e9, 1000, False, 8),
-        (1e6, 40_000, True, 1),  # a second thread would be in the way
     ],
 )
 def test_workers_are_as_many_as_the_rates_ask_for(model: float, reader: float, own_cores: bool, needed: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.packed import MappedSplit
-from lockstep.data.reading import LIGHT_S, Broken, Feed, Read, Wanted, in_order, read_images
+from lockstep.data.reading import Broken, Feed, Read, Wanted, in_order, read_images, worthwhile
 from lockstep.data.shared import decode_all
 from lockstep.errors import InputError
 from lockstep.protocols import Split
@@ -125,8 +125,8 @@ class Streaming:
             return self, "as asked"
         if task.splits[0].images is not None and not isinstance(task.splits[0], MappedSplit):
             return replace(self, workers=0), "images in memory"
-        most = max(1, cores() // task.world.local_size)
         reader, model = reading_rate(task.splits[0]), task.training_rate()
+        most = worthwhile(max(1, cores() // task.world.local_size), 1 / reader)
         if model is None:
             return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
         needed = workers_needed(model, reader, most, own_cores=task.world.device.type != "cpu")
@@ -180,10 +180,8 @@ def workers_needed(model: float, reader: float, most: int, *, own_cores: bool) -
     """The workers that keep up with a model, at most `most`; both rates are in images per second.
 
     Without cores of its own for reading, training slows down while images are read: the seconds that an image
-    needs in both add up, spread over all cores. Of files that are read in no time, one worker reads the most.
+    needs in both add up, spread over all cores.
     """
-    if reader > 1 / LIGHT_S:
-        return 1
     need = model if own_cores else 1 / (1 / model + 1 / (reader * most))
     return min(most, max(1, math.ceil(HEADROOM * need / reader)))
 

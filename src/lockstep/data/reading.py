@@ -13,7 +13,6 @@ from torch import Tensor
 from lockstep.data.splits import BrokenImage
 from lockstep.protocols import Split
 
-# Reading a file that takes less is mostly Python, of which one thread runs at a time: a second one is in the way.
 LIGHT_S = 40e-6
 # The broken images among those that were read (blank there), by their indices.
 Broken = Mapping[int, BrokenImage]
@@ -39,6 +38,14 @@ def read_images(split: Split, indices: list[int], epoch: int = 0) -> Read:
     return torch.cat([images for images, _ in parts]), {
         at: error for _, broken in parts for at, error in broken.items()
     }
+
+
+def worthwhile(threads: int, seconds: float) -> int:
+    """How many of so many threads to read with, where an image takes one of them so many seconds.
+
+    Reading a light image is mostly Python, of which one thread runs at a time: a second one would be in the way.
+    """
+    return threads if seconds > LIGHT_S else 1
 
 
 def sample(split: Split, number: int) -> Tensor:

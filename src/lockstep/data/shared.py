@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.order import share
-from lockstep.data.reading import LIGHT_S, Broken, Read, read_images
+from lockstep.data.reading import Broken, Read, read_images, worthwhile
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.protocols import Split
@@ -35,7 +35,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> Read:
     Args:
         split: the images.
         world: its ranks of one machine get the same memory.
-        threads: of this rank, where they help (`reading.LIGHT_S`).
+        threads: of this rank, as far as they help (`worthwhile`).
 
     Raises:
         InputError: an image cannot be read. The same on every rank.
@@ -59,9 +59,9 @@ def decode_all(split: Split, world: World, *, threads: int) -> Read:
         for few in (mine[:TRIED], mine[TRIED : 2 * TRIED]):  # the decoders are imported at the first
             began = time.perf_counter()
             broken |= decode(few)
-            light = time.perf_counter() - began < LIGHT_S * TRIED
+            seconds = (time.perf_counter() - began) / TRIED
         rest = mine[2 * TRIED :]
-        with ThreadPoolExecutor(1 if light else threads) as pool:
+        with ThreadPoolExecutor(worthwhile(threads, seconds)) as pool:
             for found in pool.map(decode, (rest[at : at + CHUNK] for at in range(0, len(rest), CHUNK))):
                 broken |= found
     except InputError as error:
