@@ -135,7 +135,7 @@ def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
         world=World.solo(), splits=splits, gigabytes=1.0, reads=10**9, boxes=False, training_rate=lambda: None
     )
     chosen, reason = Auto(resident_gb=0.5).choose(task)
-    assert chosen.workers == cores()
+    assert chosen.workers == cores()  # however light: rows are copied without Python's lock
     assert "one worker" in reason
     assert isinstance(Auto(resident_gb=2.0).choose(task)[0], Resident)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 import pytest
@@ -51,11 +52,32 @@ def test_joining_without_a_launcher_is_a_world_of_one() -> None:
         assert not dist.is_initialized()
 
 
-def test_a_rank_joins_its_group_and_leaves_it() -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(store.port))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+def test_a_lone_rank_has_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     with join(device="cpu", backend="gloo", timeout=10, threads=1) as world:
-        assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
-        assert dist.is_initialized()
+        assert world == World.solo()
+        assert not dist.is_initialized()
+
+
+def meet(rank: int, port: int) -> None:
+    """One of two ranks."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with join(device="cpu", backend="gloo", timeout=60, threads=1) as world:
+        assert (world.rank, world.local_rank, world.size) == (rank, rank, 2)
+        assert (world.device, torch.get_num_threads()) == (torch.device("cpu"), 1)
+        assert world.sum(torch.tensor([rank + 1])).tolist() == [3]
+        assert set(world.neighbours) == {1 - rank}
     assert not dist.is_initialized()
+
+
+def test_ranks_join_their_group_and_leave_it() -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=meet, args=(rank, store.port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]

@@ -126,7 +126,9 @@ class Streaming:
         if task.splits[0].images is not None and not isinstance(task.splits[0], MappedSplit):
             return replace(self, workers=0), "images in memory"
         reader, model = reading_rate(task.splits[0]), task.training_rate()
-        most = worthwhile(max(1, cores() // task.world.local_size), 1 / reader)
+        most = max(1, cores() // task.world.local_size)
+        if task.splits[0].images is None:  # mapped rows are copied, and awaited from the disk, without Python's lock
+            most = worthwhile(most, 1 / reader)
         if model is None:
             return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
         needed = workers_needed(model, reader, most, own_cores=task.world.device.type != "cpu")
