@@ -231,6 +231,7 @@ def _check(job: Job) -> None:
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
         lambda: _one_of("train.eval_views", job.train.eval_views, VIEWS),
         lambda: _check_kernels(job),
+        lambda: _check_graphs(job),
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
         lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
@@ -286,6 +287,17 @@ def _check_kernels(job: Job) -> None:
         raise InputError(
             "repro=strict has the same bits every time, but a stopwatch would choose among kernels that round in "
             f"different ways; use {remedy}, or repro=exact"
+        )
+
+
+def _check_graphs(job: Job) -> None:
+    """A CUDA graph writes its gradients where those of the micro-batch before are (pytorch/pytorch#169545)."""
+    graphs = job.device == "cuda" and job.model.compile and job.model.compile_mode.value != "default"
+    if graphs and job.train.micro_batches != 1:
+        raise InputError(
+            f"model.compile_mode={job.model.compile_mode.name} records CUDA graphs, which cannot add up the "
+            f"gradients of micro-batches, and train.micro_batches is {job.train.micro_batches}; use "
+            "model.compile_mode=default"
         )
 
 

@@ -268,6 +268,22 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.parametrize("mode", ["reduce_overhead", "max_autotune"])
+@pytest.mark.parametrize("micro_batches", ["4", "auto"])
+def test_cuda_graphs_cannot_add_gradients_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, micro_batches: str
+) -> None:
+    """torch.cuda is made to say that there is one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    graphs = ("model.compile=true", f"model.compile_mode={mode}", f"train.micro_batches={micro_batches}")
+    assert refusal(tmp_path / "runs", *graphs) == (
+        f"model.compile_mode={mode} records CUDA graphs, which cannot add up the gradients of micro-batches, and "
+        f"train.micro_batches is {micro_batches}; use model.compile_mode=default"
+    )
+    prepared(f"output_root={tmp_path / 'other'}", "device=cpu", *graphs)
+
+
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda is made to say that there is none, wherever the test runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import losses, run_dir, run_until, train
+from helpers import losses, records, run_dir, run_until, train
 from lockstep.data import rng
 from lockstep.data.loader import Streaming
 from lockstep.data.randaugment import randaugment
@@ -91,6 +92,16 @@ def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> No
         del seen  # its memory may be given to a later batch
     for found, (_, indices) in zip(sums, wanted, strict=True):
         assert torch.equal(found.cpu(), images[indices].long().sum((1, 2, 3)))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce_overhead"])
+def test_what_is_counted_later_is_what_each_step_gave(reference: Path, tmp_path: Path, mode: str) -> None:
+    compiled = ("model.compile=true", f"model.compile_mode={mode}")
+    late = run(tmp_path / "run", "launcher=inline", *compiled, "telemetry.interval=6")
+    each, (whole,) = records(reference), [line for line in records(late) if "loss/train" in line]
+    steps = [line for line in each if "loss/train" in line]
+    for name in ("loss/train", "acc/train_top1"):
+        assert whole[name] == pytest.approx(statistics.fmean(line[name] for line in steps), rel=0.1)
 
 
 def test_fp16_logs_its_loss_scale(tmp_path: Path) -> None:

@@ -134,6 +134,8 @@ class Telemetry:
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
         """Count one micro-batch: its summed loss (a scalar) and its hits. Stays on the device."""
+        if logits.is_cuda:
+            logits = logits.clone()  # a CUDA graph writes over its output when it runs again
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         if len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) == UNCOUNTED_MICRO_BATCHES:
             self._count()
