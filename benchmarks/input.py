@@ -8,7 +8,7 @@ mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, R
 Normalize, a DataLoader). Arrays of 32x32 are resized to 336. All ends as normalised float32 on the CPU. One thread
 computes; workers are processes in a DataLoader and threads here. The files are in the page cache. "Of a core" is by
 the seconds that the process computes, all else by the clock on the wall. Below: the decoders alone, and what two
-threads read against two processes.
+threads read against two processes, and against the decoder of a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.folder import CropFrom, Folder
@@ -247,11 +247,24 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
     def threads(number: int) -> Iterator[Any]:
         return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(each)) for each in wanted)
 
-    return {
+    cases: Cases = {
         "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
         "1 thread": partial(per_second, partial(threads, 1), len(split), time.perf_counter),
         "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
+    if torch.cuda.is_available():
+        files = [[split.paths[at] for at in each] for each in wanted]
+        cases["GPU"] = partial(per_second, partial(_at_once, files, "cuda"), len(split), time.perf_counter)
+    return cases
+
+
+def _at_once(files: Iterable[list[Path]], device: str) -> Iterator[list[Tensor]]:
+    """Files decoded on a device (nvJPEG on a GPU), a batch at a time, at their own sizes."""
+    for paths in files:
+        images = decode_jpeg([read_file(str(path)) for path in paths], mode=ImageReadMode.RGB, device=device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        yield images
 
 
 class _Batches(Dataset[Any]):
