@@ -17,8 +17,9 @@ from lockstep.errors import Interrupted, LockstepError, Stopped
 from lockstep.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
-# A rank that was asked to stop leaves by itself when main has saved; after a fault it may hang in a collective.
-STOP_GRACE_S, FAULT_GRACE_S = 30.0, 5.0
+# When the first rank leaves because it was asked to, main has saved (or no step had ended), and the others only have
+# files to close; one that still waited to join the group hears nothing. After a fault one may hang in a collective.
+STOP_GRACE_S, FAULT_GRACE_S = 10.0, 5.0
 LOOPBACK = "127.0.0.1"
 
 
