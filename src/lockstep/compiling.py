@@ -12,6 +12,8 @@ from lockstep import log
 # A rank meets a few shapes of batches: those of the training split and its last short one, cut unevenly into shards
 # and micro-batches, and as many of an evaluation. torch's own limit is 8, behind which a model is not compiled.
 SHAPES = 32
+# Compiling for so long is worth another word.
+AGAIN_S = 10.0
 
 
 def compile_model(model: nn.Module, mode: str, *, speaks: bool) -> None:
@@ -34,10 +36,14 @@ def compile_model(model: nn.Module, mode: str, *, speaks: bool) -> None:
 
 
 class _Words:
-    """What is said when a compilation begins and when it ends."""
+    """What is said when a compilation begins, and while it takes long. Each one's time is in the log.
+
+    A layer that is not compiled, as a synchronised batch norm, leaves many short compilations around it.
+    """
 
     def __init__(self) -> None:
         self.began: float | None = None
+        self.seconds = self.said = 0.0
 
     def start(self, _: Any) -> None:
         if self.began is None:
@@ -46,4 +52,9 @@ class _Words:
 
     def end(self, _: Any) -> None:
         assert self.began is not None
-        log.say(f"compiled in {time.monotonic() - self.began:.1f} s")
+        took = time.monotonic() - self.began
+        log.logger.info("compiled in %.1f s", took)
+        self.seconds += took
+        if self.seconds >= self.said + AGAIN_S:
+            log.say(f"compiling: {self.seconds:.0f} s so far")
+            self.said = self.seconds
