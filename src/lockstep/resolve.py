@@ -32,7 +32,7 @@ from lockstep.models import ResNet34, Timm
 from lockstep.optim import check_decay
 from lockstep.protocols import BoxAugment
 from lockstep.rundir import MANIFEST, RunDir, slug
-from lockstep.strategy import DDP, Single, Strict
+from lockstep.strategy import DDP, DataParallel, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.world import launched_rank
 
@@ -231,7 +231,7 @@ def _check(job: Job) -> None:
         lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
         lambda: _one_of("train.eval_views", job.train.eval_views, VIEWS),
         lambda: _check_kernels(job),
-        lambda: _check_graphs(job),
+        lambda: _check_compile(job),
         lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
         lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
         lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
@@ -290,14 +290,21 @@ def _check_kernels(job: Job) -> None:
         )
 
 
-def _check_graphs(job: Job) -> None:
-    """A CUDA graph writes its gradients where those of the micro-batch before are (pytorch/pytorch#169545)."""
-    graphs = job.device == "cuda" and job.model.compile and job.model.compile_mode.value != "default"
-    if graphs and job.train.micro_batches != 1:
+def _check_compile(job: Job) -> None:
+    """What torch cannot do with a compiled model on GPUs."""
+    if not job.model.compile or job.device != "cuda":
+        return
+    # A graph writes its gradients where those of the micro-batch before are (pytorch/pytorch#169545).
+    if job.model.compile_mode.value != "default" and job.train.micro_batches != 1:
         raise InputError(
             f"model.compile_mode={job.model.compile_mode.name} records CUDA graphs, which cannot add up the "
             f"gradients of micro-batches, and train.micro_batches is {job.train.micro_batches}; use "
             "model.compile_mode=default"
+        )
+    if isinstance(job.strategy, DataParallel) and (gpus := torch.cuda.device_count()) > 1:
+        raise InputError(
+            f"strategy=dp has a copy of the model on each of {gpus} GPUs, and all copies would call what is compiled "
+            "for the first; use strategy=ddp or model.compile=false"
         )
 
 

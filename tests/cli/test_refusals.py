@@ -284,6 +284,16 @@ def test_cuda_graphs_cannot_add_gradients_up(
     prepared(f"output_root={tmp_path / 'other'}", "device=cpu", *graphs)
 
 
+def test_copies_of_a_compiled_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda is made to say that there are two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert refusal(tmp_path / "runs", "strategy=dp", "model.compile=true") == (
+        "strategy=dp has a copy of the model on each of 2 GPUs, and all copies would call what is compiled for the "
+        "first; use strategy=ddp or model.compile=false"
+    )
+
+
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda is made to say that there is none, wherever the test runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
