@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +77,28 @@ class Case:
 
 
 def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
-    """Train many jobs one after another in one gang of real ranks over gloo: starting ranks takes seconds."""
+    """Train many jobs one after another in one gang of real ranks over gloo."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
         run_dir(case.path, f"launcher.ranks={ranks}", "launcher.threads=1", *case.overrides)
     (folder / "cases.json").write_text(json.dumps([(str(case.path), case.stop_at) for case in cases]))
-    Spawn(ranks=ranks, threads=1).run(gang_entry, RunDir.at(folder))
+    launch(gang_entry, folder, ranks)
+
+
+def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
+    """Run `entry` in ranks under `launcher=spawn`; raises what it raises.
+
+    The tests' process has threads, so its ranks would be fresh interpreters, each of which imports torch for
+    seconds. One of a single thread, which has imported it already, forks them.
+    """
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload(["lockstep.worker", "timm", "torch._dynamo"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        pool.submit(_launch, entry, folder, ranks).result()
+
+
+def _launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
+    Spawn(ranks=ranks, threads=1).run(entry, RunDir.at(folder))
 
 
 def gang_entry(folder: Path) -> None:

@@ -27,7 +27,7 @@ COMMON = (
     "train.ema=0.9",
 )
 PLAIN = ("model.dropout=0", "precision=fp64")
-NORMED = ("model=resnet10t", "dataset.input_size=16", "steps=4", "precision=fp64")
+NORMED = ("model=test_resnet", "dataset.input_size=16", "steps=4", "precision=fp64")
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks")
 
 

@@ -122,7 +122,7 @@ def test_a_checkpoint_by_the_clock_is_written_at_a_step_that_all_ranks_agree_on(
 
 
 def test_a_network_with_batch_norm_in_nhwc_resumes_to_the_bit_under_adamw(tmp_path: Path) -> None:
-    job = ("model=resnet10t", "model.channels_last=true", "dataset.input_size=16", "batch=300", "steps=4")
+    job = ("model=test_resnet", "model.channels_last=true", "dataset.input_size=16", "batch=300", "steps=4")
     expected = weights(train_here(tmp_path / "whole", *job))
     run = train_here(tmp_path / "run", *job, stop_at=2).path
     train_here(run, *job)

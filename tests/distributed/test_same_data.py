@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import losses, run_dir, run_until, train_here
+from helpers import launch, losses, run_dir, run_until, train_here
 from lockstep import world
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.folder import CropFrom, Folder, crops_files
@@ -30,7 +30,6 @@ from lockstep.data.shards import Loader
 from lockstep.data.sources import Digits, Fake
 from lockstep.data.splits import Crop
 from lockstep.evaluate import evaluate
-from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
 from lockstep.plan import Plan
 from lockstep.precision import FP64
@@ -205,7 +204,7 @@ def ranks_do(root: Path, ranks: int, cases: dict[Path, int | None]) -> list[list
         micro = f"train.micro_batches={PIECES[ranks]}"
         run_dir(path, f"launcher.ranks={ranks}", "launcher.threads=1", "strategy=ddp", *COMMON, micro)
     (folder / "cases.json").write_text(json.dumps([(str(path), stop_at) for path, stop_at in cases.items()]))
-    Spawn(ranks=ranks, threads=1).run(exit_as_rank, RunDir.at(folder))
+    launch(exit_as_rank, folder, ranks)
     return [json.loads((folder / f"scores{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -14,11 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import Case, records, run_dir, run_until, train_here
+from helpers import Case, launch, records, run_dir, run_until, train_here
 from lockstep import checkpoint, log, world
 from lockstep.data.shards import Shard
 from lockstep.errors import LockstepError, NumericalError
-from lockstep.launcher.spawn import Spawn
 from lockstep.precision import BF16
 from lockstep.rundir import RunDir
 from lockstep.trainer import Trainer
@@ -131,7 +130,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         more = {"slow_rank": ("steps=15",), "nothing": ("train.micro_batches=auto",)}
         case = Case(folder / name, (*COMMON, *more.get(name, ())))
         run_dir(case.path, "launcher.ranks=3", "launcher.threads=1", *case.overrides)
-    Spawn(ranks=3, threads=1).run(entry, RunDir.at(folder))
+    launch(entry, folder, 3)
     return folder
 
 
