@@ -27,10 +27,10 @@ from torchvision.transforms import v2
 
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.order import batches
-from lockstep.data.rng import Draws
 from lockstep.health import check_replicas
 from lockstep.launcher.spawn import Spawn
 from lockstep.plan import Plan
+from lockstep.rng import Draws
 from lockstep.rundir import RunDir
 from lockstep.watchdog import watched
 from lockstep.world import Vote, World, join

@@ -15,7 +15,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lockstep.data.randaugment import randaugment
-from lockstep.data.rng import Draws
+from lockstep.rng import Draws
 from measure import Rows, in_turns, parser, report, scaled, timed
 
 BATCHES = {32: 512, 224: 64}  # by the side of an image

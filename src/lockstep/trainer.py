@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.rng import dropout_seed, reseed
 from lockstep.data.shards import Loader, Shard
 from lockstep.errors import NumericalError, Stopped
 from lockstep.evaluate import evaluate
@@ -21,6 +20,7 @@ from lockstep.health import REMEDIES, check_finite, check_replicas
 from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Schedule, Strategy
+from lockstep.rng import dropout_seed, reseed
 from lockstep.telemetry import OpenWindow, Telemetry
 from lockstep.world import Vote, World
 

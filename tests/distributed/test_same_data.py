@@ -25,7 +25,6 @@ from lockstep.data.folder import CropFrom, Folder, crops_files
 from lockstep.data.loader import Resident, Streaming
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.rng import permutation
 from lockstep.data.shards import Loader
 from lockstep.data.sources import Digits, Fake
 from lockstep.data.splits import Crop
@@ -34,6 +33,7 @@ from lockstep.models import DigitNet
 from lockstep.plan import Plan
 from lockstep.precision import FP64
 from lockstep.protocols import Augment, Source, Split
+from lockstep.rng import permutation
 from lockstep.rundir import RunDir
 from lockstep.telemetry.samples import fingerprints
 from lockstep.world import World

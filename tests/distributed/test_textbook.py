@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers import built, losses, train_here, weights
-from lockstep.data import rng
+from lockstep import rng
 
 JOB = ("batch=100", "steps=20", "augment=none", "schedule=constant", "schedule.warmup=0", "optimizer.decay_all=true")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers import losses, records, run_dir, run_until, train
-from lockstep.data import rng
+from lockstep import rng
 from lockstep.data.loader import Streaming
 from lockstep.data.randaugment import randaugment
 from lockstep.data.shards import Shard

@@ -20,7 +20,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "catalog", "signals", "threads"}),
-    frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log"}),
+    frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log", "rng"}),
     # The groups: none of them knows another one.
     frozenset(
         {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}

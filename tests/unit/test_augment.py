@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torchvision import transforms as v1
 
 from lockstep.data.augment import CropFlip, Nothing, RandAugment, RandAugmentResized, RandomResizedCrop
-from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 from lockstep.protocols import Augment
+from lockstep.rng import Draws
 
 ALL: list[Augment] = [
     Nothing(),

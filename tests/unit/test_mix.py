@@ -17,11 +17,11 @@ from lockstep.data.augment import CropFlip
 from lockstep.data.loader import Resident, Streaming
 from lockstep.data.mix import Mix, beta, box
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.rng import MIX, permutation, sample_keys, uniform
 from lockstep.data.shards import LEFT_OUT, Loader, Shard
 from lockstep.data.sources import Digits
 from lockstep.errors import InputError
 from lockstep.plan import Plan
+from lockstep.rng import MIX, permutation, sample_keys, uniform
 from lockstep.world import World
 
 # Two batches of ten and one of three an epoch; the fourth step is of the second epoch.

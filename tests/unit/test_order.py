@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.order import Batch, batches, blocks, share
-from lockstep.data.rng import permutation
 from lockstep.plan import Plan
+from lockstep.rng import permutation
 
 
 @dataclass(frozen=True)

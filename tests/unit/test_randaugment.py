@@ -17,8 +17,8 @@ from torchvision.transforms.autoaugment import _apply_op
 from lockstep.data import randaugment
 from lockstep.data.augment import CropFlip, RandAugment, RandAugmentResized, RandomResizedCrop
 from lockstep.data.randaugment import operate
-from lockstep.data.rng import Draws
 from lockstep.errors import InputError
+from lockstep.rng import Draws
 
 # Torchvision's names, in the order of our numbers.
 NAMES = (

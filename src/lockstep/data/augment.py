@@ -1,6 +1,6 @@
 """Augmentations, each for a whole batch at once on its device.
 
-What happens to a sample is decided by its own random numbers (`lockstep.data.rng`), so ranks, workers, batch sizes
+What happens to a sample is decided by its own random numbers (`lockstep.rng`), so ranks, workers, batch sizes
 and resumes cannot change it. They take uint8 and give uint8 or float in 0..255, of the size they please.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.data.randaugment import STRONGEST, randaugment
-from lockstep.data.rng import Draws
 from lockstep.errors import InputError
+from lockstep.rng import Draws
 
 # Of a random resized crop, as torchvision has it; the numbers of its tries are far behind all others.
 TRIES, FIRST_TRY = 10, 2**20

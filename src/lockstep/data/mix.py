@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.data.rng import uniform
+from lockstep.rng import uniform
 
 CELLS = 4096
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.data.rng import permutation
 from lockstep.plan import Plan
+from lockstep.rng import permutation
 
 
 def share(n: int, parts: int, part: int) -> slice:

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lockstep.data.folder import crops_files
 from lockstep.data.mix import Mix
-from lockstep.data.rng import CUTOUT, MIX, Draws, sample_keys, uniform
 from lockstep.data.shards import Shard, Stride
 from lockstep.protocols import Augment, BoxAugment, Source
+from lockstep.rng import CUTOUT, MIX, Draws, sample_keys, uniform
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lockstep.data.decode import Box, ImageFile
-from lockstep.data.rng import Draws
 from lockstep.errors import InputError
+from lockstep.rng import Draws
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"})
 
