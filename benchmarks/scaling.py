@@ -94,7 +94,7 @@ def contenders(net: str, world: World) -> dict[str, Stepper]:
     made = partial(Stepper, net, world)
 
     def lockstep(strategy: Strategy) -> Stepper:
-        return made(strategy, lambda model: strategy.wrap(model, world, plan, example))
+        return made(strategy, lambda model: strategy.wrap(model, world, plan, (example,)))
 
     found = {"alone": made(Single(), lambda model: model)}
     if world.size > 1:

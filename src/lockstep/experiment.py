@@ -31,6 +31,7 @@ from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
 from lockstep.rundir import RunDir, write_atomic
+from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops
@@ -84,7 +85,6 @@ def run(
     checkpointer.mend(progress.best_step)
 
     if world.is_main:
-        note = job.strategy.note(network.model, world, plan)
         report.banner(
             job=job,
             run_dir=run_dir,
@@ -96,7 +96,7 @@ def run(
             loader_reason=reason,
             origin=origin,
             step=progress.step,
-            notes=[note] if note else [],
+            notes=_notes(job, network, world, plan),
         )
     # A resident one reads every image here, and one may be broken: only then is it a run.
     loader = _loader(job, train, held_out, plan, world, partners=mix is not None)
@@ -109,9 +109,9 @@ def run(
     trainer = Trainer(
         world=world,
         plan=plan,
-        seed=job.seed,
         model=network.model,
         replica=network.replica,
+        forward_keys=network.draws.of,
         strategy=job.strategy,
         precision=job.precision,
         scaler=network.scaler,
@@ -163,12 +163,19 @@ def run(
         report.closing(run_dir=run_dir, progress=progress, plan=plan, seconds=seconds, figures=figures)
 
 
+def _notes(job: Job, network: Network, world: World, plan: Plan) -> list[str]:
+    """Where the promise of equal runs ends for this job."""
+    notes = [job.strategy.note(network.model, world, plan), network.draws.note]
+    return [note for note in notes if note]
+
+
 @dataclass(kw_only=True)
 class Network:
     """The model of a run and all that holds its parameters."""
 
     model: nn.Module
     replica: nn.Module
+    draws: ForwardDraws
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     ema: torch.optim.swa_utils.AveragedModel | None
@@ -262,15 +269,17 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
         checkpoint.load_weights(model, Path(job.init_from))
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
     flops = training_flops(model, shape, world.device) if peak else 0.0
-    example = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(
+    blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(
         memory_format=job.model.memory_format
     )
-    replica = strategy.wrap(model, world, plan, example)
+    draws = key_draws(model, blank[:1], job.seed)
+    replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
     if job.model.compile:
         compile_model(model, job.model.compile_mode.value, speaks=world.is_main)
     return Network(
         model=model,
         replica=replica,
+        draws=draws,
         optimizer=job.optimizer.build(model),
         scaler=precision.scaler(world.device),
         ema=averaged(model, job.train.ema) if job.train.ema is not None else None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,11 @@ class Strategy(Protocol):
     def check(self, ranks: int, device: str) -> None:
         """Raise InputError where the strategy cannot work with so many ranks on that kind of device."""
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica: the module to call in training. Every rank starts from main's weights.
 
-        `example` is an input of two blank images, for strategies that must see a pass before the first step.
+        `example` are the inputs of a pass over two blank images, for strategies that must see one before the first
+        step.
         """
 
     def divisor(self, world: World) -> int:
@@ -122,6 +123,10 @@ class MicroBatch(Stepped, Protocol):
 
     @property
     def epoch(self) -> int: ...
+
+    @property
+    def number(self) -> int:
+        """Which piece of its global batch it is, from 0."""
 
     @property
     def labels(self) -> Tensor: ...

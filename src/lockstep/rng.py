@@ -27,7 +27,7 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 # What a stream of numbers is for; streams of one seed are independent.
-ORDER, AUGMENT, DROPOUT, MIX, LASTING, CUTOUT = range(1, 7)
+ORDER, AUGMENT, GENERATOR, MIX, LASTING, CUTOUT, FORWARD, FORWARD_BATCH = range(1, 9)
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
@@ -76,9 +76,9 @@ def sample_keys(seed: int, epoch: int, indices: Tensor, purpose: int = AUGMENT) 
 _stream = functools.cache(key)
 
 
-def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
+def generator_seed(seed: int, step: int, micro_batch: int) -> int:
     """The seed of the device's generator for the forward pass of one micro-batch of a global batch."""
-    return key(_stream(seed, DROPOUT), step, micro_batch) >> 1 & _MASK >> 1
+    return key(_stream(seed, GENERATOR), step, micro_batch) >> 1 & _MASK >> 1
 
 
 def reseed(device: torch.device, seed: int) -> None:

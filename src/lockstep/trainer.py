@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
@@ -19,8 +19,7 @@ from lockstep.evaluate import evaluate
 from lockstep.health import REMEDIES, check_finite, check_replicas
 from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
-from lockstep.protocols import Precision, Schedule, Strategy
-from lockstep.rng import dropout_seed, reseed
+from lockstep.protocols import MicroBatch, Precision, Schedule, Strategy
 from lockstep.telemetry import OpenWindow, Telemetry
 from lockstep.world import Vote, World
 
@@ -43,9 +42,9 @@ class Trainer:
 
     world: World
     plan: Plan
-    seed: int
     model: nn.Module
     replica: nn.Module
+    forward_keys: Callable[[MicroBatch], Tensor | None]
     strategy: Strategy
     precision: Precision
     scaler: torch.amp.GradScaler
@@ -103,11 +102,10 @@ class Trainer:
         # cut into shards and micro-batches.
         scale = self.strategy.divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
-            reseed(self.world.device, dropout_seed(self.seed, micro.step, micro.number))
             with self.strategy.accumulate(self.replica, last):
                 images, targets = self.pipeline.mixed(micro)
                 with self.precision.autocast(self.world.device):
-                    logits = self.replica(images).to(self.precision.storage)
+                    logits = self.replica(images, self.forward_keys(micro)).to(self.precision.storage)
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
                 self.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)

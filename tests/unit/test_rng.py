@@ -112,13 +112,13 @@ def test_neighbouring_samples_do_not_follow_each_other() -> None:
 
 
 def test_order_augmentation_dropout_and_mixing_of_one_seed_are_different_streams() -> None:
-    keys = {rng.key(7, purpose, 0) for purpose in (rng.ORDER, rng.AUGMENT, rng.DROPOUT, rng.MIX, rng.LASTING)}
+    keys = {rng.key(7, purpose, 0) for purpose in (rng.ORDER, rng.AUGMENT, rng.GENERATOR, rng.MIX, rng.LASTING)}
     assert len(keys) == 5
     ordering = rng.draw(rng.key(7, rng.ORDER, 0), torch.arange(100))
     assert not bool((ordering == rng.sample_keys(7, 0, torch.arange(100))).any())
 
 
 def test_dropout_has_another_seed_at_each_step_and_micro_batch() -> None:
-    seeds = {rng.dropout_seed(0, step, number) for step in range(100) for number in range(10)}
+    seeds = {rng.generator_seed(0, step, number) for step in range(100) for number in range(10)}
     assert len(seeds) == 1000
     assert min(seeds) >= 0

@@ -74,7 +74,7 @@ def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
 @pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
 def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
     model = nn.Linear(2, 2)
-    replica = strategy.wrap(model, World.solo(), plan(), torch.zeros(2, 2))
+    replica = strategy.wrap(model, World.solo(), plan(), (torch.zeros(2, 2),))
     assert replica is model
     take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
@@ -84,14 +84,14 @@ def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
 @pytest.mark.parametrize("strategy", [DDP(), AllReduce(), AllReduceHooks()], ids=repr)
 def test_the_last_micro_batch_leaves_the_sum_of_all(strategy: DDP) -> None:
     model = nn.Linear(2, 2)
-    replica = strategy.replicate(model, plan(micro_batches=2), torch.zeros(2, 2))
+    replica = strategy.replicate(model, plan(micro_batches=2), (torch.zeros(2, 2),))
     take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
 
 
 @pytest.mark.usefixtures("_group")
 def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
-    replica = AllReduceHooks().replicate(nn.Linear(2, 2), plan(micro_batches=2), torch.zeros(2, 2))
+    replica = AllReduceHooks().replicate(nn.Linear(2, 2), plan(micro_batches=2), (torch.zeros(2, 2),))
     assert isinstance(replica, HookedReplica)
     pending = []
     for last in (False, True):
@@ -106,7 +106,7 @@ def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
 @pytest.mark.usefixtures("_group")
 def test_a_static_graph_is_refused_with_accumulation() -> None:
     with pytest.raises(InputError, match=r"use strategy\.static_graph=null"):
-        DDP(static_graph=True).replicate(nn.Linear(2, 2), plan(micro_batches=2), torch.zeros(2, 2))
+        DDP(static_graph=True).replicate(nn.Linear(2, 2), plan(micro_batches=2), (torch.zeros(2, 2),))
 
 
 def test_batch_norm_that_makes_a_run_differ_is_said() -> None:

@@ -78,7 +78,7 @@ class HookedReplica(nn.Module):
 class AllReduceHooks(Distributed):
     """One asynchronous all-reduce per gradient, started by a hook during backward."""
 
-    def replicate(self, model: nn.Module, plan: Plan, example: Tensor) -> nn.Module:
+    def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return HookedReplica(model)
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:

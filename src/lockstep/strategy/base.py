@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.errors import InputError
 from lockstep.plan import Plan
@@ -28,7 +29,7 @@ class Single:
                 f"launcher.ranks is {ranks}, but this strategy has one rank; use strategy=ddp for several"
             )
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return model
 
     def divisor(self, world: World) -> int:
@@ -50,7 +51,7 @@ class Single:
 class DataParallel(Single):
     """`torch.nn.DataParallel`: one process that drives all visible GPUs with threads."""
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return nn.DataParallel(model)
 
     def note(self, model: nn.Module, world: World, plan: Plan) -> str:
@@ -79,7 +80,7 @@ class Distributed(Single):
         if ranks < 1:
             raise InputError(f"launcher.ranks is {ranks}, expected at least 1")
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         if world.size == 1:
             return model
         if self.sync_batchnorm:
@@ -87,7 +88,7 @@ class Distributed(Single):
         share_weights(model)
         return self.replicate(model, plan, example)
 
-    def replicate(self, model: nn.Module, plan: Plan, example: Tensor) -> nn.Module:
+    def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica of a job of several ranks."""
         return model
 

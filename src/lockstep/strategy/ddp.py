@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,7 +60,7 @@ class DDP(Distributed):
         if self.bucket_mb is not None and self.bucket_mb <= 0:
             raise InputError(f"strategy.bucket_mb is {self.bucket_mb}, expected a size above 0, or null")
 
-    def replicate(self, model: nn.Module, plan: Plan, example: Tensor) -> nn.Module:
+    def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         legal = plan.micro_batches == 1
         if self.static_graph and not legal:
             raise InputError(
@@ -105,7 +105,7 @@ class DDP(Distributed):
         return replica.no_sync()
 
 
-def _settle(replica: DistributedDataParallel, example: Tensor) -> None:
+def _settle(replica: DistributedDataParallel, example: tuple[Any, ...]) -> None:
     """Two passes that leave no trace, after which DDP's buckets are final.
 
     DDP rebuilds them in the order of the first backward. On three or more ranks the order of a sum depends
@@ -113,7 +113,7 @@ def _settle(replica: DistributedDataParallel, example: Tensor) -> None:
     """
     buffers = [buffer.clone() for buffer in replica.buffers()]
     for _ in range(2):
-        replica(example).sum().backward()
+        replica(*example).sum().backward()
     replica.zero_grad(set_to_none=True)
     with torch.no_grad():
         for buffer, before in zip(replica.buffers(), buffers, strict=True):

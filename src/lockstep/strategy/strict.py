@@ -117,7 +117,7 @@ class Strict(Single):
                 f"and works on a number of ranks that divides them; use launcher.ranks={min(self.shards, 2)}"
             )
 
-    def wrap(self, model: nn.Module, world: World, plan: Plan, example: Tensor) -> nn.Module:
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         assert plan.micro_batches * world.size == self.shards
         # cuBLAS reads this when it makes its first workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

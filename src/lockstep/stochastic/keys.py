@@ -1,0 +1,83 @@
+"""Whose random numbers a forward pass draws: the keys of its examples, and the places in the model that draw."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.protocols import MicroBatch
+from lockstep.rng import FORWARD, FORWARD_BATCH, draw, key, sample_keys
+from lockstep.stochastic.numbers import random_bits
+
+
+def forward_keys(seed: int, micro: MicroBatch) -> Tensor:
+    """The keys of a forward pass: int64 (b, 2), of each example in this epoch, and of the step."""
+    own = sample_keys(seed, micro.epoch, micro.indices[: len(micro.labels)], FORWARD)
+    return torch.stack([own, torch.full_like(own, key(seed, FORWARD_BATCH, micro.step))], dim=1)
+
+
+class ForwardKeys:
+    """The words of every draw of the forward pass under way, on each device that runs one.
+
+    `draws` is how many places of the model draw.
+    """
+
+    def __init__(self) -> None:
+        self.draws = 0
+        # By the number of the device: the replicas of DataParallel run at the same time.
+        self._examples: dict[int, Tensor] = {}
+        self._batch: dict[int, Tensor] = {}
+
+    def begin(self, keys: Tensor) -> None:
+        """Draw for the examples of `keys`, int64 (b, 2), from now on."""
+        numbers = torch.arange(self.draws, device=keys.device)
+        shared = keys[:1, 1:] if len(keys) else keys.new_zeros((1, 1))
+        self._examples[keys.get_device()] = _words(draw(keys[:, :1], numbers))
+        self._batch[keys.get_device()] = _words(draw(shared, numbers))
+
+    def of_examples(self, number: int, device: int) -> Tensor:
+        """The words of draw `number` for each example: int32 (b, 2)."""
+        return self._examples[device][:, number]
+
+    def of_batch(self, number: int, device: int) -> Tensor:
+        """The words of draw `number` for the whole global batch: int32 (1, 2)."""
+        return self._batch[device][:, number]
+
+
+def _words(drawn: Tensor) -> Tensor:
+    """int64 (b, draws) as int32 (b, draws, 2)."""
+    return drawn.view(torch.int32).view(*drawn.shape, 2)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a model that draws random numbers once per forward pass.
+
+    Fields:
+        number: of the draw, from 0, in the order of the forward pass.
+        batch_dim: the dimension of the numbers along which the examples lie, each with one or more rows in a row;
+            None for numbers that the whole global batch shares.
+        keys: of the model.
+    """
+
+    number: int
+    batch_dim: int | None
+    keys: ForwardKeys
+
+    def bits(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """Random bits for a tensor of `shape` on the device of `like`: int32. A function of each example's key and
+        the element's position within the example, whatever else is in the batch."""
+        device = like.get_device()
+        if self.batch_dim is None:
+            return random_bits(self.keys.of_batch(self.number, device), math.prod(shape)).view(shape)
+        words = self.keys.of_examples(self.number, device)
+        rows, examples = shape[self.batch_dim], words.shape[0]
+        others = [size for dim, size in enumerate(shape) if dim != self.batch_dim]
+        if examples == 0 or rows == 0:
+            return torch.empty(shape, dtype=torch.int32, device=like.device)
+        assert rows % examples == 0, f"{rows} rows are drawn for, in a batch of {examples} examples"
+        bits = random_bits(words, math.prod(others) * (rows // examples))
+        return bits.view(rows, *others).movedim(0, self.batch_dim)
