@@ -1,0 +1,310 @@
+"""Layers that draw: a function of the example, the epoch and the layer, however the batch is cut."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.models import BasicNet, DigitNet, Linear, Timm, WhiteNet
+from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
+
+SHAPE = (3, 64, 64)
+PIECES = ((0, 1), (1, 4), (4, 4), (4, 7))
+
+
+@dataclass(frozen=True)
+class Micro:
+    """Some examples of an epoch, as a loader gives them."""
+
+    indices: Tensor
+    step: int = 1
+    epoch: int = 0
+    number: int = 0
+
+    @property
+    def labels(self) -> Tensor:
+        return self.indices
+
+
+class Calls(nn.Module):
+    """A convolution, then any function of its output (B, 8, 8, 8), averaged where it is."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 8, 8)
+        self.function = function
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.function(self.stem(images), self.training)
+
+
+def attention(tokens: Tensor, training: bool, **options: Any) -> Tensor:
+    heads = tokens.flatten(2).transpose(1, 2).unflatten(2, (2, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 * training, **options)
+
+
+MASK = torch.ones(64, 64, dtype=torch.bool).triu(-3)
+FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "dropout": lambda x, on: F.dropout(x, 0.3, on),
+    "dropout in place": lambda x, on: F.dropout(x * 1, 0.3, on, inplace=True),
+    "torch.dropout": lambda x, on: torch.dropout(x, 0.3, on),
+    "dropout1d": lambda x, on: F.dropout1d(x.flatten(2), 0.3, on),
+    "dropout2d": lambda x, on: F.dropout2d(x, 0.3, on),
+    "dropout3d": lambda x, on: F.dropout3d(x[..., None], 0.3, on),
+    "alpha": lambda x, on: F.alpha_dropout(x, 0.3, on),
+    "feature alpha": lambda x, on: F.feature_alpha_dropout(x, 0.3, on),
+    "rrelu": lambda x, on: F.rrelu(x, training=on),
+    "attention": attention,
+    "causal attention": lambda x, on: attention(x, on, is_causal=True),
+    "masked attention": lambda x, on: attention(x, on, attn_mask=MASK),
+    "biased attention": lambda x, on: attention(x, on, attn_mask=MASK.to(x.dtype), scale=0.2),
+    "bernoulli_": lambda x, on: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.7) if on else x,
+    "bernoulli": lambda x, on: x * torch.bernoulli(torch.full_like(x, 0.7)) if on else x,
+    "rand": lambda x, on: x + torch.rand(x.shape, dtype=x.dtype) if on else x,
+    "rand_like": lambda x, on: x + torch.rand_like(x) if on else x,
+    "randn": lambda x, on: x + torch.randn(*x.shape, dtype=x.dtype) if on else x,
+    "randn_like": lambda x, on: x + torch.randn_like(x) if on else x,
+    "uniform_": lambda x, on: x + torch.empty_like(x).uniform_(-2, 3) if on else x,
+    "normal_": lambda x, on: x + torch.empty_like(x).normal_(1, 2) if on else x,
+    "one for the batch": lambda x, on: x * torch.rand(1, 8, 1, 1, dtype=x.dtype) if on else x,
+    "windows": lambda x, on: F.dropout(x.unfold(2, 4, 4).permute(0, 2, 1, 3, 4).flatten(0, 1), 0.3, on),
+}
+
+
+def keyed(model: nn.Module, seed: int = 0) -> tuple[KeyedModel, ForwardDraws]:
+    model = model.double().train()
+    draws = key_draws(model, torch.zeros(1, *SHAPE, dtype=torch.float64), seed)
+    return KeyedModel(model, draws), draws
+
+
+def images(indices: Tensor) -> Tensor:
+    """An image for each example that is its own wherever it stands."""
+    return torch.stack([torch.linspace(-1, 1 + int(i), 3 * 64 * 64).double().sin().view(SHAPE) for i in indices])
+
+
+def outputs(model: KeyedModel, draws: ForwardDraws, micro: Micro) -> Tensor:
+    found: Tensor = model(images(micro.indices), draws.of(micro))
+    return found
+
+
+INDICES = torch.tensor([5, 9, 100, 3, 77, 8, 4])
+
+
+def in_pieces(model: KeyedModel, draws: ForwardDraws) -> Tensor:
+    pieces = [Micro(INDICES[start:stop]) for start, stop in PIECES]
+    return torch.cat([outputs(model, draws, piece) for piece in pieces if len(piece.indices)])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_draws_gives_an_example_the_same_numbers_in_any_batch(name: str) -> None:
+    torch.manual_seed(0)
+    model, draws = keyed(Calls(FUNCTIONS[name]))
+    before = torch.get_rng_state()
+    whole = outputs(model, draws, Micro(INDICES))
+    torch.testing.assert_close(in_pieces(model, draws), whole, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(outputs(model, draws, Micro(INDICES, epoch=1, step=2)), whole)
+    assert torch.equal(outputs(model, draws, Micro(INDICES)), whole)
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from torch's generator"
+    assert draws.unknown == ()
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "one for the batch"])
+def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
+    torch.manual_seed(0)
+    plain = Calls(FUNCTIONS[name])
+    model, draws = keyed(copy.deepcopy(plain))
+    indices = torch.zeros(1500, dtype=torch.int64)  # one image, seen in as many epochs
+    seen = images(indices[:1])
+    keys = torch.cat([draws.of(Micro(indices[:1], epoch=epoch)) for epoch in range(1500)])
+    with torch.no_grad():
+        theirs, ours = plain.double()(seen.expand(1500, *SHAPE)), model(seen.expand(1500, *SHAPE), keys)
+    for moment in (1, 2):
+        one, other = (x.double() ** moment for x in (theirs, ours))
+        # Both means scatter by std / sqrt(n); of some thousand elements none is 6.5 standard errors off.
+        error = ((one.var(0) + other.var(0)) / 1500).sqrt()
+        assert ((one.mean(0) - other.mean(0)).abs() <= 6.5 * error + 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("test_vit", {"proj_drop_rate": 0.1, "attn_drop_rate": 0.1, "pos_drop_rate": 0.1, "img_size": 64}),
+        ("test_vit", {"patch_drop_rate": 0.25, "img_size": 64}),
+        ("test_resnet", {}),
+        ("test_resnet", {"drop_block_rate": 0.2}),
+        ("test_efficientnet", {}),
+        ("test_convnext", {}),
+        ("test_byobnet", {}),
+        ("test_mambaout", {}),
+    ],
+)
+def test_models_of_timm_draw_by_example(name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    built = Timm(name=name, drop_rate=0.2, drop_path_rate=0.3, options=options).build(10, SHAPE)
+    model, draws = keyed(built)
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    assert draws.keys.draws >= 1
+    assert draws.unknown == ()
+    whole = outputs(model, draws, Micro(INDICES))
+    torch.testing.assert_close(in_pieces(model, draws), whole, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(outputs(model, draws, Micro(INDICES, epoch=1)), whole)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_transformer_of_torch_draws_by_example_wherever_the_batch_is(batch_first: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=batch_first)
+
+    def tokens(x: Tensor, _: bool) -> Tensor:
+        first = x.flatten(2).permute(0, 2, 1)
+        return layer(first) if batch_first else layer(first.transpose(0, 1)).transpose(0, 1)
+
+    calls = Calls(tokens)
+    calls.layer = layer
+    model, draws = keyed(calls)
+    assert (draws.keys.draws, draws.unknown) == (4, ())
+    whole = outputs(model, draws, Micro(INDICES))
+    torch.testing.assert_close(in_pieces(model, draws), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_drop_block_scales_each_example_by_what_it_keeps() -> None:
+    from timm.layers import DropBlock2d
+
+    block = DropBlock2d(0.3, 3)
+    calls = Calls(lambda x, _: block(torch.ones_like(x)))
+    calls.block = block
+    model, draws = keyed(calls)
+    whole = outputs(model, draws, Micro(torch.arange(500)))
+    assert torch.equal(whole[3:6], outputs(model, draws, Micro(torch.arange(3, 6))))
+    torch.testing.assert_close(whole.mean((1, 2, 3)), torch.ones(500, dtype=torch.float64))
+    assert (whole[:, 0] == 0).double().mean().item() == pytest.approx(0.3, abs=0.07)
+
+
+def test_a_layer_that_is_called_twice_and_two_layers_draw_different_numbers() -> None:
+    drop = nn.Dropout(0.5)
+    calls = Calls(lambda x, _: torch.stack([drop(torch.ones_like(x)) for _ in range(2)], 1))
+    calls.drop = drop
+    model, draws = keyed(calls)
+    for _ in range(2):  # and again the same in the next pass
+        first, second = outputs(model, draws, Micro(INDICES)).unbind(1)
+        assert (first == second).double().mean().item() == pytest.approx(0.5, abs=0.05)
+    torch.testing.assert_close(in_pieces(model, draws), torch.stack([first, second], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: torch.dtype) -> None:
+    drop = nn.Dropout(0.4)
+    draws = key_draws(drop.train(), torch.zeros(1, 3, 8, 8), 0)
+    model, keys = KeyedModel(drop, draws), draws.of(Micro(INDICES))
+    reference = model(torch.ones(7, 3, 8, 8), keys) == 0
+    ones = torch.ones(7, 3, 8, 8, dtype=dtype)
+    assert torch.equal(model(ones, keys) == 0, reference)
+    found = model(ones.to(memory_format=torch.channels_last), keys)
+    assert torch.equal(found == 0, reference)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("p", "expected"), [(0.0, 1.0), (1.0, 0.0)])
+def test_nothing_and_everything_can_be_dropped(p: float, expected: float) -> None:
+    draws = key_draws(drop := nn.Dropout(p).train(), torch.zeros(1, 3, 8, 8), 0)
+    found = KeyedModel(drop, draws)(torch.ones(7, 3, 8, 8), draws.of(Micro(INDICES)))
+    assert (found == expected).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_are_those_of_the_mask_also_through_a_recomputed_forward(inplace: bool) -> None:
+    class Recomputed(nn.Module):
+        def __init__(self, recompute: bool) -> None:
+            super().__init__()
+            self.recompute = recompute
+            self.block = nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Dropout(0.5, inplace), nn.Flatten(), nn.Dropout(0.5))
+
+        def forward(self, images: Tensor) -> Any:
+            if not self.recompute:
+                return self.block(images)
+            return checkpoint(self.block, images, use_reentrant=False)
+
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model, draws = keyed(Recomputed(recompute))
+        outputs(model, draws, Micro(INDICES)).square().sum().backward()
+        gradients.append(model.model.block[0].weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
+
+
+def test_an_averaged_copy_and_evaluation_draw_nothing() -> None:
+    model, draws = keyed(DigitNet().build(10, SHAPE))
+    outputs(model, draws, Micro(INDICES))
+    average = copy.deepcopy(model.model).eval()
+    before = torch.get_rng_state()
+    torch.testing.assert_close(average(images(INDICES)), model.model.eval()(images(INDICES)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert set(average.state_dict()) == set(DigitNet().build(10, SHAPE).state_dict())
+
+
+def test_looking_at_a_model_leaves_it_and_the_generators_as_they_were() -> None:
+    model = Timm(name="test_resnet", drop_rate=0.5).build(10, SHAPE).eval()
+    weights = copy.deepcopy(model.state_dict())
+    before = torch.get_rng_state()
+    key_draws(model, torch.zeros(1, *SHAPE), 0)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+
+
+@pytest.mark.parametrize("model", [Linear(), WhiteNet(), DigitNet(dropout=0), Timm(name="test_resnet")], ids=repr)
+def test_a_model_that_draws_nothing_is_left_alone(model: Any) -> None:
+    built = model.build(10, SHAPE)
+    kinds = [type(module) for module in built.modules()]
+    draws = key_draws(built.train(), torch.zeros(1, *SHAPE), 0)
+    assert draws.of(Micro(INDICES)) is None
+    assert [type(module) for module in built.modules()] == kinds
+
+
+@pytest.mark.parametrize(
+    ("draw", "word"),
+    [
+        (lambda x: x + F.gumbel_softmax(x), "function (aten.exponential_)"),
+        (lambda x: x + torch.poisson(x.abs()), "function (aten.poisson)"),
+        (lambda x: x * random.random(), "Python's random"),
+        (lambda x: x * float(np.random.rand()), "NumPy's random"),
+        (lambda x: x + torch.rand(x.shape, generator=torch.default_generator), "function (aten.rand)"),
+    ],
+)
+def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Tensor], word: str) -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return draw(x)
+
+    calls = Calls(lambda x, _: calls.own(x))
+    calls.own = Own()
+    draws = key_draws(calls.train(), torch.zeros(1, *SHAPE), 0)
+    assert [word.replace("function", "own")] == list(draws.unknown)
+    assert word.replace("function", "own") in draws.note
+    assert "on another number of ranks or micro-batches they are others" in draws.note
+
+
+def test_what_draws_otherwise_draws_the_same_again_behind_a_resume() -> None:
+    model, draws = keyed(Calls(lambda x, _: x + F.gumbel_softmax(x)))
+    first = outputs(model, draws, Micro(INDICES, step=3, number=1))
+    torch.rand(5)
+    assert torch.equal(outputs(model, draws, Micro(INDICES, step=3, number=1)), first)
+
+
+def test_the_tutorials_network_is_keyed_in_both_its_layers() -> None:
+    draws = key_draws(BasicNet().build(10, (1, 28, 28)).train(), torch.zeros(1, 1, 28, 28), 0)
+    assert (draws.keys.draws, draws.unknown) == (2, ())

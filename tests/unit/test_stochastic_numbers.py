@@ -1,0 +1,89 @@
+"""Random numbers of elements: balanced, uncorrelated, and of torch's distributions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import rng
+from lockstep.stochastic.numbers import below, normal, random_bits, uniform
+
+EXAMPLES, ELEMENTS = 4096, 1024
+
+
+def words(examples: int = EXAMPLES, draw: int = 0) -> Tensor:
+    """The words of so many examples for one draw, as a run makes them."""
+    keys = rng.sample_keys(5, 0, torch.arange(examples), rng.FORWARD)
+    return rng.draw(keys[:, None], torch.tensor([draw])).view(torch.int32).view(examples, 2)
+
+
+def standardised(bits: Tensor, probability: float) -> Tensor:
+    """Masks with mean 0 and variance 1, if each element is kept with `probability`."""
+    return (below(bits, probability).double() - probability) / math.sqrt(probability * (1 - probability))
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.1, 0.9, 0.75])
+def test_masks_are_balanced_by_element_by_example_and_in_all(probability: float) -> None:
+    mask = standardised(random_bits(words(), ELEMENTS), probability)
+    # Normal numbers under independence: the largest of n is below 5.5 sigma but for 1 in 5,000 tries.
+    assert abs(mask.mean()) * math.sqrt(mask.numel()) < 4
+    for dim, count in ((0, EXAMPLES), (1, ELEMENTS)):
+        scores = mask.mean(dim) * math.sqrt(count)
+        assert scores.abs().max() < 5.5
+        assert scores.std().item() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.1])
+def test_masks_are_uncorrelated_between_elements_and_between_examples(probability: float) -> None:
+    mask = standardised(random_bits(words(), ELEMENTS), probability)
+    for one, count in ((mask.T, EXAMPLES), (mask[:ELEMENTS], ELEMENTS)):
+        scores = (one @ one.T) / math.sqrt(count)
+        scores.fill_diagonal_(0)
+        # Half a million pairs: a pair with a correlation of its own would stand out as far more than 7 sigma.
+        assert scores.abs().max() < 8
+        assert scores.std().item() == pytest.approx(1, abs=0.02)
+
+
+def test_masks_are_uncorrelated_between_layers() -> None:
+    layers = torch.stack([standardised(random_bits(words(64, draw), ELEMENTS), 0.5).flatten() for draw in range(64)])
+    scores = layers @ layers.T / math.sqrt(layers.shape[1])
+    scores.fill_diagonal_(0)
+    assert scores.abs().max() < 5.5
+
+
+def test_single_numbers_of_examples_are_balanced_and_uncorrelated_between_layers() -> None:
+    layers = torch.stack([standardised(random_bits(words(EXAMPLES, draw), 1), 0.9).flatten() for draw in range(200)])
+    scores = layers @ layers.T / math.sqrt(EXAMPLES)
+    scores.fill_diagonal_(0)
+    assert scores.abs().max() < 7
+    assert (layers.mean(1) * math.sqrt(EXAMPLES)).abs().max() < 5
+
+
+def test_uniform_numbers_fill_their_cells_evenly_and_never_reach_one() -> None:
+    bits = random_bits(words(), ELEMENTS)
+    drawn = uniform(bits, torch.float32)
+    counts = torch.histc(drawn, 256, 0, 1)
+    expected = drawn.numel() / 256
+    # Chi-squared of 255 degrees of freedom: 255 +- 22.6.
+    assert ((counts - expected) ** 2 / expected).sum().item() == pytest.approx(255, abs=5 * 22.6)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        assert uniform(torch.tensor([-1, -(2**31), 2**31 - 1], dtype=torch.int32), dtype).max() < 1
+        assert uniform(bits, dtype).min() >= 0
+
+
+def test_normal_numbers_have_the_moments_of_normal_numbers() -> None:
+    drawn = normal(random_bits(words(), ELEMENTS), torch.float64)
+    assert drawn.isfinite().all()
+    for power, moment in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
+        assert (drawn**power).mean().item() == pytest.approx(moment, abs=0.03)
+
+
+def test_a_probability_is_met_to_2_to_the_minus_32() -> None:
+    lowest, highest = torch.tensor([-(2**31)], dtype=torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32)
+    assert below(lowest, 2.0**-32).item()
+    assert not below(lowest, 0.0).item()
+    assert not below(highest, 1 - 2.0**-32).item()
+    assert below(highest, 1.0).item()
