@@ -15,7 +15,10 @@ from lockstep.world import World
 pytestmark = pytest.mark.slow
 
 # Activations of about 6 MB an image: a batch of 64 needs 400 MB, eight images 50 MB.
-LARGE = ("model.width=64", "dataset.input_size=64", "batch=64", "steps=1", "optimizer=sgd", "train.eval_batch=4")
+LARGE = (
+    *("dataset=fake", "dataset.examples=64", "dataset.channels=1", "dataset.size=64", "dataset.classes=10"),
+    *("model.width=64", "batch=64", "steps=1", "optimizer=sgd", "train.eval_batch=4"),
+)
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -50,7 +53,7 @@ def test_running_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
 
 
 def test_running_out_of_memory_in_evaluation_says_so(tmp_path: Path) -> None:
-    done = limited(tmp_path, "batch=4", "train.eval_batch=300")
+    done = limited(tmp_path, "batch=4", "dataset.examples=1200", "train.eval_batch=300")
     assert "out of memory in the evaluation behind step 1; use train.eval_batch=150" in done.err
 
 
