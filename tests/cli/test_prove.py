@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import Done
+from helpers import Done, command
 from lockstep.cli.prove import Case, Outcome, cases, compare
 
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
@@ -22,9 +21,7 @@ REFERENCE = Outcome(
 
 
 def prove(*arguments: str, cwd: Path) -> Done:
-    command = [str(Path(sys.executable).parent / "lockstep"), "prove", *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
-    return Done(done.returncode, done.stdout, done.stderr)
+    return command(str(Path(sys.executable).parent / "lockstep"), "prove", *arguments, cwd=cwd)
 
 
 def nudged(by: float) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """The first promise: the same losses and weights, to summation order, on any number of ranks.
 
 In float64, where summation order is worth 1e-15: a wrong scale, sample or statistic cannot hide there. In
-float32 a difference of 1e-7 flips a ReLU now and then and grows, so only the first steps are compared.
+float32 a difference of 1e-7 flips a ReLU now and then and grows, on each CPU in its own way, so only the first steps
+are compared, and by the largest error that sums of this length can have.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import Case, gang, losses, records, train_here, weights
+from helpers import NARROW, Case, gang, losses, records, train_here, weights
 
 pytestmark = pytest.mark.slow
 
-# 1,442 examples in batches of 60: 25 steps an epoch, the last of two examples, so that of three ranks one
-# has an empty shard. 27 steps cross into the second epoch.
+# 1,442 examples in batches of 240: seven steps an epoch, the last of two examples, so that of three ranks one
+# has an empty shard. Nine steps cross into the second epoch.
 COMMON = (
-    "batch=60",
-    "steps=27",
+    "batch=240",
+    "steps=9",
     "optimizer=sgd",
     "optimizer.lr=0.05",
     "train.label_smoothing=0.1",
     "train.clip_norm=5",
     "train.ema=0.9",
 )
-PLAIN = ("model.dropout=0", "precision=fp64")
+DIGITS = (NARROW, "model.dropout=0")
+PLAIN = (*DIGITS, "precision=fp64")
 NORMED = ("model=test_resnet", "dataset.input_size=16", "steps=4", "precision=fp64")
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks")
 
@@ -39,10 +41,10 @@ def cases(folder: Path) -> dict[str, Case]:
         for micro in (1, 4)
     }
     found |= {f"{each}-bn": (*COMMON, *NORMED, f"strategy={each}") for each in STRATEGIES}
-    found["fp32"] = (*COMMON, "model.dropout=0", "steps=10", "optimizer.lr=0.01", "strategy=ddp")
+    found["fp32"] = (*COMMON, *DIGITS, "strategy=ddp")
     found["streaming"] = (*COMMON, *PLAIN, "strategy=ddp", "loader=streaming", "loader.workers=2")
     found |= {
-        f"hook-{hook}": (*COMMON, "model.dropout=0", "steps=4", "strategy=ddp", f"strategy.comm_hook={hook}")
+        f"hook-{hook}": (*COMMON, *DIGITS, "steps=4", "strategy=ddp", f"strategy.comm_hook={hook}")
         for hook in ("none", "fp16", "bf16", "powersgd")
     }
     tuned = ("strategy.bucket_mb=0.1", "strategy.gradient_as_bucket_view=false", "strategy.static_graph=false")
@@ -64,7 +66,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]
     done[1] = {
         "plain": train_here(root / "plain", *COMMON, *PLAIN).path,
         "bn": train_here(root / "bn", *COMMON, *NORMED).path,
-        "fp32": train_here(root / "fp32", *COMMON, "model.dropout=0", "steps=10", "optimizer.lr=0.01").path,
         "micro": train_here(root / "micro", *COMMON, *PLAIN, "train.micro_batches=4").path,
     }
     return done
@@ -109,8 +110,10 @@ def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, dict[str, Path]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ten_steps_in_float32_agree_to_1e_5(runs: dict[int, dict[str, Path]], ranks: int) -> None:
-    assert largest_difference(runs[1]["fp32"], runs[ranks]["fp32"]) < 1e-5
+def test_float32_begins_as_float64_does_on_one_rank(runs: dict[int, dict[str, Path]], ranks: int) -> None:
+    # The longest sum is a gradient of the first layer: over the 64 pixels of 240 images.
+    bound = 240 * 64 * torch.finfo(torch.float32).eps
+    assert losses(runs[ranks]["fp32"])[:3] == pytest.approx(losses(runs[1]["plain"])[:3], rel=bound)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -127,8 +130,9 @@ def test_a_communication_hook_changes_the_gradients_by_rounding_only(
     runs: dict[int, dict[str, Path]], hook: str
 ) -> None:
     difference = largest_difference(runs[2]["hook-none"], runs[2][f"hook-{hook}"])
-    # PowerSGD sends plain gradients for its first ten steps.
-    assert difference == 0 if hook == "powersgd" else 0 < difference < 1e-2
+    # A step along a gradient of at most 5 lowers the loss, which stays above 1, by 0.05 * 5**2 at the most, and a
+    # rounding to bfloat16 changes that by 2**-9: in four steps by 0.01. PowerSGD sends plain gradients for ten.
+    assert difference == 0 if hook == "powersgd" else 0 < difference < 0.01
 
 
 def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, dict[str, Path]]) -> None:

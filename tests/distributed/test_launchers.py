@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import command, losses, records, weights
-from processes import ELASTIC, JOB, THREADED, TWO, processes, start, steps_done, summary, wait_for
+from processes import ELASTIC, JOB, PATIENCE, THREADED, TWO, ended, processes, start, steps_done, summary, wait_for
 
 STEPS = 40
 
@@ -19,7 +19,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that every other launcher must give too: two ranks by the elastic launcher."""
     folder = tmp_path_factory.mktemp("reference") / "run"
     process = start(folder, *ELASTIC, f"steps={STEPS}")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert "ranks  2 by DDP" in out
     return folder
@@ -38,8 +38,8 @@ def test_every_launcher_gives_the_same_run(
         if how != "torchrun"
         else start(folder, "strategy=ddp", "launcher.threads=1", f"steps={STEPS}", launch=launch)
     )
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    code, err = ended(process)
+    assert code == 0, err
     assert losses(folder) == losses(reference)
     assert all((tensor == weights(reference)[name]).all() for name, tensor in weights(folder).items())
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
@@ -75,8 +75,8 @@ def test_a_signal_saves_and_a_resume_goes_on(
     process = start(folder, *overrides, "epochs=1000", "schedule=constant")
     wait_for(lambda: steps_done(folder) >= 3)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
+    code, err = ended(process)
+    assert code == 75, err
     assert "saved" in err
     assert "Traceback" not in err
     assert summary(folder)["status"] == "stopped"
@@ -95,5 +95,5 @@ def test_six_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
         for number in range(6)
     ]
     for process in jobs:
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
+        code, err = ended(process)
+        assert code == 0, err

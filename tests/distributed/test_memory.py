@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import ROOT, built, losses, train, train_here
+from helpers import ROOT, Done, built, command, losses, train, train_here
 from lockstep import memory
 from lockstep.world import World
 
 pytestmark = pytest.mark.slow
 
 # Activations of about 6 MB an image: a batch of 64 needs 400 MB, eight images 50 MB.
-LARGE = ("model.width=64", "dataset.input_size=64", "batch=64", "steps=1", "optimizer=sgd", "train.eval_batch=4")
+LARGE = (
+    *("dataset=fake", "dataset.examples=64", "dataset.channels=1", "dataset.size=64", "dataset.classes=10"),
+    *("model.width=64", "batch=64", "steps=1", "optimizer=sgd", "train.eval_batch=4"),
+)
 LIMITED = """
 import resource, sys
 from pathlib import Path
@@ -32,44 +33,36 @@ train_here(Path(sys.argv[1]) / "run", *sys.argv[2:])
 """
 
 
-def limited(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def limited(folder: Path, *overrides: str) -> Done:
     """Train in a process that may allocate 220 MiB more than it has after a small run.
 
     It is the address space that is limited, so what is freed has to leave it: by default glibc keeps large blocks.
     And it gives each thread 64 MiB of it in advance, of which the trial knows nothing.
     """
-    return subprocess.run(
-        [sys.executable, "-c", LIMITED, str(folder), *LARGE, *overrides],
-        cwd=ROOT / "tests",
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_WAIT_POLICY": "passive"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    mallopt = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    return command(sys.executable, "-c", LIMITED, str(folder), *LARGE, *overrides, cwd=ROOT / "tests", **mallopt)
 
 
 def test_running_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     done = limited(tmp_path)
     assert (
-        "LockstepError: out of memory at step 1 with micro-batches of 64 examples; train.micro_batches="
-        in done.stderr
+        "LockstepError: out of memory at step 1 with micro-batches of 64 examples; train.micro_batches=" in done.err
     )
-    fitting = done.stderr.rpartition("train.micro_batches=auto")[0].rpartition("train.micro_batches=")[2].split()[0]
+    fitting = done.err.rpartition("train.micro_batches=auto")[0].rpartition("train.micro_batches=")[2].split()[0]
     assert int(fitting) in (4, 8, 16, 32)
 
 
 def test_running_out_of_memory_in_evaluation_says_so(tmp_path: Path) -> None:
-    done = limited(tmp_path, "batch=4", "train.eval_batch=300")
-    assert "out of memory in the evaluation behind step 1; use train.eval_batch=150" in done.stderr
+    done = limited(tmp_path, "batch=4", "dataset.examples=1200", "train.eval_batch=300")
+    assert "out of memory in the evaluation behind step 1; use train.eval_batch=150" in done.err
 
 
 def test_auto_finds_what_fits_keeps_the_batch_and_says_so(tmp_path: Path) -> None:
     done = limited(tmp_path, "train.micro_batches=auto")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     chosen = int((tmp_path / "run" / "config.yaml").read_text().partition("micro_batches: ")[2].split()[0])
     assert chosen in (4, 8, 16, 32)
-    assert f"global batch 64 in {chosen} micro-batches" in done.stdout
+    assert f"global batch 64 in {chosen} micro-batches" in done.out
 
 
 def test_auto_changes_nothing_where_all_fits(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -160,10 +160,11 @@ def test_the_options_of_an_optimizer_are_those_of_the_run_that_goes_on(run: RunD
 
 def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run: RunDir) -> None:
     trained, target = parts(), writer(run)
-    before = trained.everything()
-    target.pool.submit(time.sleep, 0.2)  # the write behind it comes after the next step
+    before, trained_on = trained.everything(), threading.Event()
+    target.pool.submit(trained_on.wait)  # the write behind it comes after the next step
     save(target, 1, trained)
     trained.train(1)
+    trained_on.set()
     target.close()
     other = parts(1)
     restore(run.checkpoints / "step-00000001", other)

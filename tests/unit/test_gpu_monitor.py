@@ -180,7 +180,7 @@ def test_closing_does_not_wait_for_the_next_sample(machine: Machine, tmp_path: P
     monitor.start()
     before = time.perf_counter()
     assert monitor.close() == {}
-    assert time.perf_counter() - before < 5
+    assert time.perf_counter() - before < 30, "half of a period"
 
 
 def test_without_nvml_the_run_goes_on_with_a_warning(
