@@ -1,6 +1,6 @@
 """The first promise: the same losses and weights, to summation order, on any number of ranks.
 
-In float64, where summation order is worth 1e-15: a wrong scale, sample or statistic cannot hide there. In
+In float64, where summation order is worth 1e-15: a wrong scale, sample, mask or statistic cannot hide there. In
 float32 a difference of 1e-7 flips a ReLU now and then and grows, on each CPU in its own way, so only the first steps
 are compared, and by the largest error that sums of this length can have.
 """
@@ -27,9 +27,16 @@ COMMON = (
     "train.clip_norm=5",
     "train.ema=0.9",
 )
-DIGITS = (NARROW, "model.dropout=0")
+DIGITS = (NARROW, "model.dropout=0.3")
 PLAIN = (*DIGITS, "precision=fp64")
-NORMED = ("model=test_resnet", "dataset.input_size=16", "steps=4", "precision=fp64")
+NORMED = (
+    "model=test_resnet",
+    "model.drop_rate=0.2",
+    "model.drop_path_rate=0.2",
+    "dataset.input_size=16",
+    "steps=4",
+    "precision=fp64",
+)
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks")
 
 

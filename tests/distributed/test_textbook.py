@@ -6,13 +6,16 @@ In float64: twenty steps of float32 make a thousandth of the last bit of the fir
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from helpers import built, losses, train_here, weights
 from lockstep import rng
+from lockstep.stochastic import KeyedModel, key_draws
 
 JOB = (
     "batch=100",
@@ -25,6 +28,16 @@ JOB = (
 )
 
 
+class Batch(NamedTuple):
+    """What the masks of dropout depend on."""
+
+    step: int
+    epoch: int
+    number: int
+    labels: Tensor
+    indices: Tensor
+
+
 def test_a_run_is_the_plain_loop_over_the_same_batches(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", *JOB)
 
@@ -33,14 +46,16 @@ def test_a_run_is_the_plain_loop_over_the_same_batches(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     model = job.model.build(10, (1, 8, 8)).double()
+    draws = key_draws(model, torch.zeros(1, 1, 8, 8, dtype=torch.float64), job.seed)
+    network = KeyedModel(model, draws)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     expected = []
     for step in range(1, 21):
         epoch, position = divmod(step - 1, 15)
         chosen = rng.permutation(job.seed, epoch, len(split))[position * 100 : (position + 1) * 100]
         images = (split.images[chosen].double() / 255 - job.dataset.mean[0]) / job.dataset.std[0]
-        torch.manual_seed(rng.dropout_seed(job.seed, step, 0))
-        loss = F.cross_entropy(model(images), split.labels[chosen])
+        keys = draws.of(Batch(step, epoch, 0, split.labels[chosen], chosen))
+        loss = F.cross_entropy(network(images, keys), split.labels[chosen])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
