@@ -26,11 +26,12 @@ from lockstep.data.reading import sample
 from lockstep.data.shards import Loader
 from lockstep.data.splits import Crop
 from lockstep.errors import NumericalError
+from lockstep.files import write_atomic
 from lockstep.identity import identity, plan_of
 from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
-from lockstep.rundir import RunDir, write_atomic
+from lockstep.rundir import RunDir
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops
@@ -281,7 +282,7 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
 
 def _loaded(job: Job, run_dir: RunDir) -> Loaded | None:
     """The run folder's own newest good checkpoint, or else that of `resume=`."""
-    found = checkpoint.load_newest(run_dir.checkpoints)
+    found = checkpoint.load_newest(run_dir)
     return checkpoint.load(Path(job.resume)) if found is None and job.resume is not None else found
 
 
@@ -307,6 +308,7 @@ def _observers(
     board: list[Sink] = []
     files: list[Sink] = []
     if world.is_main:
+        checkpoint.mark_not_saved(run_dir)
         files = [
             sinks.JsonLines(run_dir.metrics, progress.step),
             sinks.Table(run_dir.table, plan, progress.step, sinks.last_figures(run_dir.metrics)),

@@ -20,7 +20,8 @@ from typing import NoReturn
 
 from lockstep import config, experiment, log, plan, refusals, watchdog, world
 from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped
-from lockstep.rundir import RunDir, write_atomic
+from lockstep.files import write_atomic
+from lockstep.rundir import RunDir
 from lockstep.signals import LAUNCHER, StopRequest, die_with_parent, listen, stop_signals
 
 NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"

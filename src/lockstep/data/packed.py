@@ -36,7 +36,8 @@ from lockstep.data.folder import Folder
 from lockstep.data.reading import in_order, read_images
 from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels
 from lockstep.errors import InputError, StorageError
-from lockstep.rundir import MANIFEST, sync
+from lockstep.files import sync
+from lockstep.rundir import MANIFEST
 
 SPLITS = ("train", "val")
 CHUNK = 64  # images that a thread decodes at a time

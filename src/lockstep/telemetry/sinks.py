@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, TextIO
 
 from lockstep import log
 from lockstep.errors import StorageError
+from lockstep.files import write_atomic
 from lockstep.plan import Plan
-from lockstep.rundir import write_atomic
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Learning": {
