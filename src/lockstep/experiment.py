@@ -309,8 +309,10 @@ def _observers(
     files: list[Sink] = []
     if world.is_main:
         checkpoint.mark_not_saved(run_dir)
+        # A new run that goes on from the checkpoint of another one has none of its figures.
+        logged = progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0
         files = [
-            sinks.JsonLines(run_dir.metrics, progress.step),
+            sinks.JsonLines(run_dir.metrics, progress.step, logged),
             sinks.Table(run_dir.table, plan, progress.step, sinks.last_figures(run_dir.metrics)),
         ]
         if job.telemetry.tensorboard:

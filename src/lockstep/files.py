@@ -117,13 +117,13 @@ def read_text(path: Path, limit: int = LIMIT) -> str:
     return _decoded(path, read_bytes(path, limit))
 
 
-def read_json(path: Path, limit: int = LIMIT) -> Any:
+def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
     """The value in a JSON file, made of plain values of `DEPTH` levels at most.
 
     Raises:
         UnreadableFile: see `read_text`; or it is not JSON, has a key twice, or is too deep.
     """
-    return parse_json(path, read_bytes(path, limit))
+    return parse_json(path, read_bytes(path, limit, links=links))
 
 
 def parse_json(path: Path, data: bytes) -> Any:
@@ -259,6 +259,17 @@ def storing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         fail_to_write(path, error)
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Turn what a full disk raises, wherever it does, into StorageError; `folder` is named where no file is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            fail_to_write(Path(error.filename or folder), error)
+        raise
 
 
 def fail_to_write(path: Path, error: OSError) -> NoReturn:

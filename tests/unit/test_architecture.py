@@ -19,7 +19,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "files", "catalog", "signals", "threads"}),
+    frozenset({"errors", "files", "catalog", "signals", "terminal", "threads"}),
     frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log"}),
     # The groups: none of them knows another one.
     frozenset(
@@ -123,7 +123,7 @@ def test_every_exception_is_needed() -> None:
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
     known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
-    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "signals", "world"}
+    assert known <= {"launcher", "errors", "files", "log", "plan", "protocols", "rundir", "signals", "world"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
