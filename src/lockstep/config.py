@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep.errors import InputError, did_you_mean
-from lockstep.files import checked, read_yaml_text
+from lockstep.files import checked, read_yaml_text, with_checksum
 from lockstep.refusals import sentence
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
@@ -299,8 +299,8 @@ def node(component: Any) -> dict[str, Any]:
 
 
 def dump(job: Mapping[str, Any]) -> str:
-    """A plain config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(job)))
+    """A plain config as YAML, with its sha256."""
+    return with_checksum(OmegaConf.to_yaml(OmegaConf.create(dict(job))))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -316,8 +316,8 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def dump_list(items: list[str]) -> str:
-    """A list of strings as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(items))
+    """A list of strings as YAML, with its sha256."""
+    return with_checksum(OmegaConf.to_yaml(OmegaConf.create(items)))
 
 
 def load_list(path: Path) -> list[str]:

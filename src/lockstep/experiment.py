@@ -26,12 +26,12 @@ from lockstep.data.reading import sample
 from lockstep.data.shards import Loader
 from lockstep.data.splits import Crop
 from lockstep.errors import NumericalError
-from lockstep.files import write_atomic
 from lockstep.identity import identity, plan_of
 from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
 from lockstep.rundir import RunDir
+from lockstep.storage import write_atomic
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops

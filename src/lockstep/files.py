@@ -1,26 +1,27 @@
-"""Files that someone else may have written, or a fault may have changed: read without trust, written to last.
+"""Files that someone else may have written, or that a fault may have changed: read without trust.
 
 What is read is a plain file of a bounded size, and what is parsed is made of numbers, words, lists and keys, a few
-levels deep: a pipe is not waited for, a device has no end, and a few lines of YAML can stand for gigabytes. What is
-written is on the disk, whole and under its name, or not there at all. Knows no torch.
+levels deep: a pipe is not waited for, a device has no end, and a few lines of YAML can stand for gigabytes. Knows no
+torch.
 """
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import math
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from lockstep.errors import InputError, StorageError
+from lockstep.errors import InputError
 
 KB, MB = 2**10, 2**20
 LIMIT = 256 * KB  # of a text; a config has about 3 kB
@@ -29,10 +30,10 @@ DEPTH = 32  # of lists and keys in each other; a config has 3
 EVENTS = 20_000  # of a YAML file: each key and each value is one
 WHOLE = 2**63  # integers beyond it are none of ours, and Python may refuse to print them
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
 # The parser in C, where PyYAML has it, is ten times as fast; it only finds out what a file is made of.
 _PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_CHECKSUM = re.compile("# sha256 of what follows: ([0-9a-f]{64})")
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -143,9 +144,16 @@ def read_yaml_text(path: Path) -> str:
     """The text of a YAML file that is safe to be parsed: without aliases, neither long nor deep.
 
     Raises:
-        UnreadableFile: see `read_text`; or it is not YAML, or not such YAML.
+        UnreadableFile: see `read_text`; or it is not YAML, not such YAML, or not as `with_checksum` made it.
     """
     text = read_text(path)
+    head, _, rest = text.partition("\n")
+    if (found := _CHECKSUM.fullmatch(head)) and found[1] != _sha256(rest):
+        raise UnreadableFile(
+            path,
+            "does not match the sha256 in its first line: a fault or a hand has changed it; put it back as it was, "
+            "or remove that line if the change is meant",
+        )
     depth = 0
     try:
         for number, event in enumerate(yaml.parse(text, Loader=_PARSER)):
@@ -157,6 +165,15 @@ def read_yaml_text(path: Path) -> str:
     except (yaml.YAMLError, ValueError) as error:
         raise UnreadableFile(path, f"is not YAML ({' '.join(str(error).split())})") from error
     return text
+
+
+def with_checksum(text: str) -> str:
+    """A YAML text with its own sha256 in the first line, by which `read_yaml_text` knows that it is as it was."""
+    return f"# sha256 of what follows: {_sha256(text)}\n{text}"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def read_lines(path: Path) -> Iterator[str | None]:
@@ -212,70 +229,6 @@ def checked(value: Any) -> Any:
 def is_number(value: object) -> bool:
     """Whether a parsed value is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` in one step: whoever reads it, also after a power cut, sees the old or the new.
-
-    Raises:
-        StorageError: it cannot be written; the old one is there as it was.
-    """
-    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    write_atomic_parts(path, [data])
-
-
-def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """The same for content that comes in parts and need not be in memory as a whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        fail_to_write(path, error)
-
-
-def sync(path: Path) -> None:
-    """Have the disk really hold `path` (a file, or a folder's list of names)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # what some network file systems say of a folder
-            raise
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def storing(path: Path) -> Iterator[None]:
-    """Turn a failed write of `path` into StorageError."""
-    try:
-        yield
-    except OSError as error:
-        fail_to_write(path, error)
-
-
-@contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
-    """Turn what a full disk raises, wherever it does, into StorageError; `folder` is named where no file is."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in FULL:
-            fail_to_write(Path(error.filename or folder), error)
-        raise
-
-
-def fail_to_write(path: Path, error: OSError) -> NoReturn:
-    """Raise StorageError for a write of `path` that failed with `error`."""
-    remedy = "; make room there, and the same command goes on" if error.errno in FULL else ""
-    raise StorageError(f"{path} cannot be written ({error.strerror}){remedy}") from error
 
 
 def _decoded(path: Path, data: bytes) -> str:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from lockstep import files
+from lockstep import files, storage
 from lockstep.errors import InputError
 from lockstep.files import UnreadableFile
 
@@ -45,8 +45,8 @@ class Lock:
                 "with hydra.run.dir=FOLDER"
             ) from None
         except OSError as error:
-            if error.errno in files.FULL:
-                files.fail_to_write(path, error)
+            if error.errno in storage.FULL:
+                storage.fail_to_write(path, error)
             raise InputError(
                 f"output_root: {path} cannot be locked ({error.strerror}); choose another folder with "
                 "output_root=FOLDER"

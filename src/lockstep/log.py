@@ -12,8 +12,8 @@ from typing import IO, cast
 
 from rich.console import Console
 
-from lockstep.files import storing
 from lockstep.rundir import RunDir
+from lockstep.storage import storing
 from lockstep.terminal import Shown
 
 logger = logging.getLogger("lockstep")

@@ -26,8 +26,8 @@ from omegaconf.errors import (
 )
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean
-from lockstep.files import FULL
 from lockstep.signals import StopRequest, listen
+from lockstep.storage import FULL
 from lockstep.terminal import drop
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep import files
+from lockstep import files, storage
 from lockstep.errors import InputError, LockstepError, Stopped, StorageError
-from lockstep.files import UnreadableFile, write_atomic
+from lockstep.files import UnreadableFile
+from lockstep.storage import write_atomic
 
 NAME_LIMIT = 100
 LATEST = "latest"
@@ -86,14 +87,14 @@ class RunDir:
             for folder in (run.hydra, run.logs, run.checkpoints):
                 folder.mkdir(exist_ok=True)
             for folder in (path, path.parent):
-                files.sync(folder)
+                storage.sync(folder)
         except FileExistsError as error:
             if new and path.is_dir():  # another job made it just now
                 raise
             raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
         except OSError as error:
-            if error.errno in files.FULL:
-                files.fail_to_write(path, error)
+            if error.errno in storage.FULL:
+                storage.fail_to_write(path, error)
             raise InputError(
                 f"output_root: {path} cannot be written ({error.strerror}); "
                 "choose a folder that can be, with output_root=FOLDER"
@@ -285,7 +286,7 @@ class RunDir:
 
     def mark_latest(self, root: Path) -> None:
         """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""
-        with files.storing(root):
+        with storage.storing(root):
             root.mkdir(parents=True, exist_ok=True)  # a folder that was named need not be in it
         if not (root / LATEST).is_dir():  # a run of that name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")

@@ -20,9 +20,9 @@ from typing import NoReturn
 
 from lockstep import config, experiment, log, plan, refusals, watchdog, world
 from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped, StorageError
-from lockstep.files import full_disk, write_atomic
 from lockstep.rundir import RunDir
 from lockstep.signals import LAUNCHER, StopRequest, die_with_parent, listen, stop_signals
+from lockstep.storage import full_disk, write_atomic
 
 NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
 

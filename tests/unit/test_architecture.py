@@ -19,7 +19,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "files", "catalog", "signals", "terminal", "threads"}),
+    frozenset({"errors", "files", "storage", "catalog", "signals", "terminal", "threads"}),
     frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log"}),
     # The groups: none of them knows another one.
     frozenset(
@@ -34,7 +34,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 # Steps within a layer, each with its reason.
 WITHIN: dict[tuple[str, str], str] = {
-    ("files", "errors"): "a file that cannot be read is the user's, one that cannot be written the disk's",
+    ("files", "errors"): "a file that cannot be read is the user's to mend",
+    ("storage", "errors"): "and one that cannot be written the disk's",
     ("config", "refusals"): "an error of the config is put into words there",
     ("protocols", "plan"): "a strategy and a schedule are given the plan",
     ("protocols", "rundir"): "a launcher is given the run folder",

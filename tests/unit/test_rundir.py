@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.files import write_atomic
 from lockstep.rundir import NAME_LIMIT, RunDir, latest, slug
+from lockstep.storage import write_atomic
 
 
 @pytest.mark.parametrize(

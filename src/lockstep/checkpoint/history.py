@@ -17,8 +17,8 @@ from lockstep import config, log
 from lockstep.checkpoint.reading import Loaded, read, whole_weights
 from lockstep.checkpoint.validation import damage
 from lockstep.errors import InputError
-from lockstep.files import write_atomic
 from lockstep.rundir import RunDir
+from lockstep.storage import write_atomic
 
 Say = Callable[[str], None]
 

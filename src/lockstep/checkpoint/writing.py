@@ -32,8 +32,9 @@ from lockstep.checkpoint.validation import (
     sha256,
 )
 from lockstep.errors import InputError, StorageError
-from lockstep.files import UnreadableFile, sync, write_atomic
+from lockstep.files import UnreadableFile
 from lockstep.rundir import MANIFEST, RunDir
+from lockstep.storage import sync, write_atomic
 
 RETRY_S = 30.0  # after a save that failed
 

@@ -36,8 +36,9 @@ from lockstep.data.folder import Folder
 from lockstep.data.reading import in_order, read_images
 from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels
 from lockstep.errors import InputError, StorageError
-from lockstep.files import MB, UnreadableFile, opened, read_json, sync
+from lockstep.files import MB, UnreadableFile, opened, read_json
 from lockstep.rundir import MANIFEST
+from lockstep.storage import sync
 
 SPLITS = ("train", "val")
 CHUNK = 64  # images that a thread decodes at a time

@@ -8,7 +8,8 @@ from io import BytesIO
 from pathlib import Path
 
 from lockstep import log
-from lockstep.files import MB, opened, sync, write_atomic
+from lockstep.files import MB, opened
+from lockstep.storage import sync, write_atomic
 
 RECORD_LIMIT = 64 * MB  # one of ours has a few hundred bytes
 

@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, TextIO
 
 from lockstep import log
 from lockstep.errors import StorageError
-from lockstep.files import UnreadableFile, is_number, parsed_json, read_lines, storing, write_atomic_parts
+from lockstep.files import UnreadableFile, is_number, parsed_json, read_lines
 from lockstep.plan import Plan
+from lockstep.storage import storing, write_atomic_parts
 from lockstep.telemetry.events import trimmed
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
