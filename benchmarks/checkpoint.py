@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
-from lockstep.rundir import RunDir, sync
+from lockstep.rundir import RunDir
+from lockstep.storage import sync
 from measure import Figures, Rows, in_turns, parser, scaled, show, timed, write
 
 ROOT = Path(__file__).parent.parent
@@ -116,7 +117,6 @@ def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rep
 def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> Figures:
     """Milliseconds from files to a model and an optimizer."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    (path,) = checkpoint.candidates(folder / "run" / "checkpoints")
 
     def plain(mmap: bool) -> None:
         found = torch.load(folder / "torch.save, fsync", mmap=mmap)
@@ -127,7 +127,7 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
         load_file(folder / "safetensors, fsync")
 
     def ours() -> None:
-        loaded = checkpoint.load_newest(path.parent)
+        loaded = checkpoint.load_newest(RunDir(folder / "run"))
         assert loaded is not None
         checkpoint.restore(loaded, model=model, ema=None, optimizer=optimizer, scaler=scaler)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.config import Invocation
 from lockstep.errors import InputError
+from lockstep.files import kind
 from lockstep.lock import Lock
 from lockstep.rundir import MANIFEST, RunDir, latest
 
@@ -49,10 +50,28 @@ def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | Non
             f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
             "hydra.run.dir=FOLDER"
         )
-    # A run folder can come from someone else, and what is written to a link is written to where it leads.
-    if link := next((each for each in folder.rglob("*") if each.is_symlink()), None):
-        raise InputError(f"{link} is a symbolic link, which a run folder must not have; put what it leads to there")
+    _check_kinds(run_dir)
     return folder
+
+
+def _check_kinds(run_dir: RunDir) -> None:
+    """A run folder is made of plain files and folders, each in its place.
+
+    It can come from someone else: what is written to a link is written to where it leads, and a pipe is waited for.
+    """
+    folders, texts = run_dir.own_folders(), run_dir.own_files()
+    for path in sorted(run_dir.path.rglob("*")):
+        found = kind(path.lstat().st_mode)
+        if found == "a symbolic link":
+            raise InputError(
+                f"{path} is a symbolic link, which a run folder must not have; put what it leads to there"
+            )
+        if found not in ("", "a folder"):
+            raise InputError(f"{path} is {found}, which a run folder must not have; remove it")
+        if found == "" and path in folders:
+            raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
+        if found and path in texts:
+            raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
 
 
 def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:

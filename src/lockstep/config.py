@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep.errors import InputError, did_you_mean
+from lockstep.files import checked, read_yaml_text, with_checksum
 from lockstep.refusals import sentence
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
@@ -298,8 +299,8 @@ def node(component: Any) -> dict[str, Any]:
 
 
 def dump(job: Mapping[str, Any]) -> str:
-    """A plain config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(job)))
+    """A plain config as YAML, with its sha256."""
+    return with_checksum(OmegaConf.to_yaml(OmegaConf.create(dict(job))))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -309,28 +310,33 @@ def load(path: Path) -> dict[str, Any]:
         InputError: the file is missing or is not a config.
     """
     loaded = _read(path)
-    if not isinstance(loaded, dict) or "${" in str(loaded):
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded) or "${" in str(loaded):
         raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")
-    return {str(key): value for key, value in loaded.items()}
+    return loaded
 
 
 def dump_list(items: list[str]) -> str:
-    """A list of strings as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(items))
+    """A list of strings as YAML, with its sha256."""
+    return with_checksum(OmegaConf.to_yaml(OmegaConf.create(items)))
 
 
 def load_list(path: Path) -> list[str]:
-    """The overrides that a run folder keeps in `.hydra/overrides.yaml`."""
+    """The overrides that a run folder keeps in `.hydra/overrides.yaml`.
+
+    Raises:
+        InputError: the file is missing or is not a list of texts.
+    """
     loaded = _read(path)
-    if not isinstance(loaded, list):
+    if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):
         raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")
-    return [str(item) for item in loaded]
+    return loaded
 
 
 def _read(path: Path) -> Any:
+    text = read_yaml_text(path)
     try:
-        return copy.deepcopy(_parsed(path.read_text()))
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        return checked(copy.deepcopy(_parsed(text)))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise InputError(f"{path} cannot be read as a config: {' '.join(str(error).split())}") from error
 
 

@@ -30,8 +30,9 @@ from lockstep.identity import identity, plan_of
 from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
-from lockstep.rundir import RunDir, write_atomic
+from lockstep.rundir import RunDir
 from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
+from lockstep.storage import write_atomic
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops
@@ -290,7 +291,7 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
 
 def _loaded(job: Job, run_dir: RunDir) -> Loaded | None:
     """The run folder's own newest good checkpoint, or else that of `resume=`."""
-    found = checkpoint.load_newest(run_dir.checkpoints)
+    found = checkpoint.load_newest(run_dir)
     return checkpoint.load(Path(job.resume)) if found is None and job.resume is not None else found
 
 
@@ -316,8 +317,11 @@ def _observers(
     board: list[Sink] = []
     files: list[Sink] = []
     if world.is_main:
+        checkpoint.mark_not_saved(run_dir)
+        # A new run that goes on from the checkpoint of another one has none of its figures.
+        logged = progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0
         files = [
-            sinks.JsonLines(run_dir.metrics, progress.step),
+            sinks.JsonLines(run_dir.metrics, progress.step, logged),
             sinks.Table(run_dir.table, plan, progress.step, sinks.last_figures(run_dir.metrics)),
         ]
         if job.telemetry.tensorboard:

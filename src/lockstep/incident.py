@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from lockstep import checkpoint, log
 from lockstep.errors import NumericalError
-from lockstep.rundir import RunDir, write_atomic
+from lockstep.rundir import RunDir
+from lockstep.storage import write_atomic
 from lockstep.trainer import Trainer
 
 

@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from lockstep import files, storage
 from lockstep.errors import InputError
+from lockstep.files import UnreadableFile
 
 
 class Lock:
@@ -29,6 +31,7 @@ class Lock:
 
         Raises:
             InputError: another job holds it, or it cannot be written.
+            StorageError: there is no room for it.
         """
         if self.file is not None:
             assert path == self.path
@@ -42,6 +45,8 @@ class Lock:
                 "with hydra.run.dir=FOLDER"
             ) from None
         except OSError as error:
+            if error.errno in storage.FULL:
+                storage.fail_to_write(path, error)
             raise InputError(
                 f"output_root: {path} cannot be locked ({error.strerror}); choose another folder with "
                 "output_root=FOLDER"
@@ -97,7 +102,7 @@ def _is(file: int, path: Path) -> bool:
 def _holder(path: Path) -> str:
     """Who holds a lock, as its file says."""
     try:
-        facts = json.loads(path.read_text())
+        facts = files.read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (UnreadableFile, LookupError, TypeError):
         return "which has just started or ended"

@@ -6,15 +6,40 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console
 
 from lockstep.rundir import RunDir
+from lockstep.storage import storing
+from lockstep.terminal import Shown
 
 logger = logging.getLogger("lockstep")
-console = Console(highlight=False)
+console = Console(highlight=False, file=cast(IO[str], Shown()))
 CHATTY = "torch.distributed.elastic"
+
+
+class LogFile(logging.FileHandler):
+    """A log file of a run. What cannot be written to it ends nothing, and is said once on the terminal."""
+
+    def __init__(self, path: Path) -> None:
+        with storing(path):
+            super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            _show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written is tried once more
+            super().close()
 
 
 @contextmanager
@@ -26,12 +51,15 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
         rank: this process's rank; main also writes `train.log`.
         separate: whether the rank is a process of its own next to others. Then everything it prints, of
             libraries too, goes to its own file unless it is main, so that the terminal has one voice.
+
+    Raises:
+        StorageError: there is no room for a file.
     """
-    handlers: list[logging.Handler] = [logging.FileHandler(run_dir.rank_log(rank))]
+    handlers: list[LogFile] = [LogFile(run_dir.rank_log(rank))]
     if rank == 0:
-        handlers.append(logging.FileHandler(run_dir.log))
+        handlers.append(LogFile(run_dir.log))
     elif separate:
-        with run_dir.rank_log(rank).open("a") as file:
+        with storing(run_dir.rank_log(rank)), run_dir.rank_log(rank).open("a") as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     for handler in handlers:
@@ -58,8 +86,12 @@ def say(message: str = "") -> None:
 
 def warn(message: str) -> None:
     """Warn the user in one line, on the terminal and in the log."""
-    console.print(f"warning: {message}", soft_wrap=True, style="yellow", markup=False)
+    _show_warning(message)
     logger.warning(message)
+
+
+def _show_warning(message: str) -> None:
+    console.print(f"warning: {message}", soft_wrap=True, style="yellow", markup=False)
 
 
 @contextmanager

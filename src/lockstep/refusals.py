@@ -25,8 +25,10 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, did_you_mean
+from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean
 from lockstep.signals import StopRequest, listen
+from lockstep.storage import FULL
+from lockstep.terminal import drop
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
 
@@ -92,15 +94,21 @@ def _end(error: Exception, shown: LockstepError | None, full: bool) -> NoReturn:
 
 def say(error: LockstepError) -> None:
     """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
-    if isinstance(error, RankFailed) and error.details:
-        sys.stderr.write(error.details.rstrip() + "\n")
-    sys.stderr.write("".join(f"lockstep: {line}\n" for line in str(error).splitlines()))
+    try:
+        if isinstance(error, RankFailed) and error.details:
+            sys.stderr.write(error.details.rstrip() + "\n")
+        sys.stderr.write("".join(f"lockstep: {line}\n" for line in str(error).splitlines()))
+        sys.stderr.flush()
+    except OSError:  # the exit code is left to say it
+        drop(sys.stderr)
 
 
 def translate(error: Exception) -> LockstepError | None:
     """A user's mistake as one of our exceptions; None for what is not one."""
     if isinstance(error, LockstepError):
         return error
+    if isinstance(error, OSError) and error.errno in FULL:
+        return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
         return InputError(
             f"{error.override!r} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "

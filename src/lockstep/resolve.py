@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from lockstep import checkpoint, config
+from lockstep import checkpoint, config, log
 from lockstep.claim import claim, continued
 from lockstep.config import Invocation, Job
 from lockstep.data.folder import crops_files
 from lockstep.data.loader import Resident, cores
 from lockstep.errors import InputError
 from lockstep.evaluate import VIEWS
+from lockstep.files import UnreadableFile
 from lockstep.identity import identity, plan_of
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
@@ -327,16 +328,26 @@ def _check_run(job: Job, folder: Path | None) -> None:
     plan = plan_of(job, examples)
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # its durations are read here for the first time
-    found = checkpoint.newest_readable(RunDir(folder).checkpoints) if folder is not None else None
+    # What is damaged is said by the ranks, which look at it again: then there is a log to keep it in.
+    found = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
     if found is None and job.resume is not None:
         found = Path(job.resume)
     if found is not None:
         checkpoint.check_identity(identity(job, examples), found)
         step = checkpoint.read_facts(found)["progress"]["step"]
-        ended = folder is None or RunDir(folder).read_summary().get("status") == "completed"
+        ended = folder is None or _ended(RunDir(folder))
         if step > plan.total_steps or (step == plan.total_steps and ended):
             longer = f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
             raise InputError(
                 f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
                 f"train longer with {longer}"
             )
+
+
+def _ended(run_dir: RunDir) -> bool:
+    """Whether a run came to its end, and not only to its last step; of a damaged summary a new one is made."""
+    try:
+        return run_dir.read_summary().get("status") == "completed"
+    except UnreadableFile as error:
+        log.warn(f"{error}; it is written anew")
+        return False

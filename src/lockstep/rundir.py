@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -10,11 +9,15 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError, LockstepError, Stopped
+from lockstep import files, storage
+from lockstep.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.files import UnreadableFile
+from lockstep.storage import write_atomic
 
 NAME_LIMIT = 100
 LATEST = "latest"
@@ -33,47 +36,32 @@ def slug(text: str) -> str:
     return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
 
 
-def _text(path: Path) -> str | None:
-    """What a file says; None where there is none."""
-    return path.read_text() if path.exists() else None
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step: a reader sees the old file or the new one, never a half."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def _content(path: Path) -> bytes | None:
+    """What is in a file; None where there is none."""
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        return files.read_bytes(path, 64 * files.MB)
+    except UnreadableFile as error:
+        if error.missing:
+            return None
         raise
-
-
-def sync(path: Path) -> None:
-    """Have the disk really hold `path` (a file, or a folder's list of names)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one job. Each file has one writer: main, or the rank that a name carries.
 
-    `before` is the text of the files that `begin` replaced; None for those that it made.
+    `before` is the content of the files that `begin` replaced; None for those that it made.
     """
 
     path: Path
-    before: Mapping[Path, str | None] = field(default_factory=dict, repr=False, compare=False)
+    before: Mapping[Path, bytes | None] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
         """A new folder under `root`; two jobs never get the same one, however close they start.
 
         Raises:
-            InputError: the folder cannot be written.
+            InputError, StorageError: the folder cannot be written.
         """
         while True:
             stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -89,6 +77,7 @@ class RunDir:
 
         Raises:
             InputError: the folder cannot be written.
+            StorageError: there is no room for it.
             FileExistsError: `new` is set and the folder exists.
         """
         run = cls(path)
@@ -97,11 +86,15 @@ class RunDir:
             path.mkdir(exist_ok=not new)
             for folder in (run.hydra, run.logs, run.checkpoints):
                 folder.mkdir(exist_ok=True)
+            for folder in (path, path.parent):
+                storage.sync(folder)
         except FileExistsError as error:
             if new and path.is_dir():  # another job made it just now
                 raise
             raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
         except OSError as error:
+            if error.errno in storage.FULL:
+                storage.fail_to_write(path, error)
             raise InputError(
                 f"output_root: {path} cannot be written ({error.strerror}); "
                 "choose a folder that can be, with output_root=FOLDER"
@@ -123,6 +116,18 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def last(self) -> Path:
+        return self.checkpoints / "last"
+
+    @property
+    def none_yet(self) -> Path:
+        return self.checkpoints / "none-yet"
+
+    @property
+    def best(self) -> Path:
+        return self.checkpoints / "best"
 
     @property
     def config(self) -> Path:
@@ -177,52 +182,101 @@ class RunDir:
     def rank_error(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.error.json"
 
+    def own_folders(self) -> set[Path]:
+        """What can only be a folder here."""
+        return {self.hydra, self.logs, self.checkpoints, self.incident, *self.checkpoints.glob("step-*")}
+
+    def own_files(self) -> set[Path]:
+        """What can only be a file here; of those with a rank or the time in their names, the ones that are there."""
+        single = {self.config, self.command, self.environment, self.metrics, self.table, self.gpu, self.weights}
+        hydra = {self.overrides, self.hydra / "config.yaml", self.hydra / "hydra.yaml"}
+        pointers = {self.lock, self.log, self.summary, self.last, self.best, self.none_yet}
+        return {*single, *hydra, *pointers, *self.logs.glob("rank*.*"), *self.path.glob("events.out.tfevents.*")}
+
     def read_summary(self) -> dict[str, Any]:
-        """What `summary.json` says, or an empty dictionary before it is written."""
-        if not self.summary.exists():
-            return {}
-        loaded = json.loads(self.summary.read_text())
-        assert isinstance(loaded, dict)
+        """What `summary.json` says, or an empty dictionary before it is written.
+
+        Raises:
+            UnreadableFile: it is damaged.
+        """
+        try:
+            loaded = files.read_json(self.summary)
+        except UnreadableFile as error:
+            if error.missing:
+                return {}
+            raise
+        if not isinstance(loaded, dict):
+            raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
 
     def write_summary(self, **facts: Any) -> None:
-        """Replace `summary.json` by its present facts, changed and added to by `facts`."""
-        merged = {**self.read_summary(), **facts}
-        write_atomic(self.summary, json.dumps(merged, indent=2, allow_nan=False) + "\n")
+        """Replace `summary.json` by its present facts, changed and added to by `facts`; a damaged one has none.
 
-    def begin(self, files: Mapping[Path, str]) -> RunDir:
-        """Write the files that describe a job, so that `close` can take them back."""
-        before = {path: _text(path) for path in (*files, self.summary)}
-        for path, text in files.items():
-            write_atomic(path, text)
-        return replace(self, before=before)
+        Raises:
+            StorageError: it cannot be written.
+        """
+        present: dict[str, Any] = {}
+        with suppress(UnreadableFile):
+            present = self.read_summary()
+        write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
 
-    def close(self, error: BaseException) -> None:
-        """Say in the summary how the job ended; leave nothing of one that was refused before it began."""
-        if isinstance(error, InputError) and not self.began:
+    def begin(self, texts: Mapping[Path, str]) -> RunDir:
+        """Write the files that describe a job, so that `close` can take them back.
+
+        Raises:
+            StorageError: one cannot be written; all are as they were.
+        """
+        begun = replace(self, before={path: _content(path) for path in (*texts, self.summary)})
+        try:
+            for path, text in texts.items():
+                write_atomic(path, text)
+        except StorageError:
+            begun.take_back()
+            raise
+        return begun
+
+    def take_back(self) -> None:
+        """Undo `begin`, for a job that was refused: of one that is new nothing is left, another one is as it was.
+
+        Raises:
+            StorageError: a file cannot be written back.
+        """
+        if not self.began and not any(self.before.values()):
             self._remove()
             return
-        if isinstance(error, InputError) and self.before and _text(self.summary) == self.before[self.summary]:
-            for path, text in self.before.items():
-                if text is not None:
-                    write_atomic(path, text)
-            return
-        known = isinstance(error, LockstepError)
-        self.write_summary(
-            status="stopped" if isinstance(error, Stopped) else "failed",
-            exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
-            error=str(error) if known else f"{type(error).__name__}: {error}",
-        )
+        for path, content in self.before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif content != _content(path):
+                write_atomic(path, content)
+
+    def close(self, error: BaseException) -> None:
+        """Say in the summary how the job ended; leave nothing of one that was refused before it began.
+
+        Where the summary cannot be written the error alone has to say it.
+        """
+        with suppress(OSError, StorageError, UnreadableFile):
+            unchanged = not self.began or (bool(self.before) and _content(self.summary) == self.before[self.summary])
+            if isinstance(error, InputError) and unchanged:
+                self.take_back()
+                return
+            known = isinstance(error, LockstepError)
+            self.write_summary(
+                status="stopped" if isinstance(error, Stopped) else "failed",
+                exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
+                error=str(error) if known else f"{type(error).__name__}: {error}",
+            )
 
     def _remove(self) -> None:
         """Remove what a job writes before it begins, and the folder if that was all: it may be the user's own."""
         written = [self.lock, self.config, self.command, self.environment, self.summary, self.log]
         written += [self.overrides, self.hydra / "config.yaml", self.hydra / "hydra.yaml"]
         written += [*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")]
+        written.append(self.none_yet)
         for file in written:
             file.unlink(missing_ok=True)
         for folder in (self.hydra, self.logs, self.checkpoints, self.path):
-            with contextlib.suppress(OSError):  # not empty
+            with suppress(OSError):  # not empty
                 folder.rmdir()
 
     @property
@@ -232,8 +286,9 @@ class RunDir:
 
     def mark_latest(self, root: Path) -> None:
         """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""
-        root.mkdir(parents=True, exist_ok=True)  # a folder that was named need not be in it
-        with contextlib.suppress(IsADirectoryError):  # a run of that name: hydra.run.dir=outputs/latest
+        with storage.storing(root):
+            root.mkdir(parents=True, exist_ok=True)  # a folder that was named need not be in it
+        if not (root / LATEST).is_dir():  # a run of that name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
 
 
@@ -243,9 +298,14 @@ def latest(root: Path) -> RunDir | None:
     Raises:
         InputError: it is not below `root`.
     """
-    if not (root / LATEST).is_file():
+    if (root / LATEST).is_dir():  # a run of that name
         return None
-    named = (root / (root / LATEST).read_text(errors="replace").strip().replace("\0", "")).resolve()
+    try:
+        named = (root / files.read_text(root / LATEST).strip().replace("\0", "")).resolve()
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise InputError(f"resume=latest: {error}; name the run with resume=PATH") from error
     if root.resolve() not in named.parents:
         raise InputError(
             f"resume=latest: {root / LATEST} names {named}, expected a folder below {root}; name it with resume=PATH"

@@ -13,15 +13,16 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from lockstep import config, experiment, log, plan, refusals, watchdog, world
-from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped
-from lockstep.rundir import RunDir, write_atomic
+from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped, StorageError
+from lockstep.rundir import RunDir
 from lockstep.signals import LAUNCHER, StopRequest, die_with_parent, listen, stop_signals
+from lockstep.storage import full_disk, write_atomic
 
 NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
 
@@ -41,6 +42,7 @@ def main(path: Path) -> None:
         log.rank_logging(run_dir, word.rank, separate=launched is not None),
         watchdog.stacks(run_dir.rank_log(word.rank)) as file,
         word.of_an_error(),
+        full_disk(run_dir.path),
         stop_signals(stop),
         world.join(
             device=resolved["device"],
@@ -111,7 +113,8 @@ class Word:
             "places": places or {},
             "traceback": "".join(traceback.format_exception(error)),
         }
-        write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
+        with suppress(StorageError):  # on a full disk the exit code has to say it
+            write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
         log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
 
 

@@ -5,8 +5,6 @@ Where the command adds nothing, its route from overrides to the run folder is ta
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import signal
@@ -22,7 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from helpers import ROOT, records, train, train_here
-from lockstep import config, experiment, refusals, resolve
+from lockstep import checkpoint, config, experiment, refusals, resolve
 from lockstep.claim import claiming
 from lockstep.config import Invocation
 from lockstep.errors import InputError
@@ -242,9 +240,7 @@ class Hostile:
 def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(run: Path, tmp_path: Path) -> None:
     sent = run / "checkpoints" / "step-00000003"
     torch.save({"optimizer": Hostile(tmp_path / "executed")}, sent / "state.pt")
-    manifest = json.loads((sent / "manifest.json").read_text())
-    manifest["sha256"]["state.pt"] = hashlib.sha256((sent / "state.pt").read_bytes()).hexdigest()
-    (sent / "manifest.json").write_text(json.dumps(manifest))
+    (sent / "manifest.json").write_text(checkpoint.manifest_text(sent))
     with pytest.raises(InputError, match=rf"checkpoint {sent} is damaged \(Weights only load failed"):
         train_here(tmp_path / "new", f"resume={sent}", "steps=6")
     assert not (tmp_path / "executed").exists()

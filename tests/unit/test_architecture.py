@@ -19,7 +19,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "catalog", "signals", "threads"}),
+    frozenset({"errors", "files", "storage", "catalog", "signals", "terminal", "threads"}),
     frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log", "rng"}),
     # The groups: none of them knows another one.
     frozenset(
@@ -34,6 +34,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 # Steps within a layer, each with its reason.
 WITHIN: dict[tuple[str, str], str] = {
+    ("files", "errors"): "a file that cannot be read is the user's to mend",
+    ("storage", "errors"): "and one that cannot be written the disk's",
     ("config", "refusals"): "an error of the config is put into words there",
     ("protocols", "plan"): "a strategy and a schedule are given the plan",
     ("protocols", "rundir"): "a launcher is given the run folder",
@@ -122,7 +124,7 @@ def test_every_exception_is_needed() -> None:
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
     known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
-    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "signals", "world"}
+    assert known <= {"launcher", "errors", "files", "log", "plan", "protocols", "rundir", "signals", "world"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:

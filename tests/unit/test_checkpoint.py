@@ -272,23 +272,96 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     assert checkpoint.newest_good(run.checkpoints) is None
 
 
-def test_a_resume_is_checked_by_facts_alone_and_loads_what_passes_its_hashes(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = saved(run, 9, 10, 11)
     flip(second / "state.pt", 100)
     (third / "facts.json").write_text("{")
-    assert checkpoint.newest_readable(run.checkpoints) == second
-    (second / "manifest.json").unlink()
-    assert checkpoint.newest_readable(run.checkpoints) == first
-    assert capsys.readouterr().out == "", "what is passed over is said where it is loaded"
-    loaded = checkpoint.load_newest(run.checkpoints)
+    loaded = checkpoint.load_newest(run)
     assert loaded is not None
     assert loaded.path == first
-    assert capsys.readouterr().out.count("is damaged") == 2
-    shutil.rmtree(first)
-    assert checkpoint.load_newest(run.checkpoints) is None
-    assert checkpoint.newest_readable(run.checkpoints) is None
+    assert capsys.readouterr().out.count("; trying the one before it") == 2
+
+
+def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
+    assert checkpoint.newest_of_run(run) is None
+    checkpoint.mark_not_saved(run)
+    run.metrics.write_text('{"step": 1}\n')
+    (run.path / "events.out.tfevents.1").write_bytes(b"")
+    (run.checkpoints / ".step-00000001.tmp").mkdir()  # of a save that was killed
+    assert checkpoint.newest_of_run(run) is None
+
+
+LOSSES = ("checkpoints", "pointers", "all but the log", "all but the weights", "all but TensorBoard's file")
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any(run: RunDir, lost: str) -> None:
+    checkpoint.mark_not_saved(run)
+    run.metrics.write_text('{"step": 1}\n')
+    event = run.path / "events.out.tfevents.1"
+    event.write_bytes(b"")
+    saved(run, 1)
+    for each in run.checkpoints.iterdir():
+        if lost != "pointers" or each.is_file():
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    for path, name in ((run.metrics, "the log"), (run.weights, "the weights"), (event, "TensorBoard's file")):
+        if lost.startswith("all") and not lost.endswith(name):
+            path.unlink()
+    if lost == "pointers":
+        assert checkpoint.newest_of_run(run) == run.checkpoints / "step-00000001"
+        flip(run.checkpoints / "step-00000001" / "state.pt", 1)
+    with pytest.raises(InputError, match=r"resume: no checkpoint in .* is whole .* nothing was changed"):
+        checkpoint.newest_of_run(run)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: RunDir) -> None:
+    first, second = saved(run, 9, 10)
+    flip(first / "facts.json", 100)
+    flip(second / "state.pt", 100)
+    run.overrides.write_text("- steps=20\n- name='a b'\n")
+    with pytest.raises(InputError) as caught:
+        checkpoint.load_newest(run)
+    said = str(caught.value)
+    assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in said
+    assert f"init_from={second} takes the weights that are whole" in said
+    assert """`python train.py steps=20 'name='"'"'a b'"'"''`""" in said
+
+
+def test_nothing_saved_is_not_said_once_something_is(run: RunDir) -> None:
+    saved(run, 1)
+    assert not run.none_yet.exists()
+    checkpoint.mark_not_saved(run)
+    assert not run.none_yet.exists()
+
+
+def test_a_flipped_bit_in_the_facts_is_damage_and_no_other_run(run: RunDir) -> None:
+    first, second = saved(run, 1, 2)
+    content = (second / "facts.json").read_text()
+    (second / "facts.json").write_text(content.replace('"batch": 64', '"batch": 65'))
+    assert checkpoint.damage(second) == "facts.json does not match its sha256"
+    assert checkpoint.newest_of_run(run) == first
+    with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json does not match its sha256\)"):
+        checkpoint.check_identity(IDENTITY, second)
+
+
+def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any_name(
+    run: RunDir, tmp_path: Path
+) -> None:
+    first, second = saved(run, 1, 2)
+    shutil.copytree(second, tmp_path / "copy")
+    assert checkpoint.load(tmp_path / "copy").facts["progress"]["step"] == 2
+    second.rename(run.checkpoints / "step-00000007")
+    assert checkpoint.damage(run.checkpoints / "step-00000007") == "its facts are those of step 2"
+    assert checkpoint.newest_of_run(run) == first
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_huge_file_of_holes_is_not_read(run: RunDir, name: str) -> None:
+    (path,) = saved(run, 1)
+    with (path / name).open("r+b") as file:
+        file.truncate(2**42)
+    assert name in checkpoint.damage(path)
+    assert "bytes, expected" in checkpoint.damage(path)
 
 
 def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:
@@ -377,7 +450,7 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
 def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str) -> None:
     (best,) = saved(run, 4)
     expected = run.weights.read_bytes()
-    (run.checkpoints / checkpoint.BEST).unlink()
+    run.best.unlink()
     if left == "older":
         run.weights.write_bytes(b"older weights")
     else:
@@ -386,7 +459,7 @@ def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str)
     assert run.weights.exists() is (left == "older")
     writer(run).mend(4)
     assert run.weights.read_bytes() == expected
-    assert (run.checkpoints / checkpoint.BEST).read_text() == best.name
+    assert run.best.read_text() == best.name
     run.weights.write_bytes(b"none")
     writer(run).mend(0)
     assert run.weights.read_bytes() == b"none", "step 0 is no best one"
@@ -534,41 +607,51 @@ def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:
 def rewritten(path: Path, name: str, content: bytes) -> None:
     """A file of a checkpoint replaced by someone who knows to write its digest, too."""
     (path / name).write_bytes(content)
+    (path / "manifest.json").write_text(checkpoint.manifest_text(path))
+
+
+def resealed(path: Path, **changes: Any) -> None:
+    """A manifest that lists other sizes and hashes, and fits itself."""
+    manifest = {**json.loads((path / "manifest.json").read_text()), **changes}
+    sealed = json.dumps([manifest["bytes"], manifest["sha256"]], sort_keys=True).encode()
+    (path / "manifest.json").write_text(json.dumps({**manifest, "self": hashlib.sha256(sealed).hexdigest()}))
+
+
+def listed(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sizes and hashes of a manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    return manifest["bytes"], manifest["sha256"]
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "extra", "manifest.json", ""])
 def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({"sha256": {**manifest["sha256"], name: "0" * 64}}))
+    sizes, digests = listed(path)
+    resealed(path, bytes={**sizes, name: 3}, sha256={**digests, name: "0" * 64})
     assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("digest", [None, 3, "", "0" * 63, "z" * 64, ["0" * 64]])
 def test_a_digest_that_is_none_is_damage(run: RunDir, digest: object) -> None:
     (path,) = saved(run, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({"sha256": {**manifest["sha256"], "state.pt": digest}}))
+    resealed(path, sha256={**listed(path)[1], "state.pt": digest})
     assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("name", ["facts.json", "state.pt", "model.safetensors"])
 def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"][name]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    sizes, digests = listed(path)
+    del sizes[name], digests[name]
+    resealed(path, bytes=sizes, sha256=digests)
     assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
 
 
 def test_averaged_weights_that_the_manifest_does_not_vouch_for_are_not_read(run: RunDir) -> None:
     (path,) = saved(run, 1)
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"]["ema.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    sizes, digests = listed(path)
+    del sizes["ema.safetensors"], digests["ema.safetensors"]
+    resealed(path, bytes=sizes, sha256=digests)
     assert checkpoint.load(path).ema is None
 
 
@@ -577,10 +660,10 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(run: RunDir, tmp_path
     (path,) = saved(run, 1)
     (path / name).rename(tmp_path / name)
     (path / name).symlink_to(tmp_path / name)
-    assert checkpoint.damage(path) == f"{name} is not a plain file"
+    assert checkpoint.damage(path) == f"{name} is a symbolic link, expected a plain file"
     (path / name).unlink()
     os.mkfifo(path / name)
-    assert checkpoint.damage(path) == f"{name} is not a plain file"
+    assert checkpoint.damage(path) == f"{name} is a pipe, expected a plain file"
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import InputError, NumericalError, Stopped
-from lockstep.rundir import NAME_LIMIT, RunDir, latest, slug, write_atomic
+from lockstep.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.rundir import NAME_LIMIT, RunDir, latest, slug
+from lockstep.storage import write_atomic
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_replacement_that_fails_leaves_the_file_and_nothing_else(
     tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     write_atomic(tmp_path / "file", "one")
-    with full_disk(100), pytest.raises(OSError, match="File too large"):
+    with full_disk(100), pytest.raises(StorageError, match="File too large"):
         write_atomic(tmp_path / "file", "x" * 1000)
     assert (tmp_path / "file").read_text() == "one"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -2,29 +2,17 @@
 
 A folder `checkpoints/step-00000042` holds `model.safetensors` (and `ema.safetensors`), `state.pt` (optimizer
 and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and how far it had come) and
-`manifest.json` (the sha256 of each of these). `checkpoints/last` and `checkpoints/best` hold a folder's name, for
-people: nothing here reads them.
+`manifest.json` (the size and the sha256 of each of these, and its own sha256). `checkpoints/last` and
+`checkpoints/best` hold a folder's name, for people: nothing here reads them. Before the first checkpoint there is
+`checkpoints/none-yet`.
 """
 
-from lockstep.checkpoint.reading import (
-    MODEL,
-    Loaded,
-    candidates,
-    check_identity,
-    damage,
-    load,
-    load_newest,
-    load_weights,
-    newest_good,
-    newest_readable,
-    read_facts,
-    restore,
-    weights_file,
-)
-from lockstep.checkpoint.writing import BEST, RETRY_S, Checkpointer, copied_tree
+from lockstep.checkpoint.history import candidates, load_newest, mark_not_saved, newest_good, newest_of_run
+from lockstep.checkpoint.reading import Loaded, check_identity, load, load_weights, restore, weights_file
+from lockstep.checkpoint.validation import MODEL, damage, manifest_text, read_facts
+from lockstep.checkpoint.writing import RETRY_S, Checkpointer, copied_tree
 
 __all__ = [
-    "BEST",
     "MODEL",
     "RETRY_S",
     "Checkpointer",
@@ -36,8 +24,10 @@ __all__ = [
     "load",
     "load_newest",
     "load_weights",
+    "manifest_text",
+    "mark_not_saved",
     "newest_good",
-    "newest_readable",
+    "newest_of_run",
     "read_facts",
     "restore",
     "weights_file",

@@ -1,34 +1,31 @@
-"""What is read of checkpoints: which one is whole, what it says, and its way into the parts of a run.
-
-A checkpoint can come from someone else, so that it is read only where it is made of plain files of our names, and
-nothing in it is taken for more than numbers and words.
-"""
+"""The way of a checkpoint's content into the parts of a run."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import re
-import stat
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep import log
+from lockstep.checkpoint.validation import (
+    EMA,
+    MODEL,
+    STATE,
+    Facts,
+    damage,
+    damaged,
+    manifest,
+    read_facts,
+    sha256,
+)
 from lockstep.errors import InputError
+from lockstep.files import UnreadableFile, opened
 from lockstep.rundir import MANIFEST
-
-FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
-
-Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,141 +39,6 @@ class Loaded:
     state: dict[str, Any]
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _plain(path: Path) -> Path:
-    """`path`, which has to be a file: a link could lead anywhere, and a pipe would be waited for."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError(f"{path.name} is not a plain file")
-    return path
-
-
-def manifest(path: Path) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint; raises ValueError where it is not a list of our files."""
-    if path.is_symlink():
-        raise ValueError("the folder is a symbolic link")
-    match json.loads(_plain(path / MANIFEST).read_text()):
-        case {"sha256": dict(digests)} if {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
-            if all(isinstance(each, str) and re.fullmatch("[0-9a-f]{64}", each) for each in digests.values()):
-                return digests
-    raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
-
-
-def damage(path: Path) -> str:
-    """What is wrong with the checkpoint at `path`, or an empty string."""
-    try:
-        digests = manifest(path)
-        with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
-            found = pool.map(lambda name: sha256(_plain(path / name)), digests)
-            for name, digest in zip(digests, found, strict=True):
-                if digest != digests[name]:
-                    return f"{name} does not match its sha256"
-        _facts(path)
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-    return ""
-
-
-def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in a `checkpoints` folder, newest step first."""
-    named = (each for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name) and each.is_dir())
-    return sorted(named, key=lambda each: int(each.name[5:]), reverse=True)
-
-
-def newest_good(folder: Path) -> Path | None:
-    """The newest checkpoint of a `checkpoints` folder that passes its hashes; warns of each that does not."""
-    for path in candidates(folder):
-        reason = damage(path)
-        if not reason:
-            return path
-        log.warn(f"checkpoint {path} is damaged ({reason}); trying the one before it")
-    return None
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; raises ValueError where they are not of their types."""
-    facts = json.loads(_plain(path / FACTS).read_text())
-    match facts:
-        case {"format": 1, "identity": {}, "progress": {"step": int(step)} as progress} if step > 0:
-            if _is_progress(progress):
-                return dict(facts)
-    raise ValueError(f"{FACTS} does not say what a checkpoint says")
-
-
-def _is_progress(found: Mapping[str, Any]) -> bool:
-    """Whether a progress, as JSON gives it, has the keys and types of that of a run."""
-    match found:
-        case {"best_step": int(best_step), "best": best, "score": score, "window": window}:
-            known = found.keys() == {"step", "score", "best", "best_step", "window"} and best_step >= 0
-            return known and all(each is None or _is_number(each) for each in (best, score)) and _is_window(window)
-    return False
-
-
-def _is_window(found: Any) -> bool:
-    """The same of the window that was open: the last log point, and what each rank has behind it."""
-    match found:
-        case None:
-            return True
-        case {"flushed": int(flushed), "trails": [_, *_] as trails} if len(found) == 2 and flushed >= 0:
-            return all(map(_is_trail, trails))
-    return False
-
-
-def _is_trail(found: Any) -> bool:
-    """The same of the micro-batches of a rank. A loss may be infinite where a scaler tolerates it."""
-    match found:
-        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(found) == 4:
-            whole = all(isinstance(each, int) for each in [*steps, *examples])
-            floats = all(isinstance(each, float) for each in losses)
-            return whole and floats and len(losses) == len(steps) == len(examples)
-    return False
-
-
-def _is_number(found: Any) -> bool:
-    return isinstance(found, (int, float)) and math.isfinite(found)
-
-
-def _damaged(path: Path, reason: str) -> InputError:
-    return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint.
-
-    Raises:
-        InputError: they cannot be read.
-    """
-    try:
-        return _facts(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, f"{FACTS}: {error}") from error
-
-
-def newest_readable(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder whose facts can be read. What else is in it is checked when it is loaded."""
-    return next((path for path in candidates(folder) if _readable(path)), None)
-
-
-def _readable(path: Path) -> bool:
-    try:
-        return bool(manifest(path) and _facts(path))
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def load_newest(folder: Path) -> Loaded | None:
-    """Read the newest checkpoint of a `checkpoints` folder that is whole; warns of each that is not.
-
-    Raises:
-        InputError: its hashes fit, and yet it is none.
-    """
-    found = newest_good(folder)
-    return None if found is None else _read(found)
-
-
 def load(path: Path) -> Loaded:
     """Read a checkpoint to the CPU.
 
@@ -184,11 +46,11 @@ def load(path: Path) -> Loaded:
         InputError: it is damaged.
     """
     if reason := damage(path):
-        raise _damaged(path, reason)
-    return _read(path)
+        raise damaged(path, reason)
+    return read(path)
 
 
-def _read(path: Path) -> Loaded:
+def read(path: Path) -> Loaded:
     """Read a checkpoint without damage."""
     try:
         return Loaded(
@@ -199,7 +61,7 @@ def _read(path: Path) -> Loaded:
             state=torch.load(path / STATE, map_location="cpu", weights_only=True),
         )
     except Exception as error:  # the hashes fit, so someone wrote it so: torch and safetensors raise all kinds
-        raise _damaged(path, str(error).partition("\n")[0]) from error
+        raise damaged(path, str(error).partition("\n")[0]) from error
 
 
 def difference(expected: Facts, found: Facts) -> str:
@@ -216,6 +78,23 @@ def check_identity(expected: Facts, path: Path) -> None:
             f"resume: {path} is a checkpoint of another run ({different}); resume with the same values, "
             "or take only its weights with init_from=PATH"
         )
+
+
+def whole_weights(path: Path) -> bool:
+    """Whether the weights at `path` can be used: those of a checkpoint by their sha256, of a run by their header."""
+    file = path / MODEL
+    try:
+        if (path / MANIFEST).exists():
+            return sha256(file) == manifest(path)[MODEL]
+        return bool(_shapes(file))
+    except (UnreadableFile, ValueError, SafetensorError):
+        return False
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a file of weights, from its header; raises UnreadableFile or SafetensorError."""
+    with opened(file, links=True), safe_open(file, framework="pt") as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
 
 def weights_file(path: Path) -> Path:
@@ -239,16 +118,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     file = weights_file(path)
     try:
-        weights = load_file(file)
-    except Exception as error:  # safetensors has its own exception for a broken file
+        theirs = _shapes(file)
+    except (UnreadableFile, SafetensorError) as error:
         raise InputError(f"init_from: {file} cannot be read ({error})") from error
     mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if mine != theirs:
+    if mine != theirs:  # known before anything is read, which may be more than fits into memory
         different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
         shown = ", ".join(f"{name} (here {mine.get(name)}, there {theirs.get(name)})" for name in different[:3])
         raise InputError(f"init_from: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
-    model.load_state_dict(weights)
+    model.load_state_dict(load_file(file))
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

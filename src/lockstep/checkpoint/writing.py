@@ -18,22 +18,24 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import log
-from lockstep.checkpoint.reading import (
+from lockstep.checkpoint.history import candidates
+from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
     MODEL,
     STATE,
     Facts,
-    candidates,
     damage,
     manifest,
+    manifest_text,
     read_facts,
     sha256,
 )
 from lockstep.errors import InputError, StorageError
-from lockstep.rundir import MANIFEST, RunDir, sync, write_atomic
+from lockstep.files import UnreadableFile
+from lockstep.rundir import MANIFEST, RunDir
+from lockstep.storage import sync, write_atomic
 
-LAST, BEST = "last", "best"
 RETRY_S = 30.0  # after a save that failed
 
 
@@ -86,12 +88,12 @@ class Checkpointer:
             return
         try:
             digests = manifest(best)
-        except (OSError, ValueError, RecursionError):  # none, or damaged
+        except (UnreadableFile, ValueError):  # none, or damaged
             return
         # Mostly the weights are there, and the whole checkpoint need not be read once more to see it.
         whole = exported.exists() and sha256(exported) == digests.get(EMA, digests[MODEL])
         if not whole and not damage(best):
-            write_atomic(self.run_dir.checkpoints / BEST, best.name)
+            write_atomic(self.run_dir.best, best.name)
             self._export(best)
 
     def overdue(self) -> bool:
@@ -131,7 +133,7 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         try:
             pending.result()
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
+        except (OSError, RuntimeError, SafetensorError, StorageError) as error:  # a full disk is any of these
             if not self.failure:
                 log.warn(f"a checkpoint could not be written ({error}); the run goes on and tries again")
             self.failure = str(error)
@@ -167,10 +169,11 @@ class Checkpointer:
                 save_file(tensors, temporary / file)
             torch.save(state, temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            digests = {each.name: sha256(each) for each in sorted(temporary.iterdir())}
-            (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
-            for each in (*temporary.iterdir(), temporary):
-                sync(each)
+            (temporary / MANIFEST).write_text(manifest_text(temporary))
+            # After a power cut too, the log has all steps of the checkpoint, and the checkpoint all its files.
+            for each in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
+                if each.exists():
+                    sync(each)
             if final.exists():  # damaged, or its step would not be done again
                 _remove(final)
             temporary.rename(final)
@@ -178,9 +181,11 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
             raise
         sync(folder)
-        write_atomic(folder / LAST, name)
+        # Only now: a kill before it leaves it there beside a whole checkpoint, which is what counts.
+        self.run_dir.none_yet.unlink(missing_ok=True)
+        write_atomic(self.run_dir.last, name)
         if progress["best_step"] == progress["step"]:
-            write_atomic(folder / BEST, name)
+            write_atomic(self.run_dir.best, name)
             self._export(final)
         self._retire(final)
 
@@ -190,7 +195,9 @@ class Checkpointer:
         temporary = self.run_dir.weights.with_suffix(".tmp")
         try:
             shutil.copyfile(source, temporary)
+            sync(temporary)
             temporary.replace(self.run_dir.weights)
+            sync(self.run_dir.path)
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -36,7 +36,9 @@ from lockstep.data.folder import Folder
 from lockstep.data.reading import in_order, read_images
 from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels
 from lockstep.errors import InputError, StorageError
-from lockstep.rundir import MANIFEST, sync
+from lockstep.files import MB, UnreadableFile, opened, read_json
+from lockstep.rundir import MANIFEST
+from lockstep.storage import sync
 
 SPLITS = ("train", "val")
 CHUNK = 64  # images that a thread decodes at a time
@@ -164,15 +166,17 @@ def _refused(folder: Path, reason: str) -> InputError:
 def _manifest(folder: Path) -> Manifest:
     """The manifest of a packed data set, read once per process, and checked against the sizes of its files."""
     try:
-        manifest = Manifest.of(json.loads((folder / MANIFEST).read_text()))
+        manifest = Manifest.of(read_json(folder / MANIFEST, 16 * MB, links=True))
         for split in SPLITS:
             for kind, dtype in DTYPES.items():
                 file, expected = f"{split}.{kind}", math.prod(manifest.tensor_shape(split, kind)) * dtype.itemsize
-                if (size := (folder / file).stat().st_size) != expected:
+                with opened(folder / file, links=True) as data:  # a pipe or a device has a size, too
+                    size = os.fstat(data.fileno()).st_size
+                if size != expected:
                     raise ValueError(f"{file} has {size} bytes, expected {expected}")
-    except OSError as error:
-        raise _refused(folder, f"{error.filename}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except UnreadableFile as error:
+        raise _refused(folder, f"{error.path.name} {error.reason}") from error
+    except ValueError as error:
         raise _refused(folder, str(error)) from error
     return manifest
 
@@ -205,7 +209,7 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
     for split in SPLITS:
         for kind in DTYPES:
             digest = hashlib.sha256()
-            with (folder / f"{split}.{kind}").open("rb") as file:
+            with opened(folder / f"{split}.{kind}", links=True) as file:
                 while block := file.read(2**22):
                     digest.update(block)
                     advanced(len(block))

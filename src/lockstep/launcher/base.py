@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
-import json
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed
+from lockstep import files
+from lockstep.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed, StorageError
+from lockstep.files import UnreadableFile
 from lockstep.plan import seconds
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
@@ -81,8 +83,10 @@ def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
-    errors = [json.loads(path.read_text()) for path in run_dir.logs.glob("rank*.error.json")]
+    errors = _left_errors(run_dir)
     if not errors:
+        if StorageError.exit_code in exit_codes.values():
+            return StorageError(f"{run_dir.path} cannot be written, nor why; make room there, and resume the run")
         words = ", ".join(f"rank {rank} left with exit code {code}" for rank, code in sorted(exit_codes.items()))
         return RankFailed(f"{words or 'a rank left'} without a word of its own; see {run_dir.logs}")
     errors.sort(key=lambda error: error["time"])
@@ -97,6 +101,15 @@ def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     known = BY_EXIT_CODE.get(first["exit_code"], RankFailed)(first["sentence"] + (f"; {where}" if where else ""))
     known.add_note(f"rank {first['rank']}:\n{first['traceback']}")  # shown by HYDRA_FULL_ERROR=1 only
     return known
+
+
+def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
+    """What the ranks left word of, as far as it can be read: a rank may have been killed by the disk it wrote to."""
+    errors = []
+    for path in run_dir.logs.glob("rank*.error.json"):
+        with suppress(UnreadableFile):
+            errors.append(files.read_json(path))
+    return errors
 
 
 def forget_errors(run_dir: RunDir) -> None:

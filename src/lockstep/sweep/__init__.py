@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from lockstep import config, log, refusals
 from lockstep.errors import InputError, Interrupted, LockstepError, Stopped
+from lockstep.files import parsed_json, read_lines
 
 LEDGER = "jobs.jsonl"
 
@@ -101,7 +102,7 @@ class Report(Callback):
         ledger = folder / LEDGER
         if not ledger.is_file():
             return
-        outcomes = [Outcome(**json.loads(line)) for line in ledger.read_text().splitlines()]
+        outcomes = [Outcome(**parsed_json(line)) for line in read_lines(ledger) if line]
         table = Table("job", "overrides", "top-1 %", "ended", title=f"sweep in {folder}", title_justify="left")
         failed = [each for each in outcomes if each.exit_code]
         for each in outcomes:

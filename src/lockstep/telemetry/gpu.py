@@ -133,3 +133,6 @@ def monitor(*, wanted: bool, gpus: int, path: Path, sinks: list[Sink], step: Cal
     except pynvml.NVMLError as error:
         log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
         return NoMonitor()
+    except OSError as error:
+        log.warn(f"{path} cannot be written ({error}); the run goes on without GPU figures")
+        return NoMonitor()

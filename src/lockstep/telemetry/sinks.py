@@ -7,7 +7,6 @@ of steps that will be done again, and is taken out before the first of them is w
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import os
@@ -21,8 +20,10 @@ from typing import Any, BinaryIO, TextIO
 
 from lockstep import log
 from lockstep.errors import StorageError
+from lockstep.files import UnreadableFile, is_number, parsed_json, read_lines
 from lockstep.plan import Plan
-from lockstep.rundir import write_atomic
+from lockstep.storage import storing, write_atomic_parts
+from lockstep.telemetry.events import trimmed
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Learning": {
@@ -58,50 +59,82 @@ class JsonLines:
     Args:
         path: of the file.
         after: the step that the run goes on from.
+        logged: the last step that it logged before; what is missing up to it is said.
     """
 
-    def __init__(self, path: Path, after: int) -> None:
+    def __init__(self, path: Path, after: int, logged: int = 0) -> None:
         self.path = path
-        self.file = reopened(path, after, lambda line: json.loads(line)["step"])
+        self.file, last = reopened(path, after, _step_of)
+        if last < logged:
+            log.warn(
+                f"{path} ends at step {last}, and its run had logged step {logged}: what is between them is lost"
+            )
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
-        with _storing(self.path):
+        with storing(self.path):
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
 
     def flush(self) -> None:
-        with _storing(self.path):
+        with storing(self.path):
             self.file.flush()
 
     def close(self) -> None:
-        with _storing(self.path):
+        with storing(self.path):
             self.file.close()
 
 
-@contextmanager
-def _storing(path: Path) -> Iterator[None]:
-    """Turn a failed write of `path`, without which there is no record of the run, into StorageError."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written ({error.strerror})") from error
+def _step_of(line: str) -> int:
+    """The step of a line of `metrics.jsonl`; raises ValueError or RecursionError where it is not one of ours."""
+    match parsed_json(line):
+        case {"step": int(step), **scalars} if all(each is None or is_number(each) for each in scalars.values()):
+            return step
+    raise ValueError("not a line of figures")
 
 
-def reopened(path: Path, after: int, step: Callable[[str], Any], header: str = "") -> TextIO:
+def reopened(path: Path, after: int, step: Callable[[str], int], header: str = "") -> tuple[TextIO, int]:
     """The file at `path`, to be added to, with the `header` and its whole lines of steps up to `after`.
 
-    A line cut short by a kill has no end, and may still look like a smaller step.
+    A line cut short by a kill has no end, and may still look like a smaller step. Others that cannot be read are
+    left out too, and that is said.
+
+    Args:
+        path: of the file.
+        after: the step that the run goes on from.
+        step: that of a line; raises ValueError or RecursionError where it has none.
+        header: the first line.
+
+    Returns:
+        The open file, and the largest step in it; 0 where it has none.
+
+    Raises:
+        UnreadableFile: it is no plain file.
+        StorageError: it cannot be written.
     """
+    damaged: list[int] = []
+    last = 0
 
-    def counts(line: str) -> bool:
-        try:
-            return line.endswith("\n") and int(step(line)) <= after
-        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            return False
+    def counting() -> Iterator[bytes]:
+        nonlocal last
+        yield header.encode()
+        for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
+            if number == 1 and line == header:
+                continue
+            try:
+                at = step(line or "")
+            except (ValueError, RecursionError):
+                damaged.append(number)
+                continue
+            if at <= after:
+                last = max(last, at)
+                yield (line or "").encode()
 
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    write_atomic(path, header + "".join(filter(counts, lines)))
-    return path.open("a", newline="", buffering=1)
+    write_atomic_parts(path, counting())
+    if damaged:
+        lines = f"{len(damaged)} lines, the first of them line" if len(damaged) > 1 else "line"
+        log.warn(f"{path} is damaged: {lines} {damaged[0]}, cannot be read and is left out")
+    with storing(path):
+        return path.open("a", newline="", buffering=1), last
 
 
 COLUMNS = {
@@ -118,10 +151,10 @@ COLUMNS = {
 
 
 def last_figures(path: Path) -> dict[str, float]:
-    """The last value of each tag in a `metrics.jsonl`."""
+    """The last value of each tag in a `metrics.jsonl` that was just reopened."""
     figures: dict[str, float] = {}
-    for line in path.read_text().splitlines():
-        figures.update(json.loads(line))
+    for line in read_lines(path):
+        figures.update(json.loads(line or "{}"))
     return {tag: value for tag, value in figures.items() if value is not None}
 
 
@@ -139,7 +172,7 @@ class Table:
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
         header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
-        self.file = reopened(path, after, lambda line: line.partition(",")[0], header)
+        self.file, _ = reopened(path, after, lambda line: int(line.partition(",")[0]), header)
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -148,15 +181,15 @@ class Table:
             epoch = step / self.plan.steps_per_epoch
             values = (self.latest.get(key) for key in COLUMNS)
             figures = ["" if value is None else f"{value:.6g}" for value in values]
-            with _storing(self.path):
+            with storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 
     def flush(self) -> None:
-        with _storing(self.path):
+        with storing(self.path):
             self.file.flush()
 
     def close(self) -> None:
-        with _storing(self.path):
+        with storing(self.path):
             self.file.close()
 
 
@@ -181,7 +214,7 @@ class TensorBoard:
         self.failed = False
         self.flushed = time.monotonic()
         with self._forgiving():
-            described = LAYOUT_TAG in _trimmed(sorted(folder.glob(EVENTS)), after)
+            described = LAYOUT_TAG in trimmed(sorted(folder.glob(EVENTS)), after)
             # Not torch's or TensorBoard's writer: theirs has a thread, and what this one writes in 0.1 ms makes the
             # training loop wait for it, and for Python's lock, up to 2 ms at each log point.
             name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -222,40 +255,9 @@ class TensorBoard:
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        from google.protobuf.message import DecodeError
-
         try:
             yield
-        except (OSError, DecodeError) as error:
+        except (OSError, StorageError, UnreadableFile) as error:
             if not self.failed:
                 log.warn(f"TensorBoard's file cannot be written ({error}); the run goes on without it")
             self.failed = True
-
-
-def _trimmed(paths: list[Path], after: int) -> set[str]:
-    """Take all events of steps behind `after` out of event files, oldest first; returns the tags that are left.
-
-    TensorBoard hides such steps if it is told to, but whoever reads the files finds both. A record cut short by a
-    kill ends its file.
-    """
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    seen: set[tuple[str, int]] = set()
-    for path in paths:
-        kept = io.BytesIO()
-        before = len(seen)
-        for record in RawEventFileLoader(str(path)).Load():
-            event = Event.FromString(record)
-            found = {(value.tag, event.step) for value in event.summary.value}
-            if event.step <= after and not found & seen:
-                seen |= found
-                RecordWriter(kept).write(record)
-        if len(seen) == before:
-            path.unlink()
-        elif kept.getvalue() != path.read_bytes():  # a viewer may have the file open: leave it if it is right
-            temporary = path.with_name(".events.tmp")  # a name that no viewer takes for one of events
-            temporary.write_bytes(kept.getvalue())
-            temporary.replace(path)
-    return {tag for tag, _ in seen}

@@ -1,0 +1,406 @@
+"""Damages run folders at random and resumes them: each is the same run to the last bit, or refused and left alone.
+
+    python benchmarks/mutate_run_folder.py --mutations 2000 --json mutations.json
+
+A small real job is stopped halfway, with two checkpoints, and then its folder is copied, one thing in the copy is
+changed (flipped bits, a cut, zeros, foreign content, a file of holes, two files swapped, a file or folder removed,
+renamed, or made a link, a pipe, a socket, a device or a folder), and the command of a user resumes it. Allowed are
+
+- exit code 0, with the checkpoint, to the bit, of the folder that nobody changed, and from a checkpoint;
+- exit code 2 or 74, with one line on standard error and every file as it was before the command (but `.lock`).
+
+Each command is forked from a process that has imported torch already. Linux. Exits with 1 if anything else happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")  # before torch is imported
+
+import torch
+from hydra import initialize_config_dir
+from rich.console import Console
+from rich.table import Table
+
+from lockstep import checkpoint, config, experiment, refusals, resolve, worker
+from lockstep.claim import claiming
+from lockstep.config import Invocation
+from lockstep.errors import Stopped
+from lockstep.lock import Lock
+from lockstep.rundir import RunDir
+from lockstep.world import World
+from soak import leaves
+
+ROOT = Path(__file__).parent.parent
+JOB = (
+    "name=mutated",
+    "device=cpu",
+    "model=linear",
+    "batch=300",
+    "steps=8",
+    "optimizer=sgd",
+    "train.ema=0.9",
+    "train.eval_every=4",
+    "checkpoint.every=2",
+    "telemetry.interval=1",
+    "telemetry.samples=true",
+    "launcher.threads=1",
+)
+STOP_AT = 5
+TIME_LIMIT_S = 60.0
+PRELOADED = ("torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets")
+
+console = Console(highlight=False, width=110)
+FOREIGN = (
+    b"",
+    b"[1]",
+    b"null",
+    b"{}",
+    b"\0\0\0\0",
+    b"\xff\xfe\x00",
+    b"not ours\n",
+    b'{"step": "3"}\n',
+    b'{"step": 1e999}\n' * 3,
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b"9" * 10_000,
+    b"a: &a [x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\n",
+    b"- !!python/object/apply:os.system [exit]\n",
+    b"- steps=8\n",
+    "ü€".encode("utf-16"),
+)
+
+
+@dataclass
+class Tally:
+    """What came of the mutations of one kind."""
+
+    same: int = 0
+    refused: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished command; `code` is None for one that did not end in time."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def forked(work: Callable[[], object], folder: Path) -> Ended:
+    """Run `work` in a copy of this process, as `python` would run it as a program."""
+    out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
+    if (child := os.fork()) == 0:
+        code = 70
+        try:
+            os.setpgid(0, 0)
+            for path, number in ((out, 1), (err, 2)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            work()
+            code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    until = time.monotonic() + TIME_LIMIT_S
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+        time.sleep(0.002)
+    ended = os.waitstatus_to_exitcode(done[1]) if done[0] else None
+    if ended is None:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return Ended(ended, out.read_text(errors="replace"), err.read_text(errors="replace"))
+
+
+def stopped_halfway(folder: Path) -> None:
+    """The job in `folder`, stopped behind step `STOP_AT`."""
+    asked = iter(range(1, STOP_AT))
+    overrides = (*JOB, f"output_root={folder.parent}")
+    called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
+    folder.mkdir()
+    with Lock() as lock:
+        job = config.composed(ROOT / "conf", list(overrides))
+        run_dir = resolve.prepare(job, called, lock)
+        try:
+            experiment.run(World.solo(), run_dir, stop_requested=lambda: next(asked, None) is None)
+        except Stopped as error:
+            run_dir.close(error)
+    run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
+
+
+def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
+    """`python train.py resume=FOLDER`, from where Hydra has `composed` the config of the command itself."""
+    overrides = (f"resume={folder}", f"output_root={folder.parent}")
+    called = Invocation(
+        overrides=overrides, command="python train.py", sweep=False, number=0, folder=None, hydra="{}\n"
+    )
+    job = {**composed, "resume": str(folder), "output_root": str(folder.parent)}
+
+    def command() -> None:
+        with (
+            refusals.command_line(),
+            refusals.past_hydra(),
+            initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
+            claiming(called) as lock,
+        ):
+            run_dir = resolve.prepare(job, called, lock)
+            config.build("launcher", config.load(run_dir.config)["launcher"]).launch(worker.main, run_dir)
+
+    return forked(command, folder)
+
+
+def bits(folder: Path) -> str:
+    """A hash of everything in the newest checkpoint."""
+    found = checkpoint.newest_good(RunDir(folder).checkpoints, say=lambda sentence: None)
+    if found is None:
+        return "none"
+    loaded = checkpoint.load(found)
+    digest = hashlib.sha256()
+    for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def tree(folder: Path) -> dict[str, tuple[int, str]]:
+    """Everything in a folder: its kind and, of a file, its size and content."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status, content = path.lstat(), ""
+        if stat.S_ISLNK(status.st_mode):
+            content = str(path.readlink())
+        elif stat.S_ISREG(status.st_mode):
+            # Of a file of holes the beginning.
+            with path.open("rb") as file:
+                content = f"{status.st_size} {hashlib.sha256(file.read(2**24)).hexdigest()}"
+        found[str(path.relative_to(folder))] = (stat.S_IFMT(status.st_mode), content)
+    found.pop(".lock", None)
+    return found
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path: Path, dice: random.Random, count: int) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(count if data else 0):
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def splice(path: Path, dice: random.Random, insert: bytes | None) -> None:
+    """Take a piece out of a file, or put `insert` in its place."""
+    data = path.read_bytes()
+    start = dice.randrange(len(data) + 1)
+    end = start + dice.randrange(1, 64)
+    path.write_bytes(data[:start] + (data[end:] if insert is None else insert + data[end:]))
+
+
+def lines(path: Path, dice: random.Random, times: int) -> None:
+    """Drop one line of a file (`times` 0), or repeat it."""
+    found = path.read_bytes().splitlines(keepends=True)
+    if found:
+        at = dice.randrange(len(found))
+        found[at : at + 1] = found[at : at + 1] * times
+    path.write_bytes(b"".join(found))
+
+
+def instead(path: Path, make: Callable[[Path], object]) -> None:
+    """Put something else in the place of a file or a folder."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+
+
+def each_of(paths: list[Path], change: Callable[[Path], object]) -> None:
+    for path in paths:
+        change(path)
+
+
+def bound(path: Path) -> None:
+    place = Path.cwd()
+    os.chdir(path.parent)  # the name of a socket has 107 bytes at most
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)
+    os.chdir(place)
+
+
+def device(path: Path) -> None:
+    """An endless one, where this process may make one."""
+    with suppress(PermissionError):
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
+
+
+def holes(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+
+
+def swapped(one: Path, other: Path) -> None:
+    aside = one.with_name(".aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
+    """Every kind of mutation, each of a file that is drawn by `dice`."""
+    steps = sorted(folder.glob("checkpoints/step-*"))
+
+    def any_file() -> Path:
+        return dice.choice(files(folder))
+
+    def twin(path: Path) -> None:
+        """The same file of another checkpoint, or another file."""
+        others = [each / path.name for each in steps if each != path.parent and (each / path.name).exists()]
+        swapped(
+            path, dice.choice(others if path.parent in steps else [each for each in files(folder) if each != path])
+        )
+
+    yield "bit flipped", any_file(), lambda path: flip(path, dice, 1)
+    yield "bits flipped", any_file(), lambda path: flip(path, dice, dice.randrange(2, 100))
+    yield "cut short", any_file(), lambda path: os.truncate(path, dice.randrange(path.stat().st_size + 1))
+    yield "emptied", any_file(), lambda path: path.write_bytes(b"")
+    yield "zeroed", any_file(), lambda path: path.write_bytes(bytes(path.stat().st_size))
+    yield "piece taken out", any_file(), lambda path: splice(path, dice, None)
+    yield "piece overwritten", any_file(), lambda path: splice(path, dice, dice.randbytes(dice.randrange(1, 64)))
+    yield "line dropped", any_file(), lambda path: lines(path, dice, 0)
+    yield "line repeated", any_file(), lambda path: lines(path, dice, 2)
+    yield "added to", any_file(), lambda path: path.write_bytes(path.read_bytes() + dice.randbytes(30))
+    yield "foreign content", any_file(), lambda path: path.write_bytes(dice.choice(FOREIGN))
+    yield "of another file", any_file(), lambda path: path.write_bytes(any_file().read_bytes())
+    yield "two swapped", any_file(), twin
+    yield "removed", any_file(), lambda path: path.unlink()
+    yield "made a folder", any_file(), lambda path: instead(path, Path.mkdir)
+    yield "made a pipe", any_file(), lambda path: instead(path, os.mkfifo)
+    yield "made a socket", any_file(), lambda path: instead(path, bound)
+    yield "made a device", any_file(), lambda path: instead(path, device)
+    yield "made a link", any_file(), lambda path: instead(path, lambda place: place.symlink_to(place.name))
+    yield "made a link", any_file(), lambda path: instead(path, lambda place: place.symlink_to("/dev/zero"))
+    yield "made a link", any_file(), lambda path: instead(path, lambda place: place.symlink_to("nowhere"))
+    yield "made of holes", any_file(), holes
+    folders = sorted(path for path in folder.rglob("*") if path.is_dir())
+    yield "folder removed", dice.choice(folders), shutil.rmtree
+    yield "folder emptied", dice.choice(folders), lambda path: instead(path, Path.mkdir)
+    yield "folder made a file", dice.choice(folders), lambda path: instead(path, Path.touch)
+    yield "folder renamed", dice.choice(steps), lambda path: path.rename(path.with_name("step-00000007"))
+    yield "all checkpoints", folder, lambda path: each_of(steps, lambda step: flip(dice.choice(files(step)), dice, 1))
+    yield "all checkpoints", folder, lambda path: each_of(steps, shutil.rmtree)
+    yield "folders swapped", steps[0], lambda path: swapped(path, steps[-1])
+
+
+def judge(ended: Ended, before: dict[str, tuple[int, str]], folder: Path, expected: str) -> str:
+    """What is wrong with the end of a command, or an empty string."""
+    shown = f"exit code {ended.code}: {(ended.err or ended.out)[-600:]}"
+    if ended.code is None:
+        return "it did not end"
+    if "Traceback" in ended.out + ended.err:
+        return f"a traceback, {shown}"
+    if ended.code == 0:
+        if not any(line.split()[:1] == ["from"] for line in ended.out.splitlines()):
+            return f"a silent fresh start, {shown}"
+        return "" if bits(folder) == expected else f"other bits, {shown}"
+    if ended.code not in (2, 74):
+        return shown
+    after = tree(folder)
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    if changed:
+        return f"it changed {', '.join(sorted(changed))}, {shown}"
+    return "" if len(ended.err.splitlines()) == 1 else f"not one sentence, {shown}"
+
+
+def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
+    """Resume so many mutated copies of one run; what came of them, by the kind of the mutation."""
+    dice = random.Random(seed)
+    original, undamaged = root / "original", root / "undamaged"
+    if (made := forked(lambda: stopped_halfway(original), original)).code:
+        raise SystemExit(f"the job to mutate could not be made: {made.err}")
+    shutil.copytree(original, undamaged)
+    composed = config.composed(ROOT / "conf", ["name=resume"])
+    if (done := resumed(undamaged, composed)).code:
+        raise SystemExit(f"the run that nobody changed ended with {done.code}: {done.err}")
+    expected = bits(undamaged)
+    tallies: dict[str, Tally] = {}
+    number = 0
+    while number < mutations:
+        kinds = len(list(of_a_file(original, random.Random(0))))
+        for kind in range(min(kinds, mutations - number)):
+            number += 1
+            folder = root / f"{number:05}"
+            shutil.copytree(original, folder)
+            name, path, change = list(of_a_file(folder, dice))[kind]
+            change(path)
+            before = tree(folder)
+            ended = resumed(folder, composed)
+            tally = tallies.setdefault(name, Tally())
+            if fault := judge(ended, before, folder, expected):
+                tally.faults.append(f"{number}: {name}, {path.relative_to(folder)}: {fault}")
+                console.print(tally.faults[-1], soft_wrap=True, markup=False)
+                continue  # kept, to be looked at
+            tally.same += ended.code == 0
+            tally.refused += ended.code != 0
+            shutil.rmtree(folder)
+            folder.with_suffix(".out").unlink()
+            folder.with_suffix(".err").unlink()
+    return tallies
+
+
+def show(tallies: dict[str, Tally]) -> None:
+    table = Table("mutation", "times", "same bits", "refused, untouched", "faults")
+    for name, each in tallies.items():
+        times = each.same + each.refused + len(each.faults)
+        table.add_row(name, str(times), str(each.same), str(each.refused), str(len(each.faults)))
+    total = Counter[str]()
+    for each in tallies.values():
+        total.update(same=each.same, refused=each.refused, faults=len(each.faults))
+    table.add_row("all", str(total.total()), str(total["same"]), str(total["refused"]), str(total["faults"]))
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mutations", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    arguments = parser.parse_args()
+    console.print(f"seed {arguments.seed}, torch {torch.__version__}")
+    for name in PRELOADED:
+        __import__(name)
+    root = Path(tempfile.mkdtemp(prefix="lockstep-mutate-"))
+    tallies = mutate(root, arguments.mutations, arguments.seed)
+    show(tallies)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({name: vars(each) for name, each in tallies.items()}, indent=2) + "\n")
+    if any(each.faults for each in tallies.values()):
+        console.print(f"the folders are kept in {root}", soft_wrap=True)
+        sys.exit(1)
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
