@@ -104,7 +104,7 @@ def run(
         write_atomic(run_dir.config, config.dump({**resolved, **_chosen(job)}))
         write_atomic(run_dir.environment, environment.as_json(world))
         run_dir.mark_latest(Path(job.output_root))
-        run_dir.write_summary(status="running", started=started, step=progress.step)
+        run_dir.start_summary(started=started, step=progress.step)
     recorder, watcher = _observers(job, run_dir, world, plan, network, progress)
     trainer = Trainer(
         world=world,
@@ -160,7 +160,7 @@ def run(
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
         )
-        report.closing(run_dir=run_dir, progress=progress, plan=plan, seconds=seconds, figures=figures)
+        report.closing(job=job, run_dir=run_dir, progress=progress, seconds=seconds, figures=figures)
 
 
 @dataclass(kw_only=True)
