@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer, Loaded
+from lockstep.closing import closing
 from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
@@ -131,20 +132,21 @@ def run(
         progress=progress,
     )
     watcher.start()
-    try:
-        trainer.fit()
-    except NumericalError as error:
-        if world.is_main:
-            incident.keep(error, trainer, run_dir)
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if memory.exhausted(error):
-            raise memory.explain(error, job, world, trainer.progress.step + 1) from None
-        raise
-    finally:
-        gpu = watcher.close()
-        recorder.close()
-        checkpointer.close()
+    gpu: dict[str, float] = {}
+    with closing(lambda: gpu.update(watcher.close()), recorder.close, checkpointer.close):
+        try:
+            trainer.fit()
+        except NumericalError as error:
+            if world.is_main:
+                incident.keep(error, trainer, run_dir)
+            # All ranks meet this error at one step. The launcher ends the others when the first one leaves, so none
+            # leaves before main has written.
+            world.barrier()
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if memory.exhausted(error):
+                raise memory.explain(error, job, world, trainer.progress.step + 1) from None
+            raise
     skipped = loader.left_out()
     if world.is_main:
         figures = {**recorder.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class Checkpointer:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[None] | None = None
     failure: str = ""
+    # The best weights so far, in host memory, from their save until the run folder has them.
+    unexported: dict[str, Tensor] | None = None
 
     def mend(self, best_step: int) -> None:
         """Export the best weights of a run that was killed after it had saved them and before they were exported."""
@@ -92,7 +95,7 @@ class Checkpointer:
         whole = exported.exists() and sha256(exported) == digests.get(EMA, digests[MODEL])
         if not whole and not damage(best):
             write_atomic(self.run_dir.checkpoints / BEST, best.name)
-            self._export(best)
+            self._export(partial(shutil.copyfile, best / (EMA if EMA in digests else MODEL)))
 
     def overdue(self) -> bool:
         """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
@@ -121,6 +124,8 @@ class Checkpointer:
         if ema is not None:
             weights[EMA] = _copied(ema.module.state_dict())
             state["ema_updates"] = int(ema.n_averaged)
+        if progress["best_step"] == progress["step"]:
+            self.unexported = weights.get(EMA, weights[MODEL])
         facts = {"format": 1, "identity": dict(self.identity), "progress": dict(progress)}
         self.pending = self.pool.submit(self._write, weights, state, facts)
 
@@ -181,15 +186,16 @@ class Checkpointer:
         write_atomic(folder / LAST, name)
         if progress["best_step"] == progress["step"]:
             write_atomic(folder / BEST, name)
-            self._export(final)
+        if self.unexported is not None:  # those of an earlier step, where their own save failed
+            self._export(partial(save_file, self.unexported))
+            self.unexported = None
         self._retire(final)
 
-    def _export(self, best: Path) -> None:
-        """Give the run folder the best weights so far: the averaged ones where there are any."""
-        source = best / EMA if (best / EMA).exists() else best / MODEL
+    def _export(self, write: Callable[[Path], object]) -> None:
+        """Give the run folder the best weights so far (averaged ones where there are any), which `write` writes."""
         temporary = self.run_dir.weights.with_suffix(".tmp")
         try:
-            shutil.copyfile(source, temporary)
+            write(temporary)
             temporary.replace(self.run_dir.weights)
         finally:
             temporary.unlink(missing_ok=True)
