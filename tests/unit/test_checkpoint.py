@@ -174,7 +174,8 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
     target, made = writer(run), parts()
-    target.save(model=model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress=progress(1))
+    optimizer = SGD().build(model)
+    target.save(model=model, ema=None, optimizer=optimizer, scaler=made.scaler, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(model.state_dict()))
 

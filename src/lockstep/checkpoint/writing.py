@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import log
+from lockstep.checkpoint.optimizer import optimizer_state
 from lockstep.checkpoint.reading import (
     EMA,
     FACTS,
@@ -120,7 +121,7 @@ class Checkpointer:
         self.wait()
         self.saved_at = time.monotonic()
         weights = {MODEL: _copied(model.state_dict())}
-        state = {"optimizer": copied_tree(optimizer.state_dict()), "scaler": scaler.state_dict()}
+        state = {"optimizer": copied_tree(optimizer_state(optimizer, model)), "scaler": scaler.state_dict()}
         if ema is not None:
             weights[EMA] = _copied(ema.module.state_dict())
             state["ema_updates"] = int(ema.n_averaged)
