@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint, config, environment, incident, memory, report
 from lockstep.checkpoint import Checkpointer, Loaded
+from lockstep.closing import closing
 from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
@@ -105,7 +106,7 @@ def run(
         write_atomic(run_dir.config, config.dump({**resolved, **_chosen(job)}))
         write_atomic(run_dir.environment, environment.as_json(world))
         run_dir.mark_latest(Path(job.output_root))
-        run_dir.write_summary(status="running", started=started, step=progress.step)
+        run_dir.start_summary(started=started, step=progress.step)
     recorder, watcher = _observers(job, run_dir, world, plan, network, progress)
     trainer = Trainer(
         world=world,
@@ -132,20 +133,21 @@ def run(
         progress=progress,
     )
     watcher.start()
-    try:
-        trainer.fit()
-    except NumericalError as error:
-        if world.is_main:
-            incident.keep(error, trainer, run_dir)
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if memory.exhausted(error):
-            raise memory.explain(error, job, world, trainer.progress.step + 1) from None
-        raise
-    finally:
-        gpu = watcher.close()
-        recorder.close()
-        checkpointer.close()
+    gpu: dict[str, float] = {}
+    with closing(lambda: gpu.update(watcher.close()), recorder.close, checkpointer.close):
+        try:
+            trainer.fit()
+        except NumericalError as error:
+            if world.is_main:
+                incident.keep(error, trainer, run_dir)
+            # All ranks meet this error at one step. The launcher ends the others when the first one leaves, so none
+            # leaves before main has written.
+            world.barrier()
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if memory.exhausted(error):
+                raise memory.explain(error, job, world, trainer.progress.step + 1) from None
+            raise
     skipped = loader.left_out()
     if world.is_main:
         figures = {**recorder.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
@@ -161,7 +163,7 @@ def run(
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
         )
-        report.closing(run_dir=run_dir, progress=progress, plan=plan, seconds=seconds, figures=figures)
+        report.closing(job=job, run_dir=run_dir, progress=progress, seconds=seconds, figures=figures)
 
 
 def _notes(job: Job, network: Network, world: World, plan: Plan) -> list[str]:

@@ -42,11 +42,14 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
         )
 
 
-def check_finite(model: nn.Module, step: int) -> None:
-    """Raise NumericalError if a parameter or a buffer is not finite. Syncs the device."""
+def check_finite(model: nn.Module, world: World, step: int) -> None:
+    """Raise NumericalError, on every rank, if a parameter or a buffer of one is not finite.
+
+    Collective, because running statistics may be a rank's own. Syncs the device.
+    """
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
-    finite = torch.stack([each.isfinite().all() for each in tensors])
-    if not finite.all():
+    broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()
+    if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite behind step {step}; {REMEDIES}", step=step)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep import checkpoint, log
+from lockstep.data.splits import BrokenImage
 from lockstep.errors import NumericalError
 from lockstep.rundir import RunDir
 from lockstep.storage import write_atomic
@@ -18,8 +21,23 @@ def keep(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
     """Write the global batch of the first bad step, as stored, and the weights as they are now.
 
     `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to
-    the same step with the same batch. Called by main only.
+    the same step with the same batch. Called by main only. What cannot be written is a warning: the run ends with its
+    own error, and has no half of an `incident/`.
     """
+    try:
+        _write(error, trainer, run_dir)
+    except (
+        OSError,
+        RuntimeError,
+        MemoryError,
+        SafetensorError,
+        BrokenImage,
+    ) as failure:  # a full disk is any of these
+        log.warn(f"{run_dir.incident} could not be written ({failure}), so nothing is kept of the bad step")
+        shutil.rmtree(run_dir.incident, ignore_errors=True)
+
+
+def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
     step = error.step or trainer.progress.step
     batch = trainer.loader.global_batch(step)
     folder = run_dir.incident

@@ -96,7 +96,14 @@ class SGD(_Optimizer):
     nesterov: bool = False
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return direct(torch.optim.SGD)(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=True)
+        options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
+        optimizer = direct(torch.optim.SGD)(groups, **options)
+        if self.momentum:
+            # Torch makes them at the first step, and leaves in them what was in memory if a loss scaler skips that
+            # step. From zero the first step is the same: the momentum becomes the gradient.
+            for each in (each for group in optimizer.param_groups for each in group["params"]):
+                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+        return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from lockstep import log
 from lockstep.config import Job
-from lockstep.identity import describe
+from lockstep.identity import describe, train_longer
 from lockstep.plan import Plan
 from lockstep.rundir import RunDir
 from lockstep.telemetry.display import clock
@@ -93,7 +93,7 @@ def banner(
         log.warn(note)
 
 
-def closing(*, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, figures: Mapping[str, Any]) -> None:
+def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
     """Say how it went and what to type next."""
     folder = _shown(run_dir.path)
     best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
@@ -103,6 +103,4 @@ def closing(*, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, 
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
     )
     log.say(f"   look at it   tensorboard --logdir {folder}")
-    epochs, rest = divmod(plan.total_steps, plan.steps_per_epoch)
-    longer = f"steps={2 * plan.total_steps}" if rest else f"epochs={2 * epochs}"
-    log.say(f"   train longer python train.py resume={folder} {longer}")
+    log.say(f"   train longer python train.py resume={folder} {train_longer(job)}")

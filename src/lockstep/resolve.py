@@ -23,7 +23,7 @@ from lockstep.data.loader import Resident, cores
 from lockstep.errors import InputError
 from lockstep.evaluate import VIEWS
 from lockstep.files import UnreadableFile
-from lockstep.identity import identity, plan_of
+from lockstep.identity import identity, plan_of, train_longer
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.launcher.base import Backend
@@ -337,10 +337,9 @@ def _check_run(job: Job, folder: Path | None) -> None:
         step = checkpoint.read_facts(found)["progress"]["step"]
         ended = folder is None or _ended(RunDir(folder))
         if step > plan.total_steps or (step == plan.total_steps and ended):
-            longer = f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
             raise InputError(
                 f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
-                f"train longer with {longer}"
+                f"train longer with {train_longer(job)}"
             )
 
 

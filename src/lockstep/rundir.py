@@ -220,6 +220,10 @@ class RunDir:
             present = self.read_summary()
         write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
 
+    def start_summary(self, **facts: Any) -> None:
+        """Replace `summary.json` by that of a run under way: how an earlier part of it ended is no longer true."""
+        write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
+
     def begin(self, texts: Mapping[Path, str]) -> RunDir:
         """Write the files that describe a job, so that `close` can take them back.
 

@@ -177,7 +177,7 @@ class Trainer:
         with self.telemetry.pause():
             if not self.plan.due("log", self.progress.step):  # where they have just been compared
                 check_replicas(self.model, self.world, self.progress.step)
-            check_finite(self.model, self.progress.step)
+            check_finite(self.model, self.world, self.progress.step)
             self.progress.window = self.telemetry.open_window()
             self.telemetry.sync()
             self.checkpointer.save(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import Case, launch, records, run_dir, run_until, train_here
-from lockstep import checkpoint, log, world
+from lockstep import checkpoint, incident, log, world
 from lockstep.data.shards import Shard
 from lockstep.errors import LockstepError, NumericalError
 from lockstep.precision import BF16
@@ -89,18 +89,22 @@ FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
 
 @contextmanager
 def injected(name: str) -> Iterator[None]:
-    """Every step of the trainers in this process begins with the fault."""
-    whole = Trainer.step
+    """Every step of the trainers in this process begins with the fault, and keeping a bad one takes main a while."""
+    whole, keep = Trainer.step, incident.keep
 
     def step(self: Trainer, shard: Shard) -> dict[str, Any]:
         FAULTS[name](self, shard)
         return whole(self, shard)
 
-    Trainer.step = step
+    def slow_keep(error: NumericalError, trainer: Trainer, run: RunDir) -> None:
+        time.sleep(0.5)
+        keep(error, trainer, run)
+
+    Trainer.step, incident.keep = step, slow_keep
     try:
         yield
     finally:
-        Trainer.step = whole
+        Trainer.step, incident.keep = whole, keep
 
 
 def entry(folder: Path) -> None:
@@ -114,6 +118,7 @@ def entry(folder: Path) -> None:
                     run_until(joined, run, None)
             except LockstepError as error:
                 ended = {"exit_code": error.exit_code, "sentence": str(error)}
+            ended["kept"] = (run.incident / "incident.json").exists()
             (folder / f"{name}.rank{joined.rank}.json").write_text(json.dumps(ended))
 
 
@@ -201,6 +206,11 @@ def test_bad_numbers_end_all_ranks_alike_and_leave_what_shows_them(
     assert batch["indices"].tolist() == facts["samples"]
     assert batch["images"].shape == (100, 1, 8, 8)
     assert (ended / name / "incident" / "model.safetensors").is_file()
+
+
+def test_no_rank_leaves_before_main_has_kept_the_bad_step(ended: Path) -> None:
+    for rank in range(3):
+        assert json.loads((ended / f"nan_input_on_one_rank.rank{rank}.json").read_text())["kept"]
 
 
 def test_a_flipped_bit_is_found_by_the_next_log_point_and_never_saved(ended: Path) -> None:

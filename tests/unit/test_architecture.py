@@ -20,7 +20,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "files", "storage", "catalog", "signals", "terminal", "threads"}),
-    frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log", "rng"}),
+    frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log", "rng", "closing"}),
     # The groups: none of them knows another one.
     frozenset(
         {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
@@ -41,6 +41,7 @@ WITHIN: dict[tuple[str, str], str] = {
     ("protocols", "rundir"): "a launcher is given the run folder",
     ("protocols", "world"): "a strategy is given the world",
     ("log", "rundir"): "the log is a file of the run",
+    ("closing", "log"): "what else goes wrong at the end of a run is said",
     ("trainer", "evaluate"): "the loop evaluates",
     ("experiment", "identity"): "the root hands the identity to the checkpoints",
     ("experiment", "report"): "the root says what runs",

@@ -175,7 +175,8 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
     target, made = writer(run), parts()
-    target.save(model=model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress=progress(1))
+    optimizer = SGD().build(model)
+    target.save(model=model, ema=None, optimizer=optimizer, scaler=made.scaler, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(model.state_dict()))
 
@@ -463,6 +464,42 @@ def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str)
     run.weights.write_bytes(b"none")
     writer(run).mend(0)
     assert run.weights.read_bytes() == b"none", "step 0 is no best one"
+
+
+def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: RunDir, full_disk: FullDisk) -> None:
+    target, best = writer(run), parts(1)
+    best.train(2)
+    expected = checkpoint.copied_tree(dict(best.ema.module.state_dict()))
+    with full_disk(100):
+        save(target, 1, best, best=True)
+        target.wait()
+    assert not run.weights.exists()
+    best.train(1)
+    save(target, 2, best)
+    target.close()
+    assert same(load_file(run.weights), expected)
+    assert [path.name for path in run.path.glob("*.tmp")] == []
+
+
+def test_the_best_weights_whose_export_alone_failed_are_exported_by_the_next_save(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, whole = writer(run), Path.replace
+    expected = checkpoint.copied_tree(dict(parts().ema.module.state_dict()))
+
+    def refusing(path: Path, to: Path) -> Path:
+        if to == run.weights:
+            raise OSError("no space left on device")
+        return whole(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refusing)
+        save(target, 1, best=True)
+        target.wait()
+    assert not run.weights.exists()
+    save(target, 2, parts(5))
+    target.close()
+    assert same(load_file(run.weights), expected)
 
 
 def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:

@@ -36,17 +36,45 @@ def test_a_package_that_is_not_installed_is_null(monkeypatch: pytest.MonkeyPatch
     assert environment.facts(World.solo())["packages"]["no-such-package"] is None
 
 
-def test_the_state_of_the_checkout_is_there_and_its_absence_is_null(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one commit, which has a package."""
+    root = tmp_path / "repository"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "__init__.py").write_text("")
+    author = ("-c", "user.name=someone", "-c", "user.email=someone@example.org")
+    for arguments in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", "-C", str(root), *arguments], check=True)
+    return root
+
+
+def test_the_state_of_the_source_is_its_commit_and_whether_it_was_changed(repository: Path) -> None:
+    package = repository / "package"
+    clean = environment.source_state(package)
+    assert isinstance(clean["git"], str)
+    assert len(clean["git"]) == 40
+    assert clean["git_changes"] is False
+    (package / "new.py").write_text("new")
+    assert environment.source_state(package) == {**clean, "git_changes": True}
+
+
+def test_source_that_no_repository_tracks_is_of_an_unknown_commit(repository: Path, tmp_path: Path) -> None:
+    unknown = {"git": "unknown", "git_changes": "unknown"}
+    for package in (tmp_path / "alone", repository / ".venv" / "site-packages" / "lockstep"):
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("")
+        assert environment.source_state(package) == unknown
+
+
+def test_without_git_the_commit_is_unknown(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(repository))
+    assert environment.source_state(repository / "package")["git"] == "unknown"
+
+
+def test_neither_the_current_folder_nor_a_variable_is_taken_for_the_source(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert environment.facts(World.solo())["git"] is None
-    identity = ("-c", "user.name=someone", "-c", "user.email=someone@example.org")
-    for arguments in (("init", "-q"), (*identity, "commit", "-q", "--allow-empty", "-m", "first")):
-        subprocess.run(["git", *arguments], check=True)
-    facts = environment.facts(World.solo())
-    assert len(facts["git"]) == 40
-    assert facts["git_changes"] is False
-    (tmp_path / "new.txt").write_text("new")
-    assert environment.facts(World.solo())["git_changes"] is True
+    here = environment.facts(World.solo())["git"]
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
+    assert environment.facts(World.solo())["git"] == here != environment.source_state(repository / "package")["git"]

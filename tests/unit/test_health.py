@@ -24,12 +24,12 @@ def test_any_flipped_bit_changes_the_fingerprint(dtype: torch.dtype, bit: int) -
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_or_a_buffer_that_is_not_finite_is_found(value: float) -> None:
     model = nn.BatchNorm1d(3)
-    check_finite(model, 7)
+    check_finite(model, World.solo(), 7)
     for tensor in (model.weight.data, model.running_var):
         kept = tensor[1].clone()
         tensor[1] = value
         with pytest.raises(NumericalError, match="not finite behind step 7") as caught:
-            check_finite(model, 7)
+            check_finite(model, World.solo(), 7)
         assert caught.value.step == 7
         tensor[1] = kept
 

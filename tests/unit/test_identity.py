@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import built
-from lockstep.identity import describe, identity, plan_of
+from lockstep.identity import describe, identity, plan_of, train_longer
 from lockstep.models import DigitNet, Timm
 
 
@@ -71,3 +71,9 @@ def test_two_optimizers_of_timm_are_two() -> None:
 def test_the_plan_of_a_job_is_in_steps() -> None:
     plan = plan_of(built("epochs=2", "checkpoint.every=50%"), 1442)
     assert (plan.steps_per_epoch, plan.total_steps, plan.eval_every, plan.save_every) == (23, 46, 23, 23)
+
+
+def test_a_job_that_was_given_steps_is_lengthened_by_steps_also_where_they_are_whole_epochs() -> None:
+    assert train_longer(built("epochs=20")) == "epochs=40"
+    assert train_longer(built("epochs=20", "steps=46")) == "steps=92"
+    assert plan_of(built("steps=46", "epochs=40"), 1442).total_steps == 46

@@ -106,6 +106,14 @@ def test_the_summary_is_changed_and_added_to(tmp_path: Path) -> None:
     assert json.loads(run.summary.read_text()) == {"status": "completed", "step": 0, "objective": 98.5}
 
 
+def test_a_run_that_goes_on_forgets_how_an_earlier_part_of_it_ended(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.metrics.write_text("")
+    run.close(NumericalError("the loss is nan"))
+    run.start_summary(step=3)
+    assert run.read_summary() == {"status": "running", "step": 3}
+
+
 def test_a_number_that_json_does_not_have_never_reaches_the_summary(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     with pytest.raises(ValueError, match="not JSON compliant"):

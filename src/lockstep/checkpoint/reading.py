@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lockstep.checkpoint.optimizer import restore_optimizer
 from lockstep.checkpoint.validation import (
     EMA,
     MODEL,
@@ -129,15 +130,15 @@ def load_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(load_file(file))
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Take over what the optimizer gathered for each parameter; its options stay those that this run asked for."""
-    asked = [
-        {key: value for key, value in group.items() if key in optimizer.defaults or key == "scale"}
-        for group in optimizer.param_groups
-    ]
-    optimizer.load_state_dict(state)
-    for group, options in zip(optimizer.param_groups, asked, strict=True):
-        group.update(options)
+def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
+    """Give a loss scaler its scale back; one that a run of another precision did not have starts as it is built."""
+    here = scaler.state_dict()
+    if not here or not saved:
+        return
+    if here.keys() != saved.keys() or not all(isinstance(each, (int, float)) for each in saved.values()):
+        raise ValueError("the loss scaler's state is not one")
+    # How the scale grows is an option of the code, and how far it has come the state.
+    scaler.load_state_dict({**here, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
 
 
 def restore(
@@ -156,9 +157,9 @@ def restore(
     if ema is not None and loaded.ema is None:
         raise InputError(f"resume: {loaded.path} has no averaged weights; use train.ema=null")
     try:
+        restore_optimizer(optimizer, model, loaded.state["optimizer"])
         model.load_state_dict(loaded.model)
-        _load_optimizer(optimizer, loaded.state["optimizer"])
-        scaler.load_state_dict(loaded.state["scaler"])
+        _restore_scaler(scaler, loaded.state["scaler"])
         if ema is not None and loaded.ema is not None:
             ema.module.load_state_dict(loaded.ema)
             ema.n_averaged.fill_(loaded.state["ema_updates"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep import log
 from lockstep.checkpoint.history import candidates
+from lockstep.checkpoint.optimizer import optimizer_state
 from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
@@ -80,6 +82,8 @@ class Checkpointer:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[None] | None = None
     failure: str = ""
+    # The best weights so far, in host memory, from their save until the run folder has them.
+    unexported: dict[str, Tensor] | None = None
 
     def mend(self, best_step: int) -> None:
         """Export the best weights of a run that was killed after it had saved them and before they were exported."""
@@ -94,7 +98,7 @@ class Checkpointer:
         whole = exported.exists() and sha256(exported) == digests.get(EMA, digests[MODEL])
         if not whole and not damage(best):
             write_atomic(self.run_dir.best, best.name)
-            self._export(best)
+            self._export(partial(shutil.copyfile, best / (EMA if EMA in digests else MODEL)))
 
     def overdue(self) -> bool:
         """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
@@ -119,10 +123,12 @@ class Checkpointer:
         self.wait()
         self.saved_at = time.monotonic()
         weights = {MODEL: _copied(model.state_dict())}
-        state = {"optimizer": copied_tree(optimizer.state_dict()), "scaler": scaler.state_dict()}
+        state = {"optimizer": copied_tree(optimizer_state(optimizer, model)), "scaler": scaler.state_dict()}
         if ema is not None:
             weights[EMA] = _copied(ema.module.state_dict())
             state["ema_updates"] = int(ema.n_averaged)
+        if progress["best_step"] == progress["step"]:
+            self.unexported = weights.get(EMA, weights[MODEL])
         facts = {"format": 1, "identity": dict(self.identity), "progress": dict(progress)}
         self.pending = self.pool.submit(self._write, weights, state, facts)
 
@@ -186,15 +192,16 @@ class Checkpointer:
         write_atomic(self.run_dir.last, name)
         if progress["best_step"] == progress["step"]:
             write_atomic(self.run_dir.best, name)
-            self._export(final)
+        if self.unexported is not None:  # those of an earlier step, where their own save failed
+            self._export(partial(save_file, self.unexported))
+            self.unexported = None
         self._retire(final)
 
-    def _export(self, best: Path) -> None:
-        """Give the run folder the best weights so far: the averaged ones where there are any."""
-        source = best / EMA if (best / EMA).exists() else best / MODEL
+    def _export(self, write: Callable[[Path], object]) -> None:
+        """Give the run folder the best weights so far (averaged ones where there are any), which `write` writes."""
         temporary = self.run_dir.weights.with_suffix(".tmp")
         try:
-            shutil.copyfile(source, temporary)
+            write(temporary)
             sync(temporary)
             temporary.replace(self.run_dir.weights)
             sync(self.run_dir.path)

@@ -25,8 +25,8 @@ from lockstep.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
 from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys
 
-# The examples of the pass that is observed: a dimension of so many, or a multiple of it, is the batch's. A number that
-# neither square images nor their tokens, one more than a square, are multiples of, but for sides of 11.
+# The examples of the pass that is observed: a dimension of so many, or of a multiple, is the batch's. It is a number that
+# neither n * n pixels nor n * n + 1 tokens are multiples of, unless n is.
 EXAMPLES = 11
 # More than any model draws; the keys of the observed pass are made before they are counted.
 MOST_DRAWS = 4096

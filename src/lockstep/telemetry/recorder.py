@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lockstep.closing import closing
 from lockstep.plan import Plan
 from lockstep.protocols import MicroBatch, Sink, Stepped
 from lockstep.telemetry.display import Display
@@ -242,7 +243,5 @@ class Telemetry:
 
     def close(self) -> None:
         """Flush and close the sinks, the samples and the display."""
-        self.display.close()
-        self.samples.close()
-        for sink in self.sinks:
-            sink.close()
+        with closing(self.samples.close, *(sink.close for sink in self.sinks)):
+            self.display.close()

@@ -1,0 +1,198 @@
+"""What an optimizer gathered comes back to the bit, under today's options, and only where it fits."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from timm.optim import get_optimizer_info, list_optimizers
+from torch import nn
+
+from lockstep.checkpoint.optimizer import optimizer_state, restore_optimizer
+from lockstep.optim import SGD, Adam, AdamW, Muon, Timm
+
+# They refuse to be built, or to step, without a CUDA device.
+CUDA_ONLY = ("bnb", "fused")
+TIMM = {
+    get_optimizer_info(name).opt_class: name
+    for name in list_optimizers()
+    if not get_optimizer_info(name).second_order and not name.startswith(CUDA_ONLY)
+}
+
+
+class Trained:
+    """A small network of fixed weights and its optimizer."""
+
+    def __init__(self, optimizer: Any, memory_format: torch.memory_format = torch.contiguous_format) -> None:
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 5))
+        self.model = nn.Sequential(*layers).double().to(memory_format=memory_format)
+        self.optimizer: torch.optim.Optimizer = optimizer.build(self.model)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def train(self, steps: int) -> Trained:
+        for _ in range(steps):
+            torch.manual_seed(2)  # as the trainer does, by the step: some optimizers draw noise
+            for each in self.model.parameters():
+                # In the memory layout of the weight, as autograd makes it.
+                drawn = torch.randn(each.shape, dtype=each.dtype, generator=self.generator)
+                each.grad = torch.empty_like(each).copy_(drawn)
+            self.optimizer.step()
+        return self
+
+    def saved(self) -> dict[str, Any]:
+        """The optimizer's part of a checkpoint, through a file."""
+        file = io.BytesIO()
+        torch.save(optimizer_state(self.optimizer, self.model), file)
+        file.seek(0)
+        loaded: dict[str, Any] = torch.load(file, weights_only=True)
+        return loaded
+
+    def resumed(self, saved: dict[str, Any], like: Trained) -> Trained:
+        """Go on from what was saved of `like`."""
+        restore_optimizer(self.optimizer, self.model, saved)
+        self.model.load_state_dict(like.model.state_dict())
+        self.generator.set_state(like.generator.get_state())
+        return self
+
+    def weights(self) -> list[torch.Tensor]:
+        return [each.detach().clone() for each in self.model.parameters()]
+
+
+def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+@pytest.mark.parametrize("opt", TIMM.values())
+def test_every_optimizer_of_timm_goes_on_as_if_it_had_not_stopped(opt: str) -> None:
+    with torch.compiler.set_stance("force_eager"):  # one of them compiles its step, for seconds
+        whole = Trained(Timm(opt=opt, lr=0.01)).train(3)
+        resumed = Trained(Timm(opt=opt, lr=0.01)).resumed(whole.saved(), whole)
+        for one, other in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("before", "today"),
+    [
+        (SGD(), SGD(momentum=0.5, nesterov=True, weight_decay=0.1)),
+        (SGD(weight_decay=0.1), SGD(weight_decay=0.2, decay_all=True)),
+        (Adam(), Adam(betas=[0.5, 0.9], eps=1e-3, weight_decay=0.1)),
+        (AdamW(), AdamW(weight_decay=0.0)),
+        (Muon(), Muon(momentum=0.5, sgd_momentum=0.3, weight_decay=0.1, iterations=3, fixed_norm=True)),
+        (Muon(weight_decay=0.1), Muon(head_lr=0.5, weight_decay=0.0)),
+        (Timm(opt="lamb"), Timm(opt="lamb", weight_decay=0.1, options={"betas": [0.5, 0.9], "eps": 1e-3})),
+        (Timm(opt="sgdw"), Timm(opt="sgdw", momentum=0.5)),
+    ],
+    ids=repr,
+)
+def test_a_resume_obeys_every_option_of_today_and_keeps_what_was_gathered(before: Any, today: Any) -> None:
+    whole = Trained(before).train(2)
+    resumed = Trained(today).resumed(whole.saved(), whole)
+    counters = {"step"} if isinstance(before, Timm) else set()
+    for group, fresh in zip(options(resumed.optimizer), options(Trained(today).optimizer), strict=True):
+        assert {key: value for key, value in group.items() if key not in counters} == fresh
+    there, here = whole.saved()["state"], resumed.saved()["state"]
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name][key], there[name][key]) for name in there for key in there[name])
+    resumed.train(1)
+
+
+def test_a_run_without_momentum_goes_on_with_some_from_zero_and_one_with_it_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = Trained(SGD(momentum=0.0)).train(2)
+    Trained(SGD(momentum=0.9)).resumed(plain.saved(), plain).train(1)
+    assert "no optimizer state of 6 parameters (0.weight, ...), which start anew" in capsys.readouterr().out
+    heavy = Trained(SGD(momentum=0.9)).train(2)
+    resumed = Trained(SGD(momentum=0.0)).resumed(heavy.saved(), heavy)
+    assert not resumed.optimizer.state
+    resumed.train(1)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), Adam(), AdamW(), Muon(), Timm(opt="lamb")], ids=repr)
+def test_momenta_lie_in_memory_as_their_weights_do_whatever_layout_they_had(optimizer: Any) -> None:
+    whole = Trained(optimizer).train(2)
+    resumed = Trained(optimizer, torch.channels_last).resumed(whole.saved(), whole)
+    for parameter, gathered in resumed.optimizer.state.items():
+        for value in gathered.values():
+            assert not isinstance(value, torch.Tensor) or value.dim() == 0 or value.stride() == parameter.stride()
+    for one, other in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def other_shape(state: dict[str, Any], key: str) -> None:
+    state["0.weight"][key] = torch.zeros(1, dtype=torch.float64)
+
+
+def another_ones(state: dict[str, Any], key: str) -> None:
+    state["0.weight"][key] = state["3.weight"][key].clone().reshape(-1)
+
+
+def whole_numbers(state: dict[str, Any], key: str) -> None:
+    state["0.weight"][key] = state["0.weight"][key].long()
+
+
+def no_tensor(state: dict[str, Any], key: str) -> None:
+    state["0.weight"][key] = "momentum"
+
+
+def nothing(state: dict[str, Any], key: str) -> None:
+    del state["0.weight"][key]
+
+
+def more(state: dict[str, Any], key: str) -> None:
+    state["0.weight"]["more"] = state["0.weight"][key]
+
+
+def another_parameter(state: dict[str, Any], key: str) -> None:
+    state["7.weight"] = state.pop("0.weight")
+
+
+@pytest.mark.parametrize(
+    "wrong", [other_shape, another_ones, whole_numbers, no_tensor, nothing, more, another_parameter]
+)
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [
+        (SGD(), "momentum_buffer"),
+        (Adam(), "exp_avg"),
+        (AdamW(), "exp_avg_sq"),
+        (Muon(), "momentum_buffer"),
+        (Timm(opt="lamb"), "exp_avg"),
+    ],
+    ids=repr,
+)
+def test_a_state_that_does_not_fit_is_refused_before_a_kernel_sees_it(
+    optimizer: Any, key: str, wrong: Callable[[dict[str, Any], str], None]
+) -> None:
+    saved = Trained(optimizer).train(1).saved()
+    wrong(saved["state"], key)
+    fresh = Trained(optimizer)
+    with pytest.raises(ValueError, match=r"optimizer.*(0|7)\.weight|(0|7)\.weight.*optimizer"):
+        fresh.resumed(saved, fresh)
+
+
+def test_a_count_of_steps_that_is_none_is_refused() -> None:
+    saved = Trained(AdamW()).train(1).saved()
+    saved["state"]["0.weight"]["step"] = torch.zeros(1000)
+    fresh = Trained(AdamW())
+    with pytest.raises(ValueError, match=r"step of 0\.weight is float32 \(1000,\), expected float32 \(\)"):
+        fresh.resumed(saved, fresh)
+
+
+def test_a_first_step_that_a_loss_scaler_skips_leaves_the_momenta_at_zero() -> None:
+    made = Trained(SGD(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for each in made.model.parameters():
+        each.grad = torch.full_like(each, float("inf"))
+    scaler.scale(torch.zeros(1))  # a scaler is there from its first loss on
+    scaler.unscale_(made.optimizer)
+    scaler.step(made.optimizer)
+    assert all(not state["momentum_buffer"].any() for state in made.optimizer.state.values())
+    skipped, never = made.train(2).weights(), Trained(SGD(lr=0.1)).train(2).weights()
+    assert all(torch.equal(one, other) for one, other in zip(skipped, never, strict=True))
