@@ -28,7 +28,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lockstep import fields
 from lockstep.errors import InputError, did_you_mean
+from lockstep.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
 from lockstep.refusals import sentence
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
@@ -53,16 +55,16 @@ _MADE: dict[tuple[type[Any], str], Any] = {}
 class TrainBlock:
     """`train.*`: how a step is made of a global batch."""
 
-    micro_batches: int | str = 1
-    label_smoothing: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    cutout: int = 0
-    clip_norm: float | None = None
-    ema: float | None = None
-    eval_every: int | str = "1ep"
-    eval_batch: int = 256
-    eval_views: int = 1
+    micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
+    label_smoothing: float = ranged(0.0, least=0, below=1)
+    mixup: float = ranged(0.0, least=0, most=1000)
+    cutmix: float = ranged(0.0, least=0, most=1000)
+    cutout: int = ranged(0, least=0, most=16_384)
+    clip_norm: float | None = ranged(None, above=0.0, most=1e12)
+    ema: float | None = ranged(None, above=0.0, below=1)
+    eval_every: int | str = duration("1ep")
+    eval_batch: int = ranged(256, least=1, most=1_000_000)
+    eval_views: int = choice(1, 1, 2, 6)
     cudnn_benchmark: bool = False
 
 
@@ -70,16 +72,16 @@ class TrainBlock:
 class CheckpointBlock:
     """`checkpoint.*`: when a checkpoint is written and how many are kept."""
 
-    every: int | str = "1ep"
-    keep: int = 3
-    keep_best: int = 1
+    every: int | str = duration("1ep", timed=True)
+    keep: int = ranged(3, least=1, most=1_000_000)
+    keep_best: int = ranged(1, least=1, most=1_000_000)
 
 
 @dataclass
 class TelemetryBlock:
     """`telemetry.*`: what is measured and written while training."""
 
-    interval: int | str = 20
+    interval: int | str = duration(20)
     tensorboard: bool = True
     gpu: bool = True
     samples: bool = False
@@ -89,17 +91,17 @@ class TelemetryBlock:
 class Job:
     """One training run as the user composed it. After `build`, each group holds its built component."""
 
-    epochs: int = 20
-    steps: int | None = None
-    batch: int | str = 64
-    seed: int = 0
-    repro: str = "exact"
-    device: str = "auto"
-    name: str = "job"
-    data_root: str = "data"
-    output_root: str = "outputs"
-    resume: str | None = None
-    init_from: str | None = None
+    epochs: int = ranged(20, least=1, most=LONGEST)
+    steps: int | None = ranged(None, least=1, most=LONGEST)
+    batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
+    seed: int = ranged(0, least=0, most=2**63 - 1)
+    repro: str = choice("exact", "exact", "strict")
+    device: str = choice("auto", "auto", "cpu", "cuda")
+    name: str = ruled("job", Text())
+    data_root: str = pathname("data")
+    output_root: str = pathname("outputs")
+    resume: str | None = pathname(None)
+    init_from: str | None = pathname(None)
     train: TrainBlock = field(default_factory=TrainBlock)
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
@@ -199,12 +201,13 @@ def recompose(stored: list[str], overrides: tuple[str, ...]) -> DictConfig:
 
 
 def locate_in(module: str, name: str) -> type[Any] | None:
-    """The public dataclass `name` of a module, if it has one: of its own, not one that it merely imports."""
+    """The public dataclass `name` of a module, if it has one: of its `__all__`, or else its own, not an import."""
     home = importlib.import_module(module)
     found = None if name.startswith("_") else getattr(home, name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         return None
-    return found if found.__module__ == module or name in getattr(home, "__all__", ()) else None
+    exported = getattr(home, "__all__", None)
+    return found if (found.__module__ == module if exported is None else name in exported) else None
 
 
 def locate(group: str, target: object) -> type[Any]:
@@ -234,7 +237,9 @@ def build(group: str, node: Any) -> Any:
     try:
         key = (cls, repr(values))
         if key not in _MADE:
-            _MADE[key] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+            typed = OmegaConf.merge(OmegaConf.structured(cls), values)
+            _check_fields(cls, typed, f"{group}.")
+            _MADE[key] = OmegaConf.to_object(typed)
         return _MADE[key]
     except ConfigKeyError as error:
         known = [item.name for item in dataclasses.fields(cls)]
@@ -248,6 +253,14 @@ def build(group: str, node: Any) -> Any:
         raise InputError(sentence(error, f"{group}.")) from error
 
 
+def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
+    """Raise InputError with a line for each value that is out of its field's range."""
+    values = OmegaConf.to_container(typed)
+    assert isinstance(values, dict)
+    if found := list(fields.problems(cls, {str(key): value for key, value in values.items()}, prefix)):
+        raise InputError("\n".join(found))
+
+
 def build_all(job: Mapping[str, Any]) -> Job:
     """Every group of a plain config built, and all that is wrong with them said at once.
 
@@ -255,12 +268,16 @@ def build_all(job: Mapping[str, Any]) -> Job:
         InputError: one line for each key that does not fit.
     """
     try:
-        fixed = {key: value for key, value in job.items() if key not in GROUPS}
-        blocks = OmegaConf.to_object(OmegaConf.merge(_schema(), fixed))
+        typed = OmegaConf.merge(_schema(), {key: value for key, value in job.items() if key not in GROUPS})
+        blocks = OmegaConf.to_object(typed)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     assert isinstance(blocks, Job)
     problems: list[str] = []
+    try:
+        _check_fields(Job, typed)
+    except InputError as error:
+        problems.append(str(error))
     for group in GROUPS:
         try:
             setattr(blocks, group, build(group, job.get(group)))

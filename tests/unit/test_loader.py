@@ -352,16 +352,3 @@ def test_workers_read_no_further_ahead_than_asked(folder: Folder, workers: int, 
     for taken in range(1, 5):
         next(given)
         assert next(asked) == 2 * taken - 1 + workers * prefetch
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"workers": -1}, "loader.workers is -1"),
-        ({"workers": "two"}, "'two'"),
-        ({"prefetch": 0}, "loader.prefetch is 0"),
-    ],
-)
-def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        Streaming(**options)
