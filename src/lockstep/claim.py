@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import Invocation
+from lockstep.config import Invocation, Job
 from lockstep.errors import InputError
+from lockstep.fields import problems
 from lockstep.lock import Lock
 from lockstep.rundir import MANIFEST, RunDir, latest
 
@@ -63,6 +64,8 @@ def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
     """
     if job["resume"] is None:
         return None
+    for problem in problems(Job, {key: job[key] for key in ("resume", "output_root")}):
+        raise InputError(problem)
     if invocation.sweep:
         raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
     if job["resume"] == "latest":

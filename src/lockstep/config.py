@@ -31,7 +31,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from lockstep import fields
 from lockstep.errors import InputError, did_you_mean
 from lockstep.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
-from lockstep.refusals import sentence
+from lockstep.refusals import UNEXPECTED, check_word, sentence, unreadable
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
 # module: a config can come from someone else's run folder, and must not be able to name arbitrary code.
@@ -178,11 +178,13 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
+    except UNEXPECTED as error:
+        raise unreadable(error) from error
     assert isinstance(plain, dict)
     for key in (each.name for each in dataclasses.fields(Job)):
         if key not in plain:
             raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
-        if "${" in str(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
+        if "${" in repr(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
             raise InputError(f"{key} has ${{ in its value, which a config takes for a reference; write it without")
     return {str(key): value for key, value in plain.items()}
 
@@ -194,10 +196,19 @@ def recompose(stored: list[str], overrides: tuple[str, ...]) -> DictConfig:
         InputError: an override of the earlier command is of Hydra itself, which no run keeps.
     """
     for text in stored:
-        if text.lstrip("+~").startswith("hydra"):
+        check_word(text)
+        if key_of(text).startswith("hydra"):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
-    added = [text for text in overrides if not text.startswith(("resume=", "+resume="))]
-    return compose("config", overrides=[*stored, *added], return_hydra_config=False)
+    added = [text for text in overrides if key_of(text) != "resume"]
+    try:
+        return compose("config", overrides=[*stored, *added], return_hydra_config=False)
+    except UNEXPECTED as error:
+        raise unreadable(error) from error
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def locate_in(module: str, name: str) -> type[Any] | None:
@@ -251,6 +262,8 @@ def build(group: str, node: Any) -> Any:
         raise InputError(f"{group}.{error.key} has no value; give it one with {group}.{error.key}=...") from error
     except OmegaConfBaseException as error:
         raise InputError(sentence(error, f"{group}.")) from error
+    except (OverflowError, RecursionError) as error:
+        raise unreadable(error) from error
 
 
 def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
@@ -272,6 +285,8 @@ def build_all(job: Mapping[str, Any]) -> Job:
         blocks = OmegaConf.to_object(typed)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
+    except (OverflowError, RecursionError) as error:
+        raise unreadable(error) from error
     assert isinstance(blocks, Job)
     problems: list[str] = []
     try:

@@ -46,9 +46,9 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     if (earlier := continued(job, invocation)) is not None:
         stored = config.load_list(RunDir(earlier).overrides)
         job = config.to_dict(config.recompose(stored, invocation.overrides))
-        if not any(each.startswith("name=") for each in invocation.overrides):
+        if "name" not in map(config.key_of, invocation.overrides):
             job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
-        overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
+        overrides = [*stored, *(each for each in overrides if config.key_of(each) != "resume")]
     resolved = resolve(_fitting(job, overrides), sweep=invocation.sweep)
     built = config.build_all(resolved)
     _check(built)
