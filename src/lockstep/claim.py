@@ -40,7 +40,14 @@ def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | Non
     Raises:
         InputError: it is no folder to run in, or another job is in it; nothing was changed.
     """
-    folder = continued(job, invocation) or (None if invocation.sweep else invocation.folder)
+    resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
+    if resumed is not None and named is not None and named.resolve() != resumed:
+        raise InputError(f"resume goes on in {resumed}, but hydra.run.dir names {named}; leave out one of them")
+    if job["resume"] is not None and job["init_from"] is not None:
+        raise InputError(
+            "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
+        )
+    folder = resumed or named
     if folder is None:
         return None
     run_dir = RunDir(folder)

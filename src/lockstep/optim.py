@@ -148,6 +148,11 @@ class Timm(_Optimizer):
             )
         if get_optimizer_info(self.opt).second_order:
             raise InputError(f"optimizer.opt is {self.opt!r}, which needs second derivatives: a step has none")
+        if self.momentum != Timm.momentum and not get_optimizer_info(self.opt.split("_")[-1]).has_momentum:
+            raise InputError(
+                f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; leave it out, and "
+                "give what it has with +optimizer.options.KEY=VALUE"
+            )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep import log
-from lockstep.config import Job
+from lockstep.config import Job, config_words
 from lockstep.identity import describe
 from lockstep.plan import Plan
 from lockstep.rundir import RunDir
@@ -105,4 +106,6 @@ def closing(*, run_dir: RunDir, progress: Progress, plan: Plan, seconds: float, 
     log.say(f"   look at it   tensorboard --logdir {folder}")
     epochs, rest = divmod(plan.total_steps, plan.steps_per_epoch)
     longer = f"steps={2 * plan.total_steps}" if rest else f"epochs={2 * epochs}"
-    log.say(f"   train longer python train.py resume={folder} {longer}")
+    command = run_dir.command.read_text() if run_dir.command.is_file() else ""
+    words = shlex.join(["python", "train.py", *config_words(command), f"resume={folder}", longer])
+    log.say(f"   train longer {words}")

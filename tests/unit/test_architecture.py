@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"health", "watchdog", "claim"}
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity", "incident", "memory", "trial", "compiling"}),
+    frozenset({"experiment", "report", "identity", "checks", "incident", "memory", "trial", "compiling"}),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep", "cli"}),
 )

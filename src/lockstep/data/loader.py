@@ -120,7 +120,8 @@ class Streaming:
         if self.workers != "auto":
             return self, "as asked"
         if task.splits[0].images is not None and not isinstance(task.splits[0], MappedSplit):
-            return replace(self, workers=0), "images in memory"
+            # Only a worker reads ahead: one does where that is asked for.
+            return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
         reader, model = reading_rate(task.splits[0]), task.training_rate()
         most = max(1, cores() // task.world.local_size)
         if task.splits[0].images is None:  # mapped rows are copied, and awaited from the disk, without Python's lock
@@ -148,6 +149,8 @@ class Streaming:
 class Auto(Streaming):
     """`resident` where both splits fit and are read more than once, else `streaming`.
 
+    `workers` or `prefetch` ask for `streaming`, which alone has them.
+
     Fields:
         resident_gb: the most (in GB) that may become resident; half of the device's free memory is a further
             bound.
@@ -157,7 +160,9 @@ class Auto(Streaming):
 
     def choose(self, task: Task) -> tuple[Any, str]:
         room, stored = min(self.resident_gb, free_memory(task.world) / 2), sum(map(len, task.splits))
-        if task.boxes:
+        if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
+            against = "loader.workers or loader.prefetch is given"
+        elif task.boxes:
             against = "other boxes of the files in each epoch"
         elif task.gigabytes > room:
             against = f"{task.gigabytes:.1f} GB do not fit in {room:.1f} GB"

@@ -29,12 +29,10 @@ class _ArraySource(ABC):
     """A data set that fits in memory.
 
     Fields:
-        root: the folder that data sets are kept in.
         input_size: side in pixels of what the model sees; null is the size of the stored images. Resizing is
             done on the device, a batch at a time.
     """
 
-    root: str = pathname("data")
     input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
 
     classes: ClassVar[int] = 10
@@ -108,7 +106,13 @@ def _digits_file() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _TorchvisionSource(_ArraySource):
-    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time."""
+    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time.
+
+    Fields:
+        root: the folder that data sets are kept in.
+    """
+
+    root: str = pathname("data")
 
     factory: ClassVar[str]
 
