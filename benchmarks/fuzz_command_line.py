@@ -122,7 +122,7 @@ NESTED += [
     "[" * 1000,
     "[" * 300 + "]" * 300,
     "{a:" * 200 + "1" + "}" * 200,
-    "[" + "1," * 4000 + "1]",
+    "[" + "1," * 300 + "1]",
 ]
 NESTED += [
     "(1)",
@@ -155,6 +155,24 @@ NESTED += [
     "\udc80",
     "'\udc80'",
     "'\x1b[2J'",
+]
+USUAL = ["epochs=3", "steps=5", "batch=32", "seed=7", "device=cpu", "name=mine", "train.ema=0.9", "train.mixup=0.2"]
+USUAL += [
+    "loader=streaming",
+    "augment=crop_flip",
+    "optimizer=sgd",
+    "optimizer=muon",
+    "schedule=step",
+    "precision=bf16",
+]
+USUAL += ["strategy=ddp", "launcher=spawn", "launcher.ranks=2", "checkpoint.every=10min", "telemetry.interval=10%"]
+USUAL += [
+    "model=linear",
+    "model=whitenet",
+    "repro=strict",
+    "train.micro_batches=2",
+    "dataset.input_size=16",
+    "batch=auto",
 ]
 HYDRA = [
     "hydra.run.dir",
@@ -217,13 +235,10 @@ def command_lines() -> Any:
 
     @st.composite
     def lines(draw: Any) -> list[str]:
-        words: list[str] = []
-        for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
-            kind = draw(st.sampled_from([given_key, given_key, given_key, given_option]))
-            words += kind(draw)
-        if draw(st.integers(0, 19)) == 0:
-            words.append(draw(values))
-        return words * draw(st.sampled_from([1] * 19 + [2]))
+        words: list[str] = draw(st.lists(st.sampled_from(USUAL), max_size=5))
+        for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+            words += draw(st.sampled_from([given_key, given_key, given_key, given_option]))(draw)
+        return words + [draw(values)] * (draw(st.integers(0, 19)) == 0)
 
     return lines()
 

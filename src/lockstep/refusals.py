@@ -31,6 +31,8 @@ from lockstep.signals import StopRequest, listen
 
 # Of an override: what Hydra's parser and Python's numbers take, with room to spare for what anybody types.
 LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
+# Of a line that is shown, in characters.
+LONGEST_LINE = 800
 # What Hydra and OmegaConf raise, without a word of their own, for a value that they had not expected.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
@@ -122,7 +124,12 @@ def say(error: LockstepError) -> None:
     """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
     if isinstance(error, RankFailed) and error.details:
         sys.stderr.write(error.details.rstrip() + "\n")
-    sys.stderr.write("".join(f"lockstep: {line}\n" for line in str(error).splitlines()))
+    sys.stderr.write("".join(f"lockstep: {_shortened(line)}\n" for line in str(error).splitlines()))
+
+
+def _shortened(line: str) -> str:
+    """A line with its middle left out where it quotes something very long."""
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
 def translate(error: Exception) -> LockstepError | None:

@@ -144,7 +144,7 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
     return {
         **job,
         **absolute,
-        "dataset": {**job["dataset"], **{key: _absolute(job["dataset"][key]) for key in data_paths}},
+        "dataset": {**job["dataset"], **{key: _absolute(getattr(built.dataset, key)) for key in data_paths}},
         "resume": resume if resume and Path(resume, MANIFEST).is_file() else None,
         "device": device,
         "repro": "strict" if isinstance(strategy, Strict) else "exact",
