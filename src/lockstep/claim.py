@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import Invocation
+from lockstep.config import Invocation, Job
 from lockstep.errors import InputError
+from lockstep.fields import problems
 from lockstep.files import kind
 from lockstep.lock import Lock
 from lockstep.rundir import MANIFEST, RunDir, latest
@@ -40,7 +41,14 @@ def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | Non
     Raises:
         InputError: it is no folder to run in, or another job is in it; nothing was changed.
     """
-    folder = continued(job, invocation) or (None if invocation.sweep else invocation.folder)
+    resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
+    if resumed is not None and named is not None and named.resolve() != resumed:
+        raise InputError(f"resume goes on in {resumed}, but hydra.run.dir names {named}; leave out one of them")
+    if job["resume"] is not None and job["init_from"] is not None:
+        raise InputError(
+            "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
+        )
+    folder = resumed or named
     if folder is None:
         return None
     run_dir = RunDir(folder)
@@ -82,6 +90,8 @@ def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
     """
     if job["resume"] is None:
         return None
+    for problem in problems(Job, {key: job[key] for key in ("resume", "output_root")}):
+        raise InputError(problem)
     if invocation.sweep:
         raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
     if job["resume"] == "latest":

@@ -28,9 +28,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lockstep import fields
 from lockstep.errors import InputError, did_you_mean
+from lockstep.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
 from lockstep.files import checked, read_yaml_text, with_checksum
-from lockstep.refusals import sentence
+from lockstep.refusals import UNEXPECTED, check_word, sentence, unreadable
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
 # module: a config can come from someone else's run folder, and must not be able to name arbitrary code.
@@ -54,16 +56,16 @@ _MADE: dict[tuple[type[Any], str], Any] = {}
 class TrainBlock:
     """`train.*`: how a step is made of a global batch."""
 
-    micro_batches: int | str = 1
-    label_smoothing: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    cutout: int = 0
-    clip_norm: float | None = None
-    ema: float | None = None
-    eval_every: int | str = "1ep"
-    eval_batch: int = 256
-    eval_views: int = 1
+    micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
+    label_smoothing: float = ranged(0.0, least=0, below=1)
+    mixup: float = ranged(0.0, least=0, most=1000)
+    cutmix: float = ranged(0.0, least=0, most=1000)
+    cutout: int = ranged(0, least=0, most=16_384)
+    clip_norm: float | None = ranged(None, above=0.0, most=1e12)
+    ema: float | None = ranged(None, above=0.0, below=1)
+    eval_every: int | str = duration("1ep")
+    eval_batch: int = ranged(256, least=1, most=1_000_000)
+    eval_views: int = choice(1, 1, 2, 6)
     cudnn_benchmark: bool = False
 
 
@@ -71,16 +73,16 @@ class TrainBlock:
 class CheckpointBlock:
     """`checkpoint.*`: when a checkpoint is written and how many are kept."""
 
-    every: int | str = "1ep"
-    keep: int = 3
-    keep_best: int = 1
+    every: int | str = duration("1ep", timed=True)
+    keep: int = ranged(3, least=1, most=1_000_000)
+    keep_best: int = ranged(1, least=1, most=1_000_000)
 
 
 @dataclass
 class TelemetryBlock:
     """`telemetry.*`: what is measured and written while training."""
 
-    interval: int | str = 20
+    interval: int | str = duration(20)
     tensorboard: bool = True
     gpu: bool = True
     samples: bool = False
@@ -90,17 +92,17 @@ class TelemetryBlock:
 class Job:
     """One training run as the user composed it. After `build`, each group holds its built component."""
 
-    epochs: int = 20
-    steps: int | None = None
-    batch: int | str = 64
-    seed: int = 0
-    repro: str = "exact"
-    device: str = "auto"
-    name: str = "job"
-    data_root: str = "data"
-    output_root: str = "outputs"
-    resume: str | None = None
-    init_from: str | None = None
+    epochs: int = ranged(20, least=1, most=LONGEST)
+    steps: int | None = ranged(None, least=1, most=LONGEST)
+    batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
+    seed: int = ranged(0, least=0, most=2**63 - 1)
+    repro: str = choice("exact", "exact", "strict")
+    device: str = choice("auto", "auto", "cpu", "cuda")
+    name: str = ruled("job", Text())
+    data_root: str = pathname("data")
+    output_root: str = pathname("outputs")
+    resume: str | None = pathname(None)
+    init_from: str | None = pathname(None)
     train: TrainBlock = field(default_factory=TrainBlock)
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
@@ -116,6 +118,39 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfigFiles:
+    """Where a command has its config from, if not from the project's own: without it its overrides mean nothing.
+
+    Fields:
+        name: of the primary config.
+        folder: a further one, of `--config-dir`.
+        searchpath: the override of `hydra.searchpath`.
+    """
+
+    name: str = "config"
+    folder: str = ""
+    searchpath: tuple[str, ...] = ()
+
+    @classmethod
+    def current(cls) -> ConfigFiles:
+        """Those of the job that Hydra is running right now."""
+        hydra = HydraConfig.get()
+        added = [each.path for each in hydra.runtime.config_sources if each.provider == "command-line"]
+        return cls(
+            name=str(hydra.job.config_name),
+            folder=added[0].removeprefix("file://") if added else "",
+            searchpath=tuple(str(each) for each in hydra.overrides.hydra if key_of(each) == "hydra.searchpath"),
+        )
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a command line says to have them."""
+        name = (f"--config-name={self.name}",) if self.name != ConfigFiles.name else ()
+        folder = (f"--config-dir={self.folder}",) if self.folder else ()
+        return (*name, *folder, *self.searchpath)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Invocation:
     """How the command line asked for a job: what Hydra knows and a rank must not have to ask for."""
 
@@ -125,21 +160,35 @@ class Invocation:
     number: int
     folder: Path | None
     hydra: str
+    configs: ConfigFiles = ConfigFiles()
 
     @classmethod
     def current(cls) -> Invocation:
-        """The invocation of the job that Hydra is running right now."""
+        """The invocation of the job that Hydra is running right now.
+
+        Raises:
+            InputError: a folder is named that such a job does not use.
+        """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
+        ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
+        for text in map(str, hydra.overrides.hydra):
+            if key_of(text).startswith(f"hydra.{ignored}."):
+                raise InputError(
+                    f"{text} has no effect {'with' if sweep else 'without'} -m; name a folder with "
+                    f"hydra.{used}.dir=FOLDER"
+                )
+        configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         overrides = tuple(str(each) for each in hydra.overrides.task)
         return cls(
             overrides=overrides,
-            command=shlex.join(["python", "train.py", *overrides]),
+            command=shlex.join(["python", "train.py", *configs.words, *overrides]),
             sweep=sweep,
             number=int(hydra.job.num) if sweep else 0,
             folder=folder.absolute() if sweep or folder != Path() else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
+            configs=configs,
         )
 
 
@@ -177,35 +226,52 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
         plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
+    except UNEXPECTED as error:
+        raise unreadable(error) from error
     assert isinstance(plain, dict)
     for key in (each.name for each in dataclasses.fields(Job)):
         if key not in plain:
             raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
-        if "${" in str(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
+        if "${" in repr(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
             raise InputError(f"{key} has ${{ in its value, which a config takes for a reference; write it without")
     return {str(key): value for key, value in plain.items()}
 
 
-def recompose(stored: list[str], overrides: tuple[str, ...]) -> DictConfig:
-    """The config of an earlier command with further overrides behind its own (later ones win).
+def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> DictConfig:
+    """The config of an earlier command with further overrides behind its own (later ones win), from `configs`.
 
     Raises:
         InputError: an override of the earlier command is of Hydra itself, which no run keeps.
     """
     for text in stored:
-        if text.lstrip("+~").startswith("hydra"):
+        check_word(text)
+        if key_of(text).startswith("hydra"):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
-    added = [text for text in overrides if not text.startswith(("resume=", "+resume="))]
-    return compose("config", overrides=[*stored, *added], return_hydra_config=False)
+    added = [text for text in overrides if key_of(text) != "resume"]
+    try:
+        return compose(configs.name, overrides=[*configs.searchpath, *stored, *added], return_hydra_config=False)
+    except UNEXPECTED as error:
+        raise unreadable(error) from error
+
+
+def config_words(command: str) -> list[str]:
+    """The words of a run's command that say where its config is from, which a resume has to repeat."""
+    return [each for each in shlex.split(command) if each.startswith(("--config-", "hydra.searchpath="))]
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def locate_in(module: str, name: str) -> type[Any] | None:
-    """The public dataclass `name` of a module, if it has one: of its own, not one that it merely imports."""
+    """The public dataclass `name` of a module, if it has one: of its `__all__`, or else its own, not an import."""
     home = importlib.import_module(module)
     found = None if name.startswith("_") else getattr(home, name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
         return None
-    return found if found.__module__ == module or name in getattr(home, "__all__", ()) else None
+    exported = getattr(home, "__all__", None)
+    return found if (found.__module__ == module if exported is None else name in exported) else None
 
 
 def locate(group: str, target: object) -> type[Any]:
@@ -235,7 +301,9 @@ def build(group: str, node: Any) -> Any:
     try:
         key = (cls, repr(values))
         if key not in _MADE:
-            _MADE[key] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+            typed = OmegaConf.merge(OmegaConf.structured(cls), values)
+            _check_fields(cls, typed, f"{group}.")
+            _MADE[key] = OmegaConf.to_object(typed)
         return _MADE[key]
     except ConfigKeyError as error:
         known = [item.name for item in dataclasses.fields(cls)]
@@ -247,6 +315,16 @@ def build(group: str, node: Any) -> Any:
         raise InputError(f"{group}.{error.key} has no value; give it one with {group}.{error.key}=...") from error
     except OmegaConfBaseException as error:
         raise InputError(sentence(error, f"{group}.")) from error
+    except (OverflowError, RecursionError) as error:
+        raise unreadable(error) from error
+
+
+def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
+    """Raise InputError with a line for each value that is out of its field's range."""
+    values = OmegaConf.to_container(typed)
+    assert isinstance(values, dict)
+    if found := list(fields.problems(cls, {str(key): value for key, value in values.items()}, prefix)):
+        raise InputError("\n".join(found))
 
 
 def build_all(job: Mapping[str, Any]) -> Job:
@@ -256,12 +334,18 @@ def build_all(job: Mapping[str, Any]) -> Job:
         InputError: one line for each key that does not fit.
     """
     try:
-        fixed = {key: value for key, value in job.items() if key not in GROUPS}
-        blocks = OmegaConf.to_object(OmegaConf.merge(_schema(), fixed))
+        typed = OmegaConf.merge(_schema(), {key: value for key, value in job.items() if key not in GROUPS})
+        blocks = OmegaConf.to_object(typed)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
+    except (OverflowError, RecursionError) as error:
+        raise unreadable(error) from error
     assert isinstance(blocks, Job)
     problems: list[str] = []
+    try:
+        _check_fields(Job, typed)
+    except InputError as error:
+        problems.append(str(error))
     for group in GROUPS:
         try:
             setattr(blocks, group, build(group, job.get(group)))

@@ -6,7 +6,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.errors import InputError, did_you_mean
+from lockstep.fields import Options, ranged, ruled
 
 ParamGroups = list[dict[str, Any]]
 
@@ -29,18 +30,10 @@ class _Optimizer(ABC):
         layer_decay: the rate of each layer is this times that of the next one (timm); null is off.
     """
 
-    lr: float = 1e-3
-    weight_decay: float = 0.0
+    lr: float = ranged(1e-3, above=0, most=1e6)
+    weight_decay: float = ranged(0.0, least=0, most=1e6)
     decay_all: bool = False
-    layer_decay: float | None = None
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0:
-            raise InputError(f"optimizer.lr is {self.lr}, expected a number above 0")
-        if self.weight_decay < 0:
-            raise InputError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise InputError(f"optimizer.layer_decay is {self.layer_decay}, expected a factor above 0, at most 1")
+    layer_decay: float | None = ranged(None, above=0.0, most=1)
 
     def groups(self, model: nn.Module) -> ParamGroups:
         """The parameter groups, each with the `scale` of its learning rate (1 without layer decay)."""
@@ -92,8 +85,15 @@ class SGD(_Optimizer):
     """`torch.optim.SGD`."""
 
     lr: float = 0.1
-    momentum: float = 0.9
+    momentum: float = ranged(0.9, least=0, below=1)
     nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nesterov and self.momentum == 0:
+            raise InputError(
+                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and there is nothing to look ahead with; "
+                "use optimizer.momentum=0.9 or optimizer.nesterov=false"
+            )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
@@ -110,12 +110,14 @@ class SGD(_Optimizer):
 class Adam(_Optimizer):
     """`torch.optim.Adam`, with its kernel fused over all parameters."""
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
+    betas: list[float] = ranged([0.9, 0.999], least=0, below=1)
+    eps: float = ranged(1e-8, least=0, most=1e3)
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2:
+            raise InputError(f"optimizer.betas is {self.betas}, expected two numbers: optimizer.betas=[0.9,0.999]")
 
     def _options(self) -> dict[str, Any]:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise InputError(f"optimizer.betas is {self.betas}, expected two numbers from 0 to below 1")
         return {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -140,11 +142,10 @@ class Timm(_Optimizer):
     """
 
     opt: str = "lamb"
-    momentum: float = 0.9
-    options: dict[str, Any] = field(default_factory=dict)
+    momentum: float = ranged(0.9, least=0, below=1)
+    options: dict[str, Any] = ruled({}, Options(most=1e9))
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         from timm.optim import get_optimizer_info, list_optimizers
 
         names = [str(name) for name in list_optimizers()]
@@ -154,6 +155,11 @@ class Timm(_Optimizer):
             )
         if get_optimizer_info(self.opt).second_order:
             raise InputError(f"optimizer.opt is {self.opt!r}, which needs second derivatives: a step has none")
+        if self.momentum != Timm.momentum and not get_optimizer_info(self.opt.split("_")[-1]).has_momentum:
+            raise InputError(
+                f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; leave it out, and "
+                "give what it has with +optimizer.options.KEY=VALUE"
+            )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2
@@ -184,23 +190,12 @@ class Muon(_Optimizer):
     """
 
     lr: float = 0.02
-    head_lr: float = 0.02
-    bias_lr: float = 0.02
-    momentum: float = 0.95
-    sgd_momentum: float = 0.9
-    iterations: int = 5
+    head_lr: float = ranged(0.02, above=0, most=1e6)
+    bias_lr: float = ranged(0.02, above=0, most=1e6)
+    momentum: float = ranged(0.95, least=0, below=1)
+    sgd_momentum: float = ranged(0.9, least=0, below=1)
+    iterations: int = ranged(5, least=1, most=20)
     fixed_norm: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, rate in (("head_lr", self.head_lr), ("bias_lr", self.bias_lr)):
-            if not rate > 0:
-                raise InputError(f"optimizer.{name} is {rate}, expected a number above 0")
-        for name, momentum in (("momentum", self.momentum), ("sgd_momentum", self.sgd_momentum)):
-            if not 0 <= momentum < 1:
-                raise InputError(f"optimizer.{name} is {momentum}, expected a number from 0 to below 1")
-        if self.iterations < 1:
-            raise InputError(f"optimizer.iterations is {self.iterations}, expected at least 1")
 
     def groups(self, model: nn.Module) -> ParamGroups:
         layers = [each for each in model.modules() if isinstance(each, (nn.Linear, nn.modules.conv._ConvNd))]
@@ -311,12 +306,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["scale"]
 
 
-def check_decay(decay: float) -> None:
-    """Raise InputError for a decay of the averaged weights that is not between 0 and 1."""
-    if not 0 < decay < 1:
-        raise InputError(f"train.ema is {decay}, expected a decay between 0 and 1 such as 0.999, or null")
-
-
 class Average(AveragedModel):
     """An exponential moving average of a model's parameters and buffers.
 
@@ -342,12 +331,7 @@ class Average(AveragedModel):
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of the model's parameters and buffers, which begins as they are after a step.
-
-    Raises:
-        InputError: `decay` is not between 0 and 1.
-    """
-    check_decay(decay)
+    """An exponential moving average of the model's parameters and buffers, which begins as they are after a step."""
     return Average(model, decay)
 
 

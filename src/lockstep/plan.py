@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.errors import InputError
+from lockstep.fields import Duration, Time, is_timed, parse_duration, parse_time, shown
 
 Event = Literal["log", "eval", "save"]
-
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 def seconds(key: str, value: str | float) -> float:
     """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds.
 
     Raises:
-        InputError: `value` is not a positive time.
+        InputError: `value` is no such time.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)?", str(value).strip())
-    if found is None or float(found[1]) <= 0:
-        raise InputError(f"{key} is {value!r}, expected a time such as 30s, 10min or 2h")
-    return float(found[1]) * _SECONDS[found[2] or "s"]
+    parsed = parse_time(value)
+    if parsed is None:
+        raise InputError(f"{key} is {shown(value)}, expected {Time().expected}")
+    return parsed
 
 
 @functools.lru_cache(maxsize=1024)  # a schedule asks at every step
@@ -34,13 +32,13 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
     Raises:
         InputError: `value` is none of these.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ep|%)?", str(value).strip())
-    if found is None or (found[2] is None and "." in found[1]):
-        raise InputError(f"{key} is {value!r}, expected steps (100), epochs (2ep) or a share of the run (5%)")
-    amount = float(found[1])
-    if found[2] == "ep":
+    parsed = parse_duration(value)
+    if parsed is None:
+        raise InputError(f"{key} is {shown(value)}, expected {Duration(zero=True).expected}")
+    amount, unit = parsed
+    if unit == "ep":
         return round(amount * steps_per_epoch)
-    if found[2] == "%":
+    if unit == "%":
         return round(amount / 100 * total_steps)
     return int(amount)
 
@@ -94,11 +92,8 @@ def make_plan(
     """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
 
     Raises:
-        InputError: a number is not positive, or the batch is larger than the data set.
+        InputError: the batch is larger than the data set, or cut into more pieces than it has examples.
     """
-    for key, value in (("epochs", epochs), ("batch", batch), ("train.micro_batches", micro_batches)):
-        if value < 1:
-            raise InputError(f"{key} is {value}, expected at least 1")
     if batch > examples:
         raise InputError(
             f"batch is {batch}, but the training split has {examples} examples; use batch={examples} or less"
@@ -108,17 +103,13 @@ def make_plan(
             f"train.micro_batches is {micro_batches}, but a global batch has {batch} examples; "
             f"use train.micro_batches={batch} or less"
         )
-    if total_steps is not None and total_steps < 1:
-        raise InputError(f"steps is {total_steps}, expected at least 1")
     per_epoch = math.ceil(examples / batch)
     total = total_steps if total_steps is not None else epochs * per_epoch
 
     def every(key: str, value: int | str) -> int:
-        if not re.search("[1-9]", str(value)):
-            raise InputError(f"{key} is {value!r}, expected more than 0: steps (100), epochs (2ep) or a share (5%)")
         return max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
 
-    timed = re.search(r"(s|min|h)\s*$", str(save_every)) is not None
+    timed = is_timed(save_every)
     return Plan(
         examples=examples,
         batch=batch,

@@ -26,9 +26,17 @@ from omegaconf.errors import (
 )
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean
+from lockstep.fields import shown
 from lockstep.signals import StopRequest, listen
 from lockstep.storage import FULL
 from lockstep.terminal import drop
+
+# Of an override: what Hydra's parser and Python's numbers take, with room to spare for what anybody types.
+LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
+# Of a line that is shown, in characters.
+LONGEST_LINE = 800
+# What Hydra and OmegaConf raise, without a word of their own, for a value that they had not expected.
+UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
 
@@ -72,6 +80,8 @@ def command_line() -> Iterator[None]:
     stop = _StopEarly()
     listen(stop)
     try:
+        for word in sys.argv[1:]:
+            check_word(word)
         yield
     except PastHydra as passed:
         _end(passed.error, translate(passed.error), full)
@@ -81,6 +91,26 @@ def command_line() -> Iterator[None]:
         _end(error, stopped or translate(error) or translate_before_job(error), full)
     finally:
         listen(signal.SIG_IGN)  # too late: it would only change the exit code
+
+
+def check_word(text: str) -> None:
+    """Refuse a word of the command line that would overtax the parser behind it.
+
+    Raises:
+        InputError: it is no Unicode, too long, too deep, or has a number with too many digits.
+    """
+    depth = deepest = 0
+    for character in text if len(text) <= LONGEST else "":
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if len(text) > LONGEST:
+        raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
+    if deepest > DEEPEST:
+        raise InputError(f"{shown(text)} has {deepest} brackets in one another, expected at most {DEEPEST}")
+    if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):
+        raise InputError(f"{shown(text)} has a number of more than {MOST_DIGITS} digits; write a smaller one")
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise InputError(f"{shown(text)} is no text in Unicode; write it in UTF-8")
 
 
 def _end(error: Exception, shown: LockstepError | None, full: bool) -> NoReturn:
@@ -97,10 +127,15 @@ def say(error: LockstepError) -> None:
     try:
         if isinstance(error, RankFailed) and error.details:
             sys.stderr.write(error.details.rstrip() + "\n")
-        sys.stderr.write("".join(f"lockstep: {line}\n" for line in str(error).splitlines()))
+        sys.stderr.write("".join(f"lockstep: {_shortened(line)}\n" for line in str(error).splitlines()))
         sys.stderr.flush()
     except OSError:  # the exit code is left to say it
         drop(sys.stderr)
+
+
+def _shortened(line: str) -> str:
+    """A line with its middle left out where it quotes something very long."""
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
 def translate(error: Exception) -> LockstepError | None:
@@ -111,7 +146,7 @@ def translate(error: Exception) -> LockstepError | None:
         return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
         return InputError(
-            f"{error.override!r} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
+            f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
             f"its own needs quotes that reach the program: \"KEY='a, b'\""
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -144,7 +179,23 @@ def translate_before_job(error: Exception) -> LockstepError | None:
         return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")
     if isinstance(error, ValueError) and "Config group override" in str(error):
         return InputError("a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18")
+    if isinstance(error, UNEXPECTED):
+        return unreadable(error)
     return None
+
+
+def unreadable(error: Exception) -> InputError:
+    """That a value of the command line or of a config file is one which cannot be composed."""
+    why = " ".join(str(error).split()) or "no reason given"
+    return InputError(
+        f"the config cannot be composed ({type(error).__name__}: {shown_message(why)}); look at the values that are "
+        "not the defaults; HYDRA_FULL_ERROR=1 shows where"
+    )
+
+
+def shown_message(text: str) -> str:
+    """A message of a library, cut where it is long."""
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _no_such_file(path: str, options: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from lockstep import log
-from lockstep.config import Job
+from lockstep.config import Job, config_words
+from lockstep.files import UnreadableFile, read_text
 from lockstep.identity import describe, train_longer
 from lockstep.plan import Plan
 from lockstep.rundir import RunDir
@@ -103,4 +105,13 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
     )
     log.say(f"   look at it   tensorboard --logdir {folder}")
-    log.say(f"   train longer python train.py resume={folder} {train_longer(job)}")
+    words = shlex.join(["python", "train.py", *_config_words(run_dir), f"resume={folder}", train_longer(job)])
+    log.say(f"   train longer {words}")
+
+
+def _config_words(run_dir: RunDir) -> list[str]:
+    """Which config files the run was composed of, as words of its command."""
+    try:
+        return config_words(read_text(run_dir.command))
+    except UnreadableFile:
+        return []

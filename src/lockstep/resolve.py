@@ -6,7 +6,6 @@ Nothing is written before all of it is known to fit, and everything that does no
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +14,12 @@ from typing import Any
 
 import torch
 
-from lockstep import checkpoint, config, log
+from lockstep import checkpoint, checks, config, log
 from lockstep.claim import claim, continued
-from lockstep.config import Invocation, Job
+from lockstep.config import ConfigFiles, Invocation, Job
 from lockstep.data.folder import crops_files
 from lockstep.data.loader import Resident, cores
 from lockstep.errors import InputError
-from lockstep.evaluate import VIEWS
 from lockstep.files import UnreadableFile
 from lockstep.identity import identity, plan_of, train_longer
 from lockstep.launcher import Auto as AutoLauncher
@@ -30,12 +28,11 @@ from lockstep.launcher.base import Backend
 from lockstep.launcher.spawn import can_fork
 from lockstep.lock import Lock
 from lockstep.models import ResNet34, Timm
-from lockstep.optim import check_decay
 from lockstep.protocols import BoxAugment
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, DataParallel, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
-from lockstep.world import launched_rank
+from lockstep.world import launched_rank, local_size
 
 
 def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
@@ -49,12 +46,16 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     overrides = list(invocation.overrides)
     if (earlier := continued(job, invocation)) is not None:
         stored = config.load_list(RunDir(earlier).overrides)
-        job = config.to_dict(config.recompose(stored, invocation.overrides))
-        if not any(each.startswith("name=") for each in invocation.overrides):
+        job = config.to_dict(config.recompose(stored, invocation.overrides, invocation.configs))
+        if "name" not in map(config.key_of, invocation.overrides):
             job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
-        overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
-    resolved = resolve(_fitting(job, overrides), sweep=invocation.sweep)
+        overrides = [*stored, *(each for each in overrides if config.key_of(each) != "resume")]
+    resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
     built = config.build_all(resolved)
+    if "repro=exact" in overrides and isinstance(built.strategy, Strict):
+        raise InputError(
+            "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
+        )
     _check(built)
     _check_run(built, folder)
     if folder is not None:
@@ -91,18 +92,26 @@ def _import_for_ranks(job: Job) -> None:
         importlib.import_module(name)
 
 
-def _fitting(job: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
     """`batch=auto` in other words: the global batch that the job has without it, cut so that it fits.
 
     The batch is part of what a run is, so it is never chosen by what a machine has room for.
     """
     if job["batch"] != "auto":
         return job
+    told = [each for each in overrides if config.key_of(each) != "batch" or "auto" not in each]
+    if len(told) == len(overrides):
+        raise InputError(
+            "batch=auto keeps the batch that a job has without it, and belongs on the command line; a recipe has a "
+            "number, and train.micro_batches: auto"
+        )
     if job["train"]["micro_batches"] not in (1, "auto"):
         raise InputError(
             f"batch=auto chooses train.micro_batches, which is {job['train']['micro_batches']}; leave one of them out"
         )
-    own = config.to_dict(config.recompose([each for each in overrides if each != "batch=auto"], ()))["batch"]
+    own = config.to_dict(config.recompose(told, (), configs))["batch"]
+    if own == "auto":
+        raise InputError("batch is auto without batch=auto too; a recipe has a number, and train.micro_batches: auto")
     return {**job, "batch": own, "train": {**job["train"], "micro_batches": "auto"}}
 
 
@@ -113,8 +122,6 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
         InputError: the machine does not have what was asked for.
     """
     built = config.build_all(job)
-    if not isinstance(built.batch, int):
-        raise InputError(f"batch is {built.batch!r}, expected auto or a whole number: batch=64")
     device = _device(built.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     launcher, strategy = built.launcher, _strategy(built)
@@ -124,8 +131,6 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
     if type(launcher) is AutoLauncher:
         alone = launched_rank() is not None or (ranks == 1 and not sweep)
         launcher = (Inline if alone else Spawn)(**vars(launcher))
-    elif launched_rank() is not None:
-        launcher = Inline(**{name: getattr(launcher, name) for name in vars(AutoLauncher())})
     if type(launcher) is Inline and ranks > 1 and launched_rank() is None:
         wants = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
@@ -140,7 +145,7 @@ def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
     return {
         **job,
         **absolute,
-        "dataset": {**job["dataset"], **{key: _absolute(job["dataset"][key]) for key in data_paths}},
+        "dataset": {**job["dataset"], **{key: _absolute(getattr(built.dataset, key)) for key in data_paths}},
         "resume": resume if resume and Path(resume, MANIFEST).is_file() else None,
         "device": device,
         "repro": "strict" if isinstance(strategy, Strict) else "exact",
@@ -155,8 +160,6 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _device(wanted: str) -> str:
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device is {wanted!r}, expected auto, cpu or cuda")
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -166,10 +169,13 @@ def _device(wanted: str) -> str:
 
 def _strategy(job: Job) -> Any:
     """The strategy that was asked for, by its own name or by `repro=strict`."""
-    if job.repro not in ("exact", "strict"):
-        raise InputError(f"repro is {job.repro!r}, expected exact or strict")
     if job.repro == "exact" or isinstance(job.strategy, Strict):
         return job.strategy
+    if type(job.strategy) is AutoStrategy and not job.strategy.sync_batchnorm:
+        raise InputError(
+            "strategy.sync_batchnorm is false, but under repro=strict batch norm counts per virtual shard; leave out "
+            "strategy.sync_batchnorm, or use repro=exact"
+        )
     if type(job.strategy) not in (AutoStrategy, Single):
         raise InputError(
             f"repro=strict adds gradients in an order of its own, which {type(job.strategy).__name__} does not keep; "
@@ -181,8 +187,6 @@ def _strategy(job: Job) -> Any:
 def _micro_batches(job: Job, strategy: Any, ranks: int) -> int | str:
     """Under `repro=strict` each virtual shard is a micro-batch."""
     wanted = job.train.micro_batches
-    if wanted != "auto" and not isinstance(wanted, int):
-        raise InputError(f"train.micro_batches is {wanted!r}, expected auto or a number from 1")
     if not isinstance(strategy, Strict):
         return wanted
     if wanted != 1:
@@ -195,12 +199,30 @@ def _micro_batches(job: Job, strategy: Any, ranks: int) -> int | str:
 
 def _ranks(launcher: Any, strategy: Any, gpus: int, device: str) -> int:
     if launched_rank() is not None:
-        return int(os.environ["WORLD_SIZE"])
+        return _launched_ranks(launcher)
     ranks: int = strategy.ranks(gpus) if launcher.ranks == "auto" else launcher.ranks
     if device == "cuda" and ranks > gpus:
         raise InputError(
             f"launcher.ranks is {ranks}, but this machine has {gpus} GPU{'s' * (gpus != 1)}, and each rank needs "
             f"one; use launcher.ranks={gpus} or device=cpu"
+        )
+    return ranks
+
+
+def _launched_ranks(launcher: Any) -> int:
+    """The ranks that torchrun has started, which leaves a launcher of ours nothing to do."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    if launcher.ranks not in ("auto", ranks):
+        raise InputError(
+            f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; leave out launcher.ranks, and "
+            f"say torchrun --nproc-per-node={launcher.ranks}"
+        )
+    if type(launcher) not in (AutoLauncher, Inline):
+        name = type(launcher).__name__.lower()
+        restarts = f" --max-restarts={launcher.restarts}" if getattr(launcher, "restarts", 0) else ""
+        raise InputError(
+            f"launcher={name} starts ranks, but torchrun has started them; use launcher=auto"
+            + (f" and torchrun{restarts}" if restarts else "")
         )
     return ranks
 
@@ -216,33 +238,25 @@ def _backend(wanted: Backend, device: str) -> Backend:
 def _threads(launcher: Any, ranks: int, strategy: Any) -> int:
     if isinstance(strategy, Strict) and launcher.threads == "auto":
         return 1  # another number of threads adds in another order
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return max(1, cores() // local) if launcher.threads == "auto" else int(launcher.threads)
+    return max(1, cores() // local_size(ranks)) if launcher.threads == "auto" else int(launcher.threads)
 
 
 def _check(job: Job) -> None:
     """Everything that can be known without the data, and all that is wrong with it at once."""
-    checks: list[Callable[[], None]] = [
+    single: list[Callable[[], None]] = [
         lambda: job.strategy.check(job.launcher.ranks, job.device),
         lambda: job.precision.check(job.device),
         job.model.check,
         lambda: _check_crop(job),
-        lambda: _between("seed", job.seed, 0, 2**63),
-        lambda: None if job.train.ema is None else check_decay(job.train.ema),
-        lambda: _at_least("train.eval_batch", job.train.eval_batch, 1),
-        lambda: _one_of("train.eval_views", job.train.eval_views, VIEWS),
+        lambda: checks.check_effects(job),
+        lambda: checks.check_threads(job, job.device),
+        lambda: checks.check_folders(job),
+        lambda: checks.check_data_memory(job),
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
-        lambda: _at_least("checkpoint.keep", job.checkpoint.keep, 1),
-        lambda: _at_least("checkpoint.keep_best", job.checkpoint.keep_best, 1),
-        lambda: _between("train.label_smoothing", job.train.label_smoothing, 0, 1),
-        lambda: _between("train.mixup", job.train.mixup, 0, math.inf),
-        lambda: _between("train.cutmix", job.train.cutmix, 0, math.inf),
-        lambda: _at_least("train.cutout", job.train.cutout, 0),
-        lambda: None if job.train.clip_norm is None else _above("train.clip_norm", job.train.clip_norm, 0),
     ]
     problems = []
-    for check in checks:
+    for check in single:
         try:
             check()
         except InputError as error:
@@ -265,16 +279,6 @@ def _check_crop(job: Job) -> None:
             "loader=resident decodes each image once, but dataset.crop_from=file cuts another box from the file in "
             "each epoch; use loader=streaming or dataset.crop_from=square"
         )
-
-
-def _at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise InputError(f"{key} is {value}, expected at least {least}")
-
-
-def _one_of(key: str, value: int, allowed: tuple[int, ...]) -> None:
-    if value not in allowed:
-        raise InputError(f"{key} is {value}, expected one of {', '.join(map(str, allowed))}")
 
 
 def _check_kernels(job: Job) -> None:
@@ -309,16 +313,6 @@ def _check_compile(job: Job) -> None:
         )
 
 
-def _above(key: str, value: float, bound: float) -> None:
-    if not value > bound:
-        raise InputError(f"{key} is {value}, expected a number above {bound}")
-
-
-def _between(key: str, value: float, low: float, high: float) -> None:
-    if not low <= value < high:
-        raise InputError(f"{key} is {value}, expected a number from {low} to below {high}")
-
-
 def _check_run(job: Job, folder: Path | None) -> None:
     """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run."""
     if job.init_from is not None:
@@ -326,6 +320,7 @@ def _check_run(job: Job, folder: Path | None) -> None:
     job.dataset.prepare()
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
+    checks.check_memory(job, plan)
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # its durations are read here for the first time
     # What is damaged is said by the ranks, which look at it again: then there is a log to keep it in.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.errors import InputError
+from lockstep.fields import Duration, duration, ranged, ruled
 from lockstep.plan import Plan, steps
+
+MOST_MILESTONES = 100  # the highest power of `gamma` is then still a number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,7 @@ class Constant:
     last warm-up step (Goyal et al. 2017).
     """
 
-    warmup: int | str = 0
+    warmup: int | str = duration(0, zero=True)
 
     def factor(self, step: int, plan: Plan) -> float:
         warmup = self._steps("warmup", self.warmup, plan)
@@ -42,10 +45,7 @@ class Constant:
 class Cosine(Constant):
     """Half a cosine from the base rate to `final` times it (Loshchilov and Hutter 2017, without restarts)."""
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_factor("final", self.final)
+    final: float = ranged(0.0, least=0, most=1e3)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * (step - 1) / total))
@@ -55,10 +55,7 @@ class Cosine(Constant):
 class Linear(Constant):
     """A straight line from the base rate to `final` times it."""
 
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_factor("final", self.final)
+    final: float = ranged(0.0, least=0, most=1e3)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return self.final + (1 - self.final) * (1 - (step - 1) / total)
@@ -68,20 +65,18 @@ class Linear(Constant):
 class Step(Constant):
     """Multiplied by `gamma` at each milestone; milestones are durations from the start of the run."""
 
-    milestones: list[str] = field(default_factory=lambda: ["33%", "66%"])
-    gamma: float = 0.1
+    milestones: list[str] = ruled(["33%", "66%"], Duration(zero=True))
+    gamma: float = ranged(0.1, least=0, most=10)
 
     def __post_init__(self) -> None:
         if not self.milestones:
             raise InputError("schedule.milestones is empty; use schedule=constant for a constant rate")
-        _check_factor("gamma", self.gamma)
+        if len(self.milestones) > MOST_MILESTONES:
+            raise InputError(
+                f"schedule.milestones has {len(self.milestones)} milestones, expected at most {MOST_MILESTONES}"
+            )
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         at = plan.total_steps - total + step
         passed = sum(at > self._steps("milestones", each, plan) for each in self.milestones)
         return float(self.gamma**passed)
-
-
-def _check_factor(name: str, value: float) -> None:
-    if value < 0:
-        raise InputError(f"schedule.{name} is {value}, expected 0 or more")

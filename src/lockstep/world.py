@@ -124,6 +124,11 @@ def launched_rank() -> int | None:
     return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
+def local_size(ranks: int) -> int:
+    """How many of a job's `ranks` are on this machine, as far as their launcher says: all, if it does not."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 @contextmanager
 def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
     """Become a rank of the job: set the device and the threads, and join the process group of several.

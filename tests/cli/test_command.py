@@ -60,7 +60,7 @@ def test_a_mistake_ends_with_code_2_and_one_line_on_stderr(tmp_path: Path, overr
     ("override", "said"),
     [
         ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
-        ("epochs=0", "epochs is 0, expected at least 1"),
+        ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),
     ],
 )
 def test_a_traceback_is_shown_when_asked_for(tmp_path: Path, override: str, said: str) -> None:

@@ -6,6 +6,7 @@ What the command line adds (exit code, streams, no traceback) is shown with the 
 
 from __future__ import annotations
 
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -85,34 +86,79 @@ TYPES = [
     ("seed=1,2", "seed=1,2 names several values; `python train.py -m seed=1,2` runs a sweep over them"),
 ]
 RANGES = [
-    ("epochs=0", "epochs is 0, expected at least 1"),
-    ("steps=-1", "steps is -1, expected at least 1"),
-    ("seed=-1", "seed is -1, expected a number from 0"),
-    ("seed=9999999999999999999999", "seed is 9999999999999999999999, expected a number from 0"),
-    ("batch=0", "batch is 0, expected at least 1"),
-    ("batch=abc", "batch is 'abc', expected auto or a whole number: batch=64"),
+    ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),
+    ("steps=-1", "steps is -1, expected a whole number from 1 to 1,000,000,000: steps=null"),
+    ("seed=-1", "seed is -1, expected a whole number from 0 to 9,223,372,036,854,775,807: seed=0"),
+    ("seed=9999999999999999999999", "seed is 9999999999999999999999, expected a whole number from 0"),
+    ("batch=0", "batch is 0, expected auto or a whole number from 1"),
+    ("batch=abc", "batch is 'abc', expected auto or a whole number from 1 to 1,000,000,000: batch=64"),
     ("batch=2000", "batch is 2000, but the training split has 1442 examples; use batch=1442 or less"),
     (
         "train.micro_batches=65",
         "train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64",
     ),
-    ("train.ema=1.5", "train.ema is 1.5, expected a decay between 0 and 1"),
+    ("train.ema=1.5", "train.ema is 1.5, expected a number above 0 and below 1: train.ema=null"),
     ("train.label_smoothing=1", "train.label_smoothing is 1.0, expected a number from 0 to below 1"),
-    ("train.eval_every=0", "train.eval_every is 0, expected more than 0"),
+    (
+        "train.eval_every=0",
+        "train.eval_every is 0, expected steps (100), epochs (2ep) or a share of the run",
+    ),
     ("train.eval_every=5x", "train.eval_every is '5x', expected steps (100), epochs (2ep) or a share"),
     ("schedule.warmup=-5", "schedule.warmup is -5, expected steps (100), epochs (2ep) or a share"),
-    ("schedule.final=-1", "schedule.final is -1.0, expected 0 or more"),
-    ("schedule=step schedule.gamma=-1", "schedule.gamma is -1.0, expected 0 or more"),
-    ("checkpoint.keep=0", "checkpoint.keep is 0, expected at least 1"),
+    ("schedule.final=-1", "schedule.final is -1.0, expected a number from 0 to 1,000"),
+    ("schedule=step schedule.gamma=-1", "schedule.gamma is -1.0, expected a number from 0 to 10"),
+    ("checkpoint.keep=0", "checkpoint.keep is 0, expected a whole number from 1 to 1,000,000"),
     ("optimizer.lr=0", "optimizer.lr is 0.0, expected a number above 0"),
     ("launcher.timeout=5parsec", "launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h"),
-    ("launcher.ranks=0", "launcher.ranks is 0, expected auto or a number from 1"),
-    ("loader.resident_gb=-1", "loader.resident_gb is -1.0, expected 0 or more"),
-    ("strategy=ddp strategy.bucket_mb=-1", "strategy.bucket_mb is -1.0, expected a size above 0, or null"),
-    ("augment=standard augment.scale=[]", "augment.scale is [], expected two rising numbers above 0"),
+    ("launcher.ranks=0", "launcher.ranks is 0, expected auto or a whole number from 1 to 65,536"),
+    ("loader.resident_gb=-1", "loader.resident_gb is -1.0, expected a number from 0 to 1,000,000"),
+    (
+        "strategy=ddp strategy.bucket_mb=-1",
+        "strategy.bucket_mb is -1.0, expected a number from 0.001 to 100,000",
+    ),
+    ("augment=standard augment.scale=[]", "augment.scale is [], expected two rising numbers: augment.scale=[0.08,1]"),
+]
+LIMITS = [
+    ("launcher.threads=1000000", "launcher.threads is 1000000, expected auto or a whole number from 1 to 1,024"),
+    ("launcher.ranks=100000", "launcher.ranks is 100000, expected auto or a whole number from 1 to 65,536"),
+    ("dataset=fake dataset.size=999999", "dataset.size is 999999, expected a whole number from 1 to 16,384"),
+    ("train.eval_every=" + "9" * 250 + "ep", "train.eval_every is '99999"),
+    ("epochs=" + "9" * 250, "epochs is a number of more than 30 digits, expected a whole number"),
+    ("launcher.timeout=99999999999h", "launcher.timeout is '99999999999h', expected a time such as 30s, 10min or 2h"),
+    ("optimizer.lr=nan", "optimizer.lr is nan, expected a number above 0"),
+    ("train.clip_norm=inf", "train.clip_norm is inf, expected a number above 0"),
+    ("model=resnet18 +model.options.depth=[nan]", "model.options is {'depth': [nan]}, expected numbers of at most"),
+    ("device=cpu strategy=ddp launcher.ranks=65000", "launcher.ranks is 65000, but this machine has "),
+    (
+        "device=cpu strategy=ddp launcher.ranks=60 launcher.threads=1024",
+        "launcher.threads is 1024 and loader.workers is auto, which on 60 ranks are 61,440 threads, expected at most",
+    ),
+    ("dataset=fake dataset.size=16384 dataset.examples=100000", "the images of dataset=fake need 100,663.3 GB, and"),
+    (
+        "device=cpu dataset.input_size=16384 batch=1442",
+        "a micro-batch of 1442 images need 1,548.3 GB, and this machine",
+    ),
+]
+EFFECTS = [
+    ("model.compile_mode=max_autotune", "model.compile_mode is max_autotune, but model.compile is false"),
+    ("loader=streaming loader.workers=0 loader.prefetch=9", "loader.prefetch is 9, but loader.workers is 0"),
+    ("augment.pad=0 augment.reflect=true", "augment.reflect is true, but augment.pad is 0, so nothing is padded"),
+    (
+        "optimizer=timm optimizer.opt=adamw optimizer.momentum=0.5",
+        "optimizer.momentum is 0.5, but optimizer.opt=adamw has none",
+    ),
+    ("optimizer=sgd optimizer.nesterov=true optimizer.momentum=0", "optimizer.nesterov is true, but optimizer.mom"),
+    ("repro=strict strategy.sync_batchnorm=false", "strategy.sync_batchnorm is false, but under repro=strict"),
+    ("repro=exact strategy=strict", "strategy=strict is what repro=strict chooses, and repro=exact is given"),
+    ("dataset.root=there", "dataset.root: there is no such key in the config."),
+    (
+        "model=resnet18 model.pretrained=true init_from=/nowhere.safetensors",
+        "init_from takes the place of the weights",
+    ),
+    ("resume=/nowhere init_from=/nowhere.safetensors", "/nowhere is neither a run folder nor a checkpoint"),
 ]
 MACHINE = [
-    ("device=gpu", "device is 'gpu', expected auto, cpu or cuda"),
+    ("device=gpu", "device is 'gpu', expected one of auto, cpu, cuda: device=auto"),
     ("device=cpu precision=fp16", "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16"),
     ("device=cpu precision=tf32", "precision=tf32 needs a CUDA GPU, but device is cpu; use precision=fp32"),
     (
@@ -146,6 +192,13 @@ PLACES = [
     ("init_from=/etc/passwd", "init_from: there are no weights at /etc/passwd, expected a .safetensors file"),
     ("resume=/nowhere", "/nowhere is neither a run folder nor a checkpoint"),
     ("resume=/etc/passwd", "/etc/passwd is neither a run folder nor a checkpoint"),
+    ("resume=" + "a" * 300, "expected a path of at most 3,500 bytes and 255 a name, without control characters"),
+    ("data_root=/dev/null", "data_root: /dev/null is no folder; name another with data_root=FOLDER"),
+    ("data_root=/dev/null/there", "data_root: /dev/null is no folder; name another with data_root=FOLDER"),
+    ("data_root=", "data_root is '', expected a path"),
+    ("init_from=" + "a/" * 2000, "init_from is 'a/a/"),
+    ("dataset=folder dataset.path=" + "a" * 256, "dataset.path is 'aaa"),
+    ("init_from=/dev/zero", "init_from: there are no weights at /dev/zero"),
 ]
 HOSTILE = [
     ("model._target_=os.system", "model._target_ is 'os.system', expected a class of lockstep.models"),
@@ -161,7 +214,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
-    KEYS + OPTIONS + TYPES + RANGES + MACHINE + BOXES + PLACES + HOSTILE,
+    KEYS + OPTIONS + TYPES + RANGES + LIMITS + EFFECTS + MACHINE + BOXES + PLACES + HOSTILE,
     ids=lambda each: each[:40],
 )
 def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overrides: str, sentence: str) -> None:
@@ -169,6 +222,86 @@ def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overri
     assert sentence in said
     assert len(said.splitlines()) == 1
     assert len(said) < 400
+
+
+@pytest.mark.parametrize("path", ["'~nobody-of-that-name/x'", "'a\nb'", "'\udc80'", "' '"])
+@pytest.mark.parametrize("key", ["data_root", "resume", "init_from", "dataset=folder dataset.path"])
+def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: str, path: str) -> None:
+    *words, last = key.split()
+    said = refusal(tmp_path / "runs", *words, f"{last}={path}")
+    assert said.startswith(f"{last} is ")
+
+
+def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.checks.available_memory", lambda: 8e9)
+    assert refusal(tmp_path / "runs", "device=cpu", "model.width=16384") == (
+        "24,162,304,010 parameters and their gradients need 193.3 GB, and this machine has 8.0 GB free; "
+        "use a smaller model or input"
+    )
+
+
+def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for key in ("data_root", "output_root", "resume", "init_from"):
+        with pytest.raises(InputError, match=f"{key}|pipe"):
+            prepared(f"output_root={tmp_path / 'runs'}", f"{key}={tmp_path / 'pipe'}")
+    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("name=" + "a" * 20_000, "has 20,005 characters, expected at most 10,000"),
+        ("name=" + "[" * 1000, "has 1000 brackets in one another, expected at most 30"),
+        ("seed=" + "9" * 5000, "has a number of more than 300 digits; write a smaller one"),
+        ("name=\udc80", "is no text in Unicode; write it in UTF-8"),
+    ],
+)
+def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -> None:
+    with pytest.raises(InputError) as raised:
+        refusals.check_word(word)
+    assert says in str(raised.value)
+    assert len(str(raised.value)) < 200
+
+
+def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:
+    said = refusals.translate_before_job(OverflowError("int too large"))
+    assert str(said).startswith("the config cannot be composed (OverflowError: int too large); look at the values")
+    assert refusals.translate_before_job(ImportError("broken")) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("launcher.ranks=4",),
+            "launcher.ranks is 4, but torchrun has started 2; leave out launcher.ranks, and say ",
+        ),
+        (("launcher=elastic", "launcher.restarts=3"), "use launcher=auto and torchrun --max-restarts=3"),
+        (("launcher=spawn",), "launcher=spawn starts ranks, but torchrun has started them; use launcher=auto"),
+    ],
+)
+def test_what_torchrun_has_decided_is_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert says in refusal(tmp_path / "runs", "device=cpu", *overrides)
+    prepared(f"output_root={tmp_path / 'other'}", "device=cpu", "launcher.ranks=2")
+
+
+def test_the_batch_of_batch_auto_is_the_one_that_the_job_has_without_it(tmp_path: Path) -> None:
+    for number, words in enumerate((["++batch=auto"], ["batch=32", "batch=auto"], ["batch='auto'", "batch=32"])):
+        kept = config.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
+        assert (kept["batch"], kept["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
+
+
+def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path) -> None:
+    conf = tmp_path / "more" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "mine.yaml").write_text("# @package _global_\nbatch: auto\n")
+    said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    assert said.startswith("batch=auto keeps the batch that a job has without it, and belongs on the command line")
 
 
 def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> None:
@@ -318,7 +451,7 @@ def test_a_folder_with_files_of_others_does_not_become_a_run_folder(tmp_path: Pa
 
 def test_an_output_root_under_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be written \(Not a directory\); choose .* output_root=FOLDER"):
+    with pytest.raises(InputError, match=r"file is no folder; name another with output_root=FOLDER"):
         prepared(f"output_root={tmp_path / 'file' / 'runs'}")
 
 
@@ -343,7 +476,7 @@ def tree(folder: Path) -> dict[str, bytes]:
         ("steps=6 optimizer=sgd", "is a checkpoint of another run (optimizer: here SGD, there AdamW)"),
         ("steps=6 seed=1 model.width=8", "(model: here DigitNet(width=8), there DigitNet(); seed: here 1, there 0)"),
         ("", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
-        ("steps=6 checkpoint.keep=0", "checkpoint.keep is 0, expected at least 1"),
+        ("steps=6 checkpoint.keep=0", "checkpoint.keep is 0, expected a whole number from 1 to 1,000,000"),
     ],
 )
 def test_a_resume_of_another_run_is_refused_with_the_difference(

@@ -19,7 +19,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "files", "storage", "catalog", "signals", "terminal", "threads"}),
+    frozenset({"errors", "fields", "files", "storage", "catalog", "signals", "terminal", "threads"}),
     frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log", "rng", "closing"}),
     # The groups: none of them knows another one.
     frozenset(
@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"stochastic", "health", "watchdog", "claim"}
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity", "incident", "memory", "trial", "compiling"}),
+    frozenset({"experiment", "report", "identity", "checks", "incident", "memory", "trial", "compiling"}),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep", "cli"}),
 )
@@ -125,7 +125,8 @@ def test_every_exception_is_needed() -> None:
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
     known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
-    assert known <= {"launcher", "errors", "files", "log", "plan", "protocols", "rundir", "signals", "world"}
+    parts = {"launcher", "errors", "fields", "files", "log", "plan", "protocols", "rundir", "signals", "world"}
+    assert known <= parts
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
@@ -162,7 +163,8 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["lockstep", "lockstep.config", "lockstep.rundir", "lockstep.errors", "lockstep.signals"]
+    "module",
+    ["lockstep", "lockstep.config", "lockstep.fields", "lockstep.rundir", "lockstep.errors", "lockstep.signals"],
 )
 def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from helpers import ROOT, built, composed
 from lockstep import config, refusals
-from lockstep.config import GROUPS, Job
+from lockstep.config import GROUPS, ConfigFiles, Job
 from lockstep.data.augment import CropFlip
 from lockstep.data.loader import Auto, Resident
 from lockstep.data.sources import Digits
@@ -123,6 +123,7 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("dataset", "lockstep.data.sources.Path"),
         ("dataset", "lockstep.data.sources.ArraySplit"),
         ("loader", "lockstep.data.loader.World"),
+        ("loader", "lockstep.data.loader.Task"),
         ("loader", "lockstep.data.loader.cores"),
         ("loader", "lockstep.data.loader.ThreadPoolExecutor"),
         ("optimizer", "lockstep.optim._Optimizer"),
@@ -225,7 +226,9 @@ def test_a_file_that_is_no_config_is_the_users_mistake(tmp_path: Path, content: 
 
 def test_an_earlier_command_composes_again_with_the_new_overrides_behind_it() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        again = config.recompose(["name=x", "epochs=3", "augment=crop_flip"], ("resume=latest", "epochs=9"))
+        again = config.recompose(
+            ["name=x", "epochs=3", "augment=crop_flip"], ("resume=latest", "epochs=9"), ConfigFiles()
+        )
         job = config.to_dict(again)
     assert (job["epochs"], job["name"], job["resume"]) == (9, "x", None)
     assert config.build("augment", job["augment"]) == CropFlip()

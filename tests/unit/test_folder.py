@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -131,11 +130,3 @@ def test_links_to_images_are_images_and_one_that_leads_nowhere_is_broken(root: P
     assert split.fetch([0, 1])[:, 0, 0, 0].tolist() == [30, 40]
     with pytest.raises(InputError, match=r"image 2, .*2\.png, cannot be decoded \(.*No such file"):
         split.fetch([2])
-
-
-@pytest.mark.parametrize(
-    "options", [{"skip": -1}, {"decode_size": 0}, {"input_size": 0}, {"crop": 0.0}, {"crop": 1.2}]
-)
-def test_a_size_or_share_out_of_range_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=f"dataset.{next(iter(options))}"):
-        Folder(path="nowhere", **options)

@@ -53,9 +53,7 @@ def test_digitnet_has_as_many_channels_as_its_width_says() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: DigitNet(width=0), "model.width is 0, expected a multiple of 8"),
         (lambda: DigitNet(width=12), "model.width is 12, expected a multiple of 8"),
-        (lambda: DigitNet(dropout=1.5), "model.dropout is 1.5"),
         (lambda: DigitNet().build(10, (1, 1, 1)), "the data set gives 1x1; use dataset.input_size=8"),
     ],
 )

@@ -137,13 +137,8 @@ def test_an_unknown_name_is_refused_with_the_names_close_to_it() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: SGD(lr=0), "optimizer.lr is 0, expected a number above 0"),
-        (lambda: SGD(lr=float("nan")), "optimizer.lr is nan"),
-        (lambda: SGD(weight_decay=-1), "optimizer.weight_decay is -1"),
-        (lambda: SGD(layer_decay=1.5), "optimizer.layer_decay is 1.5"),
         (lambda: Adam(betas=[0.9]).build(network()), "optimizer.betas is"),
-        (lambda: Adam(betas=[0.9, 1.0]).build(network()), "optimizer.betas is"),
-        (lambda: SGD(momentum=0.0, nesterov=True).build(network()), "optimizer=sgd cannot be built: Nesterov"),
+        (lambda: SGD(momentum=0.0, nesterov=True), "optimizer.nesterov is true, but optimizer.momentum is 0.0"),
         (lambda: AdamW(eps=-1.0).build(network()), "optimizer=adamw cannot be built"),
         (lambda: Timm(options={"no_such": 1}).build(network()), "optimizer=timm cannot be built"),
         (lambda: Timm(opt="adahessian"), "needs second derivatives"),
@@ -183,12 +178,6 @@ def test_the_average_is_that_of_torch() -> None:
     for mine, reference in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
         assert torch.equal(mine, reference)
     assert torch.equal(ours.module[1].running_var, theirs.module[1].running_var)
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, 2.0])
-def test_a_decay_of_the_average_outside_0_to_1_is_refused(decay: float) -> None:
-    with pytest.raises(InputError, match=r"train\.ema is"):
-        averaged(network(), decay)
 
 
 def test_the_gradient_norm_is_that_of_all_gradients_together() -> None:

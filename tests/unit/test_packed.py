@@ -111,12 +111,6 @@ def test_the_source_is_what_the_folder_is(folder: Folder, target: Path) -> None:
     assert Packed(path=str(target)).input_shape == (3, 8, 8)
 
 
-@pytest.mark.parametrize("options", [{"input_size": 0}, {"crop": 0.0}, {"crop": 1.5}])
-def test_a_size_or_share_out_of_range_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=f"dataset.{next(iter(options))}"):
-        Packed(path="nowhere", **options)
-
-
 def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
     folder: Folder, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def test_a_time_is_in_seconds_minutes_or_hours(value: str, expected: float) -> N
     assert seconds("key", value) == expected
 
 
-@pytest.mark.parametrize("value", ["", "0s", "-3s", "3 days", "abc", "1e3", "nan"])
+@pytest.mark.parametrize("value", ["", "0s", "-3s", "3 days", "abc", "1e3", "nan", "501h", "9" * 400 + "h"])
 def test_what_is_no_time_is_refused_by_its_key(value: str) -> None:
     with pytest.raises(InputError, match=r"launcher.timeout is .*, expected a time such as 30s, 10min or 2h"):
         seconds("launcher.timeout", value)
@@ -45,7 +45,9 @@ def test_a_duration_is_in_steps_epochs_or_a_share_of_the_run(value: int | str, e
     assert steps("key", value, steps_per_epoch=40, total_steps=200) == expected
 
 
-@pytest.mark.parametrize("value", ["", "ep", "-1", -1, "1e3", "5 percent", "two", "1.5", 0.5])
+@pytest.mark.parametrize(
+    "value", ["", "ep", "-1", -1, "1e3", "5 percent", "two", "1.5", 0.5, "9" * 400 + "ep", 10**10, "101%"]
+)
 def test_what_is_no_duration_is_refused_by_its_key(value: Any) -> None:
     with pytest.raises(InputError, match=r"schedule.warmup is .*, expected steps \(100\), epochs \(2ep\) or"):
         steps("schedule.warmup", value, steps_per_epoch=40, total_steps=200)
@@ -92,14 +94,8 @@ def test_a_step_is_at_one_place_of_one_epoch(examples: int, batch: int, step: in
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"batch": 0}, "batch is 0, expected at least 1"),
-        ({"epochs": 0}, "epochs is 0, expected at least 1"),
-        ({"total_steps": 0}, "steps is 0, expected at least 1"),
-        ({"micro_batches": 0}, "train.micro_batches is 0, expected at least 1"),
         ({"micro_batches": 31}, "use train.micro_batches=30 or less"),
         ({"batch": 101}, "use batch=100 or less"),
-        ({"eval_every": 0}, "train.eval_every is 0, expected more than 0"),
-        ({"save_every": "0ep"}, "checkpoint.every is '0ep', expected more than 0"),
         ({"log_every": "often"}, "telemetry.interval is 'often'"),
     ],
 )

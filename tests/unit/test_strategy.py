@@ -54,8 +54,6 @@ def test_a_distributed_strategy_takes_all_gpus_or_two_ranks(strategy: Single) ->
     assert (strategy.ranks(8), strategy.ranks(0)) == (8, 2)
     strategy.check(1, "cpu")
     strategy.check(5, "cpu")
-    with pytest.raises(InputError, match=r"launcher\.ranks is 0"):
-        strategy.check(0, "cpu")
 
 
 def test_auto_takes_all_gpus_or_one_rank() -> None:
@@ -129,7 +127,7 @@ def test_dp_says_what_holds_it_back() -> None:
     assert "strategy=ddp has none of these" in DataParallel().note(nn.Linear(2, 2), World.solo(), plan())
 
 
-@pytest.mark.parametrize("ranks", [3, 8, 0])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_strict_refuses_ranks_that_do_not_divide_its_shards(ranks: int) -> None:
     for fitting in (1, 2, 4):
         Strict().check(fitting, "cpu")
@@ -141,10 +139,9 @@ def test_strict_takes_the_largest_power_of_two_of_gpus() -> None:
     assert [Strict().ranks(gpus) for gpus in (0, 1, 3, 8)] == [1, 1, 2, 4]
 
 
-@pytest.mark.parametrize("shards", [0, 3])
-def test_strict_refuses_shards_that_make_no_tree(shards: int) -> None:
-    with pytest.raises(InputError, match=r"expected a power of two such as 4"):
-        Strict(shards=shards)
+def test_strict_refuses_shards_that_make_no_tree() -> None:
+    with pytest.raises(InputError, match=r"expected a power of two: strategy.shards=4"):
+        Strict(shards=3)
 
 
 def test_strict_adds_the_gradients_of_neighbours_first() -> None:

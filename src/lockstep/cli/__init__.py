@@ -39,7 +39,7 @@ def main() -> None:
         given = {name for name in ("source", "target", "size", "skip") if getattr(arguments, name) is not None}
         if not (given >= {"source", "target"} if arguments.check is None else not given):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
-    with refusals.command_line():
+    with refusals.command_line(), refusals.past_hydra():
         # What needs torch is imported here.
         if arguments.command == "prove":
             from lockstep.cli.prove import prove as run_prove

@@ -7,7 +7,7 @@ and resumes cannot change it. They take uint8 and give uint8 or float in 0..255,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lockstep.data.randaugment import STRONGEST, randaugment
 from lockstep.errors import InputError
+from lockstep.fields import ranged
 from lockstep.rng import Draws
 
 # Of a random resized crop, as torchvision has it; the numbers of its tries are far behind all others.
@@ -43,15 +44,10 @@ class CropFlip:
             of by chance in each (Jordan 2024, "94% on CIFAR-10 in 3.29 seconds"); `flip` is the share that begins.
     """
 
-    pad: int = 4
+    pad: int = ranged(4, least=0, most=1024)
     reflect: bool = False
-    flip: float = 0.5
+    flip: float = ranged(0.5, least=0, most=1)
     alternate: bool = False
-
-    def __post_init__(self) -> None:
-        if self.pad < 0:
-            raise InputError(f"augment.pad is {self.pad}, expected 0 or more")
-        _check_probability("flip", self.flip)
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         height, width = images.shape[-2:]
@@ -95,17 +91,14 @@ class RandomResizedCrop:
         flip: probability of a horizontal mirror.
     """
 
-    scale: list[float] = field(default_factory=lambda: [0.08, 1.0])
-    ratio: list[float] = field(default_factory=lambda: [3 / 4, 4 / 3])
-    flip: float = 0.5
+    scale: list[float] = ranged([0.08, 1.0], above=0, most=1)
+    ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
+    flip: float = ranged(0.5, least=0, most=1)
 
     def __post_init__(self) -> None:
-        for name, bounds in (("scale", self.scale), ("ratio", self.ratio)):
-            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
-                raise InputError(f"augment.{name} is {bounds}, expected two rising numbers above 0")
-        if self.scale[1] > 1:
-            raise InputError(f"augment.scale is {self.scale}, expected shares of the image: at most 1")
-        _check_probability("flip", self.flip)
+        for name, bounds, usual in (("scale", self.scale, "[0.08,1]"), ("ratio", self.ratio, "[0.75,1.33]")):
+            if len(bounds) != 2 or bounds[0] > bounds[1]:
+                raise InputError(f"augment.{name} is {bounds}, expected two rising numbers: augment.{name}={usual}")
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         area = self.scale[0] + draws.uniform(0) * (self.scale[1] - self.scale[0])
@@ -170,12 +163,8 @@ class RandAugment(CropFlip):
         magnitude: their strength, from 0 to 30.
     """
 
-    ops: int = 2
-    magnitude: int = 9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_randaugment(self.ops, self.magnitude)
+    ops: int = ranged(2, least=0, most=100)
+    magnitude: int = ranged(9, least=0, most=STRONGEST)
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
@@ -189,12 +178,8 @@ class RandAugmentResized(RandomResizedCrop):
         ops, magnitude: as for `RandAugment`.
     """
 
-    ops: int = 2
-    magnitude: int = 9
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_randaugment(self.ops, self.magnitude)
+    ops: int = ranged(2, least=0, most=100)
+    magnitude: int = ranged(9, least=0, most=STRONGEST)
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         cropped = super().apply(images, draws, size).round().to(torch.uint8)
@@ -214,15 +199,3 @@ class _MirrorRandAugment(_Mirror):
 
     def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
         return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
-
-
-def _check_randaugment(ops: int, magnitude: int) -> None:
-    if ops < 0:
-        raise InputError(f"augment.ops is {ops}, expected 0 or more")
-    if not 0 <= magnitude <= STRONGEST:
-        raise InputError(f"augment.magnitude is {magnitude}, expected 0 to {STRONGEST}")
-
-
-def _check_probability(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise InputError(f"augment.{name} is {value}, expected a probability from 0 to 1")

@@ -14,10 +14,12 @@ import torch
 
 from lockstep.data.splits import SUFFIXES, FileSplit
 from lockstep.errors import InputError
+from lockstep.fields import pathname, ranged
 from lockstep.protocols import Source
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+LARGEST_SIDE = 16_384  # of an image in pixels: one of them is 3 GB of float32
 
 
 class CropFrom(enum.StrEnum):
@@ -45,28 +47,17 @@ class Folder:
         skip: the most broken images that a run leaves out; 0 ends it at the first.
     """
 
-    path: str = "???"
-    train_folder: str = "train"
-    val_folder: str = "val"
-    decode_size: int = 256
-    input_size: int | None = None
-    crop: float = 1.0
+    path: str = pathname("???")
+    train_folder: str = pathname("train")
+    val_folder: str = pathname("val")
+    decode_size: int = ranged(256, least=1, most=LARGEST_SIDE)
+    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
+    crop: float = ranged(1.0, above=0, most=1)
     crop_from: CropFrom = CropFrom.square
-    skip: int = 0
+    skip: int = ranged(0, least=0, most=1_000_000_000)
 
     mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
     std: ClassVar[tuple[float, ...]] = IMAGENET_STD
-
-    def __post_init__(self) -> None:
-        if self.decode_size < 1 or (self.input_size is not None and self.input_size < 1):
-            raise InputError(
-                f"dataset.decode_size is {self.decode_size} and dataset.input_size is {self.input_size}, "
-                "expected at least 1"
-            )
-        if not 0 < self.crop <= 1:
-            raise InputError(f"dataset.crop is {self.crop}, expected a share above 0 and at most 1")
-        if self.skip < 0:
-            raise InputError(f"dataset.skip is {self.skip}, expected 0 or more")
 
     @property
     def classes(self) -> int:

@@ -21,9 +21,11 @@ from torch import Tensor
 from lockstep.data.packed import MappedSplit
 from lockstep.data.reading import Broken, Feed, Read, Wanted, in_order, read_images, worthwhile
 from lockstep.data.shared import decode_all
-from lockstep.errors import InputError
+from lockstep.fields import ranged
 from lockstep.protocols import Split
 from lockstep.world import World
+
+__all__ = ["Auto", "Resident", "Streaming"]  # the group's options: what a config may name
 
 GB = 1e9
 # How fast a worker is, is tried on so many images, some at a time, and for so many seconds at most.
@@ -99,14 +101,8 @@ class Streaming:
         prefetch: batches that each worker keeps ready.
     """
 
-    workers: int | str = "auto"
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        if self.workers != "auto" and (not isinstance(self.workers, int) or self.workers < 0):
-            raise InputError(f"loader.workers is {self.workers!r}, expected auto or a number from 0")
-        if self.prefetch < 1:
-            raise InputError(f"loader.prefetch is {self.prefetch}, expected at least 1")
+    workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
+    prefetch: int = ranged(2, least=1, most=1024)
 
     def order_device(self, world: World) -> torch.device:
         """Where indices are wanted."""
@@ -124,7 +120,8 @@ class Streaming:
         if self.workers != "auto":
             return self, "as asked"
         if task.splits[0].images is not None and not isinstance(task.splits[0], MappedSplit):
-            return replace(self, workers=0), "images in memory"
+            # Only a worker reads ahead: one does where that is asked for.
+            return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
         reader, model = reading_rate(task.splits[0]), task.training_rate()
         most = max(1, cores() // task.world.local_size)
         if task.splits[0].images is None:  # mapped rows are copied, and awaited from the disk, without Python's lock
@@ -152,21 +149,20 @@ class Streaming:
 class Auto(Streaming):
     """`resident` where both splits fit and are read more than once, else `streaming`.
 
+    `workers` or `prefetch` ask for `streaming`, which alone has them.
+
     Fields:
         resident_gb: the most (in GB) that may become resident; half of the device's free memory is a further
             bound.
     """
 
-    resident_gb: float = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resident_gb < 0:
-            raise InputError(f"loader.resident_gb is {self.resident_gb}, expected 0 or more")
+    resident_gb: float = ranged(4.0, least=0, most=1e6)
 
     def choose(self, task: Task) -> tuple[Any, str]:
         room, stored = min(self.resident_gb, free_memory(task.world) / 2), sum(map(len, task.splits))
-        if task.boxes:
+        if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
+            against = "loader.workers or loader.prefetch is given"
+        elif task.boxes:
             against = "other boxes of the files in each epoch"
         elif task.gigabytes > room:
             against = f"{task.gigabytes:.1f} GB do not fit in {room:.1f} GB"

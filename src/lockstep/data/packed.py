@@ -32,10 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.data.folder import Folder
+from lockstep.data.folder import LARGEST_SIDE, Folder
 from lockstep.data.reading import in_order, read_images
 from lockstep.data.splits import ArraySplit, BrokenImage, FileSplit, check_labels
 from lockstep.errors import InputError, StorageError
+from lockstep.fields import pathname, ranged
 from lockstep.files import MB, UnreadableFile, opened, read_json
 from lockstep.rundir import MANIFEST
 from lockstep.storage import sync
@@ -55,15 +56,9 @@ class Packed:
         crop: the central share of a stored image's side that is evaluated.
     """
 
-    path: str = "???"
-    input_size: int | None = None
-    crop: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.input_size is not None and self.input_size < 1:
-            raise InputError(f"dataset.input_size is {self.input_size}, expected at least 1")
-        if not 0 < self.crop <= 1:
-            raise InputError(f"dataset.crop is {self.crop}, expected a share above 0 and at most 1")
+    path: str = pathname("???")
+    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
+    crop: float = ranged(1.0, above=0, most=1)
 
     @property
     def classes(self) -> int:

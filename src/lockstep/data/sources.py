@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.data.folder import Folder, ImageNet
+from lockstep.data.folder import LARGEST_SIDE, Folder, ImageNet
 from lockstep.data.packed import Packed
 from lockstep.data.splits import ArraySplit, check_labels, check_shapes
 from lockstep.errors import InputError
+from lockstep.fields import pathname, ranged
 
 __all__ = ["CIFAR10", "CIFAR100", "MNIST", "Digits", "Fake", "FashionMNIST", "Folder", "ImageNet", "Packed"]
 
@@ -28,23 +29,17 @@ class _ArraySource(ABC):
     """A data set that fits in memory.
 
     Fields:
-        root: the folder that data sets are kept in.
         input_size: side in pixels of what the model sees; null is the size of the stored images. Resizing is
             done on the device, a batch at a time.
     """
 
-    root: str = "data"
-    input_size: int | None = None
+    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
 
     classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
     eval_crop: ClassVar[float] = 1.0
-
-    def __post_init__(self) -> None:
-        if self.input_size is not None and self.input_size < 1:
-            raise InputError(f"dataset.input_size is {self.input_size}, expected at least 1")
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -111,7 +106,13 @@ def _digits_file() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class _TorchvisionSource(_ArraySource):
-    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time."""
+    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time.
+
+    Fields:
+        root: the folder that data sets are kept in.
+    """
+
+    root: str = pathname("data")
 
     factory: ClassVar[str]
 
@@ -211,17 +212,12 @@ class Fake:
         size: side of an image in pixels.
     """
 
-    examples: int = 1024
-    classes: int = 1000
-    channels: int = 3
-    size: int = 224
+    examples: int = ranged(1024, least=1, most=1_000_000_000)
+    classes: int = ranged(1000, least=1, most=1_000_000)
+    channels: int = ranged(3, least=1, most=1024)
+    size: int = ranged(224, least=1, most=LARGEST_SIDE)
 
     eval_crop: ClassVar[float] = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("examples", "classes", "channels", "size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"dataset.{name} is {getattr(self, name)}, expected at least 1")
 
     @property
     def mean(self) -> tuple[float, ...]:

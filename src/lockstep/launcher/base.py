@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import files
-from lockstep.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed, StorageError
+from lockstep.errors import BY_EXIT_CODE, LockstepError, RankFailed, StorageError
+from lockstep.fields import Time, ranged, ruled
 from lockstep.files import UnreadableFile
-from lockstep.plan import seconds
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
 from lockstep.world import launched_rank
@@ -37,17 +37,10 @@ class Inline:
         threads: CPU threads per rank; `auto` shares the cores out evenly.
     """
 
-    ranks: int | str = "auto"
+    ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
     backend: Backend = Backend.auto
-    timeout: str = "10min"
-    threads: int | str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "threads"):
-            value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or value < 1):
-                raise InputError(f"launcher.{name} is {value!r}, expected auto or a number from 1")
-        seconds("launcher.timeout", self.timeout)
+    timeout: str = ruled("10min", Time())
+    threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry` in every rank, wait for all, and return the job's objective.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.errors import InputError
+from lockstep.fields import ranged
 from lockstep.launcher.base import Inline
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
@@ -18,12 +18,7 @@ class Elastic(Inline):
         restarts: how often the ranks are started again, from the last checkpoint, after one of them failed.
     """
 
-    restarts: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.restarts < 0:
-            raise InputError(f"launcher.restarts is {self.restarts}, expected 0 or more")
+    restarts: int = ranged(0, least=0, most=1_000_000)
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         from lockstep.launcher.agent import watch  # imports much of torch that other launchers do without

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import InputError
+from lockstep.fields import ranged
 
 NORM_GROUPS = 8
 
@@ -99,14 +100,12 @@ class DigitNet(Network):
         dropout: before the last layer.
     """
 
-    width: int = 32
-    dropout: float = 0.1
+    width: int = ranged(32, least=NORM_GROUPS, most=16_384)
+    dropout: float = ranged(0.1, least=0, below=1)
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.width % NORM_GROUPS:
-            raise InputError(f"model.width is {self.width}, expected a multiple of {NORM_GROUPS}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.dropout is {self.dropout}, expected a probability from 0 to below 1")
+        if self.width % NORM_GROUPS:
+            raise InputError(f"model.width is {self.width}, expected a multiple of {NORM_GROUPS}: model.width=32")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         if min(input_shape[1:]) < 2:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import InputError
+from lockstep.fields import ranged
 from lockstep.models.nets import Network
 
 PATCH = 2  # side of what is whitened, in pixels
@@ -36,14 +37,14 @@ class WhiteNet(Network):
         depth: convolutions of a block. From three on, a shortcut leads around those behind the block's first.
     """
 
-    widths: list[int] = field(default_factory=lambda: [64, 256, 256])
-    depth: int = 2
+    widths: list[int] = ranged([64, 256, 256], least=1, most=16_384)
+    depth: int = ranged(2, least=1, most=100)
 
     def __post_init__(self) -> None:
-        if len(self.widths) != 3 or min(self.widths) < 1:
-            raise InputError(f"model.widths is {self.widths}, expected three numbers from 1, one for each block")
-        if self.depth < 1:
-            raise InputError(f"model.depth is {self.depth}, expected at least 1")
+        if len(self.widths) != 3:
+            raise InputError(
+                f"model.widths is {self.widths}, expected three numbers, a block each: model.widths=[64,256,256]"
+            )
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         channels, height, width = input_shape

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lockstep.catalog import is_timm_model, timm_models
 from lockstep.errors import InputError, did_you_mean
+from lockstep.fields import Options, ranged, ruled
 from lockstep.models.nets import Network
 
 
@@ -27,9 +28,9 @@ class Timm(Network):
 
     name: str = "resnet50d"
     pretrained: bool = False
-    drop_rate: float = 0.0
-    drop_path_rate: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
+    drop_rate: float = ranged(0.0, least=0, below=1)
+    drop_path_rate: float = ranged(0.0, least=0, below=1)
+    options: dict[str, Any] = ruled({}, Options(most=65_536))
 
     def check(self) -> None:
         if not is_timm_model(self.name):

@@ -25,8 +25,8 @@ from lockstep.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
 from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys
 
-# The examples of the pass that is observed: a dimension of so many, or of a multiple, is the batch's. It is a number that
-# neither n * n pixels nor n * n + 1 tokens are multiples of, unless n is.
+# The examples of the pass that is observed: a dimension of so many, or of a multiple, is the batch's. Neither n * n
+# pixels nor n * n + 1 tokens are a multiple of it, unless n is.
 EXAMPLES = 11
 # More than any model draws; the keys of the observed pass are made before they are counted.
 MOST_DRAWS = 4096

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.errors import InputError
+from lockstep.fields import ranged
 from lockstep.plan import Plan
 from lockstep.strategy.base import Distributed
 from lockstep.world import World
@@ -53,12 +54,8 @@ class DDP(Distributed):
     gradient_as_bucket_view: bool = True
     static_graph: bool | None = None
     find_unused_parameters: bool = False
-    bucket_mb: float | None = None
+    bucket_mb: float | None = ranged(None, least=0.001, most=100_000)
     comm_hook: CommHook = CommHook.none
-
-    def __post_init__(self) -> None:
-        if self.bucket_mb is not None and self.bucket_mb <= 0:
-            raise InputError(f"strategy.bucket_mb is {self.bucket_mb}, expected a size above 0, or null")
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         legal = plan.micro_batches == 1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import InputError
+from lockstep.fields import ranged
 from lockstep.plan import Plan
 from lockstep.strategy.base import Single, share_weights
 from lockstep.strategy.batchnorm import has_batchnorm
@@ -98,11 +99,11 @@ class Strict(Single):
             that divides it.
     """
 
-    shards: int = 4
+    shards: int = ranged(4, least=1, most=65_536)
 
     def __post_init__(self) -> None:
-        if self.shards < 1 or self.shards & (self.shards - 1):
-            raise InputError(f"strategy.shards is {self.shards}, expected a power of two such as 4")
+        if self.shards & (self.shards - 1):
+            raise InputError(f"strategy.shards is {self.shards}, expected a power of two: strategy.shards=4")
 
     def ranks(self, gpus: int) -> int:
         ranks = 1
@@ -111,7 +112,7 @@ class Strict(Single):
         return ranks
 
     def check(self, ranks: int, device: str) -> None:
-        if ranks < 1 or self.shards % ranks:
+        if self.shards % ranks:
             raise InputError(
                 f"launcher.ranks is {ranks}, but repro=strict cuts a global batch into {self.shards} virtual shards "
                 f"and works on a number of ranks that divides them; use launcher.ranks={min(self.shards, 2)}"

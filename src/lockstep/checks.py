@@ -1,0 +1,150 @@
+"""What of a job can be told to fail, or to do nothing, before any of it is done.
+
+A range says what one value may be (`lockstep.fields`); here is what several make together: more memory or threads
+than the machine has, and keys that another key of the same job leaves without effect. What merely idles on this
+machine (a GPU's option without a GPU) is no mistake: the same job is to run on any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lockstep.config import Job
+from lockstep.data.augment import CropFlip
+from lockstep.data.loader import GB, Streaming, available_memory, cores
+from lockstep.data.sources import Fake
+from lockstep.errors import InputError
+from lockstep.models import ResNet34, Timm
+from lockstep.models.nets import CompileMode
+from lockstep.plan import Plan
+from lockstep.world import launched_rank, local_size
+
+# Of the ranks on a CPU and of all their threads: what any machine can bear, and for large ones so many a core.
+RANKS, RANKS_A_CORE = 64, 4
+THREADS, THREADS_A_CORE = 1024, 16
+FLOAT32 = 4  # bytes
+
+
+def check_effects(job: Job) -> None:
+    """Refuse a key that was given and that another key leaves without effect.
+
+    Raises:
+        InputError: there is one.
+    """
+    model = job.model
+    if model.compile_mode is not CompileMode.default and not model.compile:
+        raise InputError(
+            f"model.compile_mode is {model.compile_mode.name}, but model.compile is false, so nothing is compiled; "
+            "add model.compile=true, or leave out model.compile_mode"
+        )
+    if job.init_from is not None and getattr(model, "pretrained", False):
+        raise InputError(
+            "init_from takes the place of the weights that model.pretrained=true asks for; leave out one of them"
+        )
+    if isinstance(job.augment, CropFlip) and job.augment.reflect and job.augment.pad == 0:
+        raise InputError(
+            "augment.reflect is true, but augment.pad is 0, so nothing is padded; use augment.pad=4 or "
+            "augment.reflect=false"
+        )
+    loader = job.loader
+    if isinstance(loader, Streaming) and loader.workers == 0 and loader.prefetch != Streaming.prefetch:
+        raise InputError(
+            f"loader.prefetch is {loader.prefetch}, but loader.workers is 0, and only workers read ahead; use "
+            "loader.workers=1, or leave out loader.prefetch"
+        )
+
+
+def check_threads(job: Job, device: str) -> None:
+    """Refuse more processes or threads than the system would start: it ends the program then, in the middle.
+
+    Raises:
+        InputError: there would be more.
+    """
+    ranks, threads, workers = job.launcher.ranks, job.launcher.threads, getattr(job.loader, "workers", 0)
+    if launched_rank() is not None:
+        ranks = local_size(ranks)
+    elif device == "cpu" and ranks > (most := max(RANKS, RANKS_A_CORE * cores())):
+        raise InputError(
+            f"launcher.ranks is {ranks}, but this machine has {cores()} CPU cores, expected at most {most} ranks: "
+            "launcher.ranks=2"
+        )
+    total, most = ranks * (threads + (0 if workers == "auto" else workers)), max(THREADS, THREADS_A_CORE * cores())
+    if total > most:
+        raise InputError(
+            f"launcher.threads is {threads} and loader.workers is {workers}, which on {ranks} ranks are {total:,} "
+            f"threads, expected at most {most:,} on a machine of {cores()} CPU cores; use launcher.threads=auto "
+            "loader.workers=auto"
+        )
+
+
+def check_folders(job: Job) -> None:
+    """Refuse places for data and runs that are no folders and cannot become any.
+
+    Raises:
+        InputError: one is not.
+    """
+    for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
+        try:
+            nearest = next(each for each in (path, *path.parents) if each.is_symlink() or each.exists())
+            fits = nearest.is_dir()
+        except OSError as error:
+            raise InputError(f"{key}: {path} cannot be reached ({error.strerror}); use {key}=FOLDER") from error
+        if not fits:
+            raise InputError(f"{key}: {nearest} is no folder; name another with {key}=FOLDER")
+
+
+def check_data_memory(job: Job) -> None:
+    """Refuse made-up data that this machine has no room for, before it is made.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    if isinstance(job.dataset, Fake):
+        images = job.dataset.examples + job.dataset.examples // 4
+        _check_room(
+            [("the images of dataset=fake", images * math.prod(job.dataset.image_shape), "dataset.examples=1024")]
+        )
+
+
+def check_memory(job: Job, plan: Plan) -> None:
+    """Refuse what no rank has room for, on the CPU, where one that asks for too much is killed without a word.
+
+    Raises:
+        InputError: something does not fit.
+    """
+    if job.device == "cpu":
+        _check_room(_needs(job, plan))
+
+
+def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
+    """What needs how many bytes on this machine, and a remedy."""
+    pixels = math.prod(job.dataset.input_shape)
+    ranks = local_size(job.launcher.ranks)
+    micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
+    batch = math.ceil(plan.batch / micro_batches)
+    smaller = "a smaller dataset.input_size"
+    yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
+    block = min(job.train.eval_batch, plan.examples)
+    yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
+    if isinstance(job.loader, Streaming) and job.loader.workers != "auto":
+        ahead = min(job.loader.workers * job.loader.prefetch, plan.total_steps) * plan.batch
+        bytes_ahead = ahead * math.prod(job.dataset.image_shape)
+        yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
+    if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and have the sizes they have
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            parameters = job.model.build(job.dataset.classes, job.dataset.input_shape).parameters()
+            size = sum(each.numel() for each in parameters)
+        yield f"{size:,} parameters and their gradients", 2 * FLOAT32 * size * ranks, "a smaller model or input"
+
+
+def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float, str]]) -> None:
+    room = available_memory()
+    for what, size, remedy in needs:
+        if size > room:
+            raise InputError(
+                f"{what} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
+            )

@@ -1,0 +1,135 @@
+"""Every number of a config has a range with two ends, which is checked before anything is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helpers import composed
+from lockstep import config, evaluate, fields
+from lockstep.config import GROUPS, CheckpointBlock, Job, TelemetryBlock, TrainBlock
+from lockstep.errors import InputError
+from lockstep.fields import Choice, Duration, Number, Options, PathText, Text, Time
+from lockstep.plan import seconds, steps
+
+BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}
+# Texts whose options are not known before a library is asked for them, which the class does.
+ASKED_FOR = {"optimizer.opt", "model.name"}
+
+
+def keys() -> Iterator[tuple[str, type[Any], dataclasses.Field[Any]]]:
+    """Every key of the schema and of every option of every group, with its class and field."""
+    for prefix, cls in {"": Job, **BLOCKS}.items():
+        yield from ((f"{prefix}{field.name}", cls, field) for field in dataclasses.fields(cls))
+    for group, module in GROUPS.items():
+        for name in dir(importlib.import_module(module)):
+            if (option := config.locate_in(module, name)) is not None:
+                yield from ((f"{group}.{field.name}", option, field) for field in dataclasses.fields(option))
+
+
+def group_of(key: str) -> str:
+    return key.partition(".")[0]
+
+
+RULED = [(key, cls, field.name) for key, cls, field in keys() if fields.rule_of(cls, field.name) is not None]
+
+
+def test_every_number_and_every_text_of_a_config_has_a_rule() -> None:
+    without = {
+        key
+        for key, cls, field in keys()
+        if re.search(r"\b(int|float|str)\b", str(field.type)) and fields.rule_of(cls, field.name) is None
+    }
+    assert without == ASKED_FOR
+
+
+def outside(rule: Any) -> list[Any]:
+    """Values that a rule must not let through."""
+    if isinstance(rule, Number):
+        ends = [rule.low if rule.low_open else rule.low - 1, rule.high if rule.high_open else rule.high + 1]
+        far = [math.nan, math.inf, -math.inf, True, 10**400, -(10**400)]
+        return [end for end in ends if math.isfinite(end)] + far + ["automatic"] * bool(rule.words)
+    if isinstance(rule, Choice):
+        return [math.nan, "neither", -1]
+    if isinstance(rule, Duration):
+        zero = [] if rule.zero else [0, "0ep", "0%"]
+        return [*zero, -1, "-1ep", "9" * 400, "9" * 400 + "ep", "101%", "nan", "inf", "", 10**10, "1e3", math.nan]
+    if isinstance(rule, Time):
+        return ["0s", "-1s", "nan", "inf", "501h", "9" * 400 + "min", ""]
+    if isinstance(rule, Options):
+        return [{"a": math.nan}, {"a": [{"b": math.inf}]}, {"a": 10**400}, {"a": "\udc80"}]
+    broken = ["\udc80"]
+    return broken + ["", " ", "a\0b", "a\nb", "a" * 256, "a/" * 2000, "~no-such-user/x"] * isinstance(rule, PathText)
+
+
+@pytest.mark.parametrize(("key", "cls", "name"), RULED, ids=lambda each: getattr(each, "__name__", each))
+def test_a_value_out_of_range_is_refused_in_one_short_sentence(key: str, cls: type[Any], name: str) -> None:
+    rule = fields.rule_of(cls, name)
+    prefix = key.removesuffix(name)
+    for value in outside(rule):
+        listed = [value] if "list" in str(next(f.type for f in dataclasses.fields(cls) if f.name == name)) else value
+        (said,) = fields.problems(cls, {name: listed}, prefix)
+        assert said.startswith(f"{key} is ")
+        assert ", expected " in said
+        assert len(said) < 400
+        assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("key", "cls", "name"), RULED, ids=lambda each: getattr(each, "__name__", each))
+def test_a_default_is_in_range(key: str, cls: type[Any], name: str) -> None:
+    field = next(each for each in dataclasses.fields(cls) if each.name == name)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    assert list(fields.problems(cls, {name: default})) == []
+
+
+def test_the_ends_that_belong_to_a_range_are_in_it() -> None:
+    for _, cls, name in RULED:
+        rule = fields.rule_of(cls, name)
+        if isinstance(rule, Number):
+            assert rule.low_open or rule.fits(rule.low)
+            assert rule.high_open or rule.fits(rule.high)
+
+
+def test_durations_and_times_are_read_as_they_are_checked() -> None:
+    for value in outside(Duration(zero=True)):
+        with pytest.raises(InputError, match=r"^schedule\.warmup is .{1,80}, expected steps"):
+            steps("schedule.warmup", value, steps_per_epoch=10**9, total_steps=10**18)
+    for value in outside(Time()):
+        with pytest.raises(InputError, match=r"^launcher\.timeout is .{1,80}, expected a time"):
+            seconds("launcher.timeout", value)
+    assert steps("key", "1000000000ep", steps_per_epoch=10**9, total_steps=1) == 10**18
+
+
+def test_all_that_is_out_of_range_is_said_at_once() -> None:
+    job = composed("epochs=0", "train.ema=nan", "optimizer.lr=inf", "optimizer.eps=-1", "schedule.warmup=101%")
+    with pytest.raises(InputError) as caught:
+        config.build_all(job)
+    said = [line.split()[0] for line in str(caught.value).splitlines()]
+    assert said == ["epochs", "train.ema", "optimizer.lr", "optimizer.eps", "schedule.warmup"]
+
+
+def test_a_subclass_keeps_the_rule_of_a_field_whose_default_it_changes() -> None:
+    @dataclasses.dataclass(kw_only=True)
+    class Base:
+        rate: float = fields.ranged(0.1, above=0, most=1)
+
+    @dataclasses.dataclass(kw_only=True)
+    class Faster(Base):
+        rate: float = 0.9
+
+    assert list(fields.problems(Faster, {"rate": 2.0}, "x.")) == [
+        "x.rate is 2.0, expected a number above 0 and at most 1: x.rate=0.9"
+    ]
+
+
+def test_the_views_of_an_evaluation_are_those_that_a_config_may_name() -> None:
+    rule = fields.rule_of(TrainBlock, "eval_views")
+    assert isinstance(rule, Choice)
+    assert rule.values == evaluate.VIEWS
+    assert Text().fits("ä" * 1000)
