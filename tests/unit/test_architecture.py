@@ -19,7 +19,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "catalog", "signals", "threads"}),
+    frozenset({"errors", "catalog", "signals", "threads", "child"}),
     frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log"}),
     # The groups: none of them knows another one.
     frozenset(
@@ -35,6 +35,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Steps within a layer, each with its reason.
 WITHIN: dict[tuple[str, str], str] = {
     ("config", "refusals"): "an error of the config is put into words there",
+    ("signals", "errors"): "a stop ends a job with an error",
+    ("child", "signals"): "a rank is tied to its parent before anything else",
     ("protocols", "plan"): "a strategy and a schedule are given the plan",
     ("protocols", "rundir"): "a launcher is given the run folder",
     ("protocols", "world"): "a strategy is given the world",
@@ -122,7 +124,7 @@ def test_every_exception_is_needed() -> None:
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
     known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
-    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "signals", "world"}
+    assert known <= {"launcher", "errors", "log", "plan", "protocols", "rundir", "signals", "world", "child"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
@@ -159,7 +161,8 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["lockstep", "lockstep.config", "lockstep.rundir", "lockstep.errors", "lockstep.signals"]
+    "module",
+    ["lockstep", "lockstep.config", "lockstep.rundir", "lockstep.errors", "lockstep.signals", "lockstep.child"],
 )
 def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

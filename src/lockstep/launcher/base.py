@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed
+from lockstep.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed, Stopped
 from lockstep.plan import seconds
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
+from lockstep.signals import NOT_BEGUN
 from lockstep.world import launched_rank
 
 
@@ -82,6 +83,8 @@ def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = [json.loads(path.read_text()) for path in run_dir.logs.glob("rank*.error.json")]
+    if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # before they could leave word
+        return Stopped(NOT_BEGUN)
     if not errors:
         words = ", ".join(f"rank {rank} left with exit code {code}" for rank, code in sorted(exit_codes.items()))
         return RankFailed(f"{words or 'a rank left'} without a word of its own; see {run_dir.logs}")
