@@ -1,7 +1,6 @@
 """Train an image classifier: compose the config, check it, make the run folder, launch the ranks.
 
-`python train.py --help` says what can be chosen.
-"""
+`python train.py --help` says what can be chosen."""
 
 from __future__ import annotations
 
