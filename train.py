@@ -1,11 +1,15 @@
 """Train an image classifier: compose the config, check it, make the run folder, launch the ranks.
 
-`python train.py --help` says what can be chosen.
-"""
+`python train.py --help` says what can be chosen."""
 
 from __future__ import annotations
 
 import os
+
+from lockstep import signals
+
+if __name__ == "__main__":  # before the imports, which take a while
+    signals.begin(says=signals.STOPPED_EARLY)
 
 import hydra
 from omegaconf import DictConfig
@@ -39,8 +43,7 @@ def main(composed: DictConfig) -> float | None:
     return guarded(job, invocation)
 
 
-config.register()
-
 if __name__ == "__main__":
+    config.register()
     with refusals.command_line():
         config.showed_help(__file__) or main()

@@ -193,7 +193,6 @@ def lockstep(job: Sequence[str], seed: int) -> Figures:
             experiment.run(
                 World.solo(resolved["device"]),
                 run,
-                stop_requested=lambda: False,
                 alive=lambda: ends.append(time.perf_counter()),
             )
         steps = int(run.read_summary()["step"])

@@ -32,6 +32,7 @@ from lockstep.launcher.spawn import Spawn
 from lockstep.plan import Plan
 from lockstep.rng import Draws
 from lockstep.rundir import RunDir
+from lockstep.signals import StopRequest
 from lockstep.watchdog import watched
 from lockstep.world import Vote, World, join
 from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
@@ -146,10 +147,10 @@ def rank_entry(folder: Path) -> None:
     with (
         join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
         Path(folder, f"{world.rank}.stacks").open("w") as stacks,
-        watched(world, timeout=60, file=stacks, leave_word=lambda *_: None) as alive,
+        watched(world.rank, timeout=60, stop=StopRequest(), file=stacks, leave_word=lambda *_: None) as dog,
     ):
         model = timm.create_model("resnet50d")
-        figures = scaled(step_costs(world, model, alive), 1e6)
+        figures = scaled(step_costs(world, model, dog.alive), 1e6)
         if world.is_main:
             Path(folder, "step.json").write_text(json.dumps(figures))
 

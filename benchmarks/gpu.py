@@ -80,7 +80,7 @@ def lockstep(words: list[str]) -> float:
         run.config.write_text(config.dump(resolved))
         run.overrides.write_text(config.dump_list([]))
         with console.capture():
-            experiment.run(World.solo(resolved["device"]), run, stop_requested=lambda: False)
+            experiment.run(World.solo(resolved["device"]), run)
         lines = map(json.loads, run.metrics.read_text().splitlines())
         return statistics.median([line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line][2:])
 

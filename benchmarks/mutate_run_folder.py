@@ -47,6 +47,7 @@ from lockstep.config import Invocation
 from lockstep.errors import Stopped
 from lockstep.lock import Lock
 from lockstep.rundir import RunDir
+from lockstep.signals import StopRequest
 from lockstep.world import World
 from soak import leaves
 
@@ -138,9 +139,20 @@ def forked(work: Callable[[], object], folder: Path) -> Ended:
     return Ended(ended, out.read_text(errors="replace"), err.read_text(errors="replace"))
 
 
+class _StopAt(StopRequest):
+    """A wish to stop behind a step, as a signal's would be."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.left = step
+
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
 def stopped_halfway(folder: Path) -> None:
     """The job in `folder`, stopped behind step `STOP_AT`."""
-    asked = iter(range(1, STOP_AT))
     overrides = (*JOB, f"output_root={folder.parent}")
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()
@@ -148,7 +160,7 @@ def stopped_halfway(folder: Path) -> None:
         job = config.composed(ROOT / "conf", list(overrides))
         run_dir = resolve.prepare(job, called, lock)
         try:
-            experiment.run(World.solo(), run_dir, stop_requested=lambda: next(asked, None) is None)
+            experiment.run(World.solo(), run_dir, stop=_StopAt(STOP_AT))
         except Stopped as error:
             run_dir.close(error)
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')

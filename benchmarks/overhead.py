@@ -279,7 +279,6 @@ def lockstep(name: str, *overrides: str) -> Epoch:
                 experiment.run(
                     World.solo(),
                     run,
-                    stop_requested=lambda: False,
                     alive=lambda: ends.append(time.perf_counter()),
                 )
             # A save shows life too: of the first epoch, in whose background part the second one begins.

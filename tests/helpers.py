@@ -24,6 +24,7 @@ from lockstep.config import Job
 from lockstep.errors import Stopped
 from lockstep.launcher.spawn import Spawn
 from lockstep.rundir import RunDir
+from lockstep.signals import StopRequest
 
 ROOT = Path(__file__).parent.parent
 # Small and quick, and still the real thing: the bundled digits, a log line for every step.
@@ -61,11 +62,21 @@ def train_here(path: Path, *overrides: str, stop_at: int | None = None) -> RunDi
     return run
 
 
+class StopAfter(StopRequest):
+    """A wish to stop that is there at one of the steps only, if at any."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self.step, self.asked = step, itertools.count(1)
+
+    def requested(self) -> bool:
+        return next(self.asked) == self.step
+
+
 def run_until(joined: world.World, run: RunDir, stop_at: int | None) -> None:
     """Run a job as a rank; the wish to stop comes after `stop_at` steps of this part, as a signal's would."""
-    asked = itertools.count(1)
     try:
-        experiment.run(joined, run, stop_requested=lambda: next(asked) == stop_at)
+        experiment.run(joined, run, stop=StopAfter(stop_at))
     except Stopped:
         assert stop_at is not None
 

@@ -1,8 +1,10 @@
-"""Compiling the model, with a word while it lasts: that takes about as long as a short run."""
+"""Compiling the model, with a word while it lasts, and a stop that ends it: it takes about as long as a short run."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
@@ -16,11 +18,19 @@ SHAPES = 32
 AGAIN_S = 10.0
 
 
-def compile_model(model: nn.Module, mode: str, *, speaks: bool) -> None:
+def compile_model(
+    model: nn.Module, mode: str, *, speaks: bool, interrupting: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Have `model` compiled in place for each shape of batch that it meets, when it meets it.
 
     Not for batches of any size, as torch would do at the second one: the kernels of a batch would then depend on what
-    came before it, and a resumed run would round in another way. `speaks`: whether to tell the user.
+    came before it, and a resumed run would round in another way.
+
+    Args:
+        model: the network.
+        mode: torch.compile's.
+        speaks: whether to tell the user.
+        interrupting: the context of a compilation, in which a stop may interrupt it.
     """
     # Only who compiles pays for these imports. torch has no other place that tells of a compilation.
     from torch._dynamo import callback
@@ -28,10 +38,18 @@ def compile_model(model: nn.Module, mode: str, *, speaks: bool) -> None:
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     callback.callback_handler.clear()  # of an earlier run of this process
-    if speaks:
-        words = _Words()
-        callback.on_compile_start(words.start)
-        callback.on_compile_end(words.end)
+    words, context = _Words(speaks), ExitStack()
+
+    def start(_: Any) -> None:
+        words.start()
+        context.enter_context(interrupting())
+
+    def end(_: Any) -> None:
+        context.close()
+        words.end()
+
+    callback.on_compile_start(start)
+    callback.on_compile_end(end)
     model.compile(mode=mode, dynamic=False)
 
 
@@ -41,20 +59,21 @@ class _Words:
     A layer that is not compiled, as a synchronised batch norm, leaves many short compilations around it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speaks: bool) -> None:
+        self.speaks = speaks
         self.began: float | None = None
         self.seconds = self.said = 0.0
 
-    def start(self, _: Any) -> None:
-        if self.began is None:
+    def start(self) -> None:
+        if self.began is None and self.speaks:
             log.say("compiling the model: the first batch of each shape takes about a minute, less the next time")
         self.began = time.monotonic()
 
-    def end(self, _: Any) -> None:
+    def end(self) -> None:
         assert self.began is not None
         took = time.monotonic() - self.began
         log.logger.info("compiled in %.1f s", took)
         self.seconds += took
-        if self.seconds >= self.said + AGAIN_S:
+        if self.speaks and self.seconds >= self.said + AGAIN_S:
             log.say(f"compiling: {self.seconds:.0f} s so far")
             self.said = self.seconds

@@ -27,13 +27,14 @@ def evaluate(
     precision: Precision,
     world: World,
     views: int = 1,
-    alive: Callable[[], None] = lambda: None,
+    between: Callable[[], None] = lambda: None,
 ) -> Mapping[str, float]:
     """Mean cross-entropy (`loss`, without label smoothing) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
-    averaged over `views` of an image, as `seen_from` has them. `alive` is called after each block.
+    averaged over `views` of an image, as `seen_from` has them. `between` is called after each block, as often on
+    every rank: it may agree with the others, and raise.
 
     Raises:
         InputError: more images are broken than may be, or all of them.
@@ -53,7 +54,9 @@ def evaluate(
         loss += F.cross_entropy(logits, labels, reduction="sum")
         hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
-        alive()
+        between()
+    for _ in range(loader.eval_rounds_without):
+        between()
     model.train(training)
     world.sum(loss)
     top1, top5, count, broken = world.sum(counts).tolist()

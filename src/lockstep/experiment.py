@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
 from lockstep.rundir import RunDir
+from lockstep.signals import StopRequest
 from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
 from lockstep.storage import write_atomic
 from lockstep.telemetry import Telemetry, sinks
@@ -48,9 +50,11 @@ LOST = 1000
 
 
 def run(
-    world: World, run_dir: RunDir, *, stop_requested: Callable[[], bool], alive: Callable[[], None] = lambda: None
+    world: World, run_dir: RunDir, *, stop: StopRequest | None = None, alive: Callable[[], None] = lambda: None
 ) -> None:
-    """Train the job of `run_dir` as one rank of `world`, or go on with it; `alive` is called as it advances.
+    """Train the job of `run_dir` as one rank of `world`, or go on with it, until `stop` is asked for.
+
+    `alive` is called as it advances.
 
     Raises:
         InputError: the data, the model or the checkpoint do not fit.
@@ -58,6 +62,7 @@ def run(
         NumericalError: a loss is not finite.
     """
     started = time.time()
+    stop = stop or StopRequest()
     resolved = config.load(run_dir.config)
     job = config.build_all(resolved)
     torch.manual_seed(job.seed)
@@ -75,6 +80,15 @@ def run(
     with ThreadPoolExecutor(1) as reader:  # reads, and above all hashes, while the model is built
         loaded = reader.submit(_loaded, job, run_dir)
         network = _network(job, world, plan, lambda number: pipeline.eval(sample(train, number).to(world.device)))
+    # Several ranks may compile, or not, each for itself, and a stop has to find them at the same place.
+    interrupts = job.model.compile and world.size == 1
+    if job.model.compile:
+        compile_model(
+            network.model,
+            job.model.compile_mode.value,
+            speaks=world.is_main,
+            interrupting=stop.interrupting if interrupts else nullcontext,
+        )
     checkpointer = Checkpointer(
         run_dir=run_dir,
         identity=identity(job, len(train)),
@@ -124,12 +138,13 @@ def run(
         pipeline=pipeline,
         checkpointer=checkpointer,
         telemetry=recorder,
-        stop_requested=stop_requested,
+        stop=stop,
         alive=alive,
         label_smoothing=job.train.label_smoothing,
         eval_views=job.train.eval_views,
         clip_norm=job.train.clip_norm,
         ema=network.ema,
+        cuts_steps=plan.micro_batches > 1 or interrupts,
         progress=progress,
     )
     watcher.start()
@@ -277,8 +292,6 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
     )
     draws = key_draws(model, blank[:1], job.seed)
     replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
-    if job.model.compile:
-        compile_model(model, job.model.compile_mode.value, speaks=world.is_main)
     return Network(
         model=model,
         replica=replica,

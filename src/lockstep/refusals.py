@@ -5,10 +5,12 @@ Knows no config of ours: keys and options come with the exceptions.
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,7 +29,7 @@ from omegaconf.errors import (
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean
 from lockstep.fields import shown
-from lockstep.signals import StopRequest, listen
+from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, leave, listen
 from lockstep.storage import FULL
 from lockstep.terminal import drop
 
@@ -38,8 +40,6 @@ LONGEST_LINE = 800
 # What Hydra and OmegaConf raise, without a word of their own, for a value that they had not expected.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
-STOPPED_EARLY = "stopped before a run began; the same command starts it"
-
 
 class PastHydra(BaseException):
     """What a job raised, on its way past Hydra, which adds a line of its own to an `Exception`."""
@@ -49,12 +49,28 @@ class PastHydra(BaseException):
 
 
 class _StopEarly(StopRequest):
-    """What a signal does while no job listens to it; nothing when an error is on its way out already."""
+    """What a signal does while no job listens to it: it ends the program.
+
+    The first one interrupts the main thread. What is interrupted there may swallow that (a callback from C, a bare
+    `except`), or take long to come to its end: then the program is ended without it.
+    """
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not isinstance(sys.exc_info()[1], Exception | PastHydra):
-            self.take(number)
-            raise PastHydra(Stopped(STOPPED_EARLY))
+        if not self.heard:
+            # Not by `threading`, whose locks the interrupted code may hold.
+            _thread.start_new_thread(self._insist, ())
+        super().__call__(number, frame)
+
+    def over(self) -> None:
+        """The program comes to its end: a signal would only change the exit code."""
+        self.leaving = True
+        listen(signal.SIG_IGN)
+
+    def _insist(self) -> None:
+        time.sleep(GRACE_S)
+        if not self.leaving:
+            say(Stopped(STOPPED_EARLY))
+            os._exit(Stopped.exit_code)
 
 
 @contextmanager
@@ -83,14 +99,17 @@ def command_line() -> Iterator[None]:
         for word in sys.argv[1:]:
             check_word(word)
         yield
-    except PastHydra as passed:
-        _end(passed.error, translate(passed.error), full)
-    except Exception as error:
-        # A library that is being imported may have made another exception of the stop.
+    except SystemExit as raised:
+        stop.over()
+        leave(raised.code)
+    except (Exception, PastHydra, StopNow) as raised:
+        stop.over()
+        # A library that was interrupted may have made another exception of the stop.
         stopped = Stopped(STOPPED_EARLY) if stop.heard else None
-        _end(error, stopped or translate(error) or translate_before_job(error), full)
-    finally:
-        listen(signal.SIG_IGN)  # too late: it would only change the exit code
+        if isinstance(raised, PastHydra):
+            _end(raised.error, translate(raised.error) or stopped, full)
+        _end(raised, stopped or translate(raised) or translate_before_job(raised), full)
+    stop.over()
 
 
 def check_word(text: str) -> None:
@@ -113,13 +132,13 @@ def check_word(text: str) -> None:
         raise InputError(f"{shown(text)} is no text in Unicode; write it in UTF-8")
 
 
-def _end(error: Exception, shown: LockstepError | None, full: bool) -> NoReturn:
+def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoReturn:
     if full or shown is None:
         traceback.print_exception(error)
     if shown is None:
-        sys.exit(LockstepError.exit_code)
+        leave(LockstepError.exit_code)
     say(shown)
-    sys.exit(shown.exit_code)
+    leave(shown.exit_code)
 
 
 def say(error: LockstepError) -> None:
@@ -138,7 +157,7 @@ def _shortened(line: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
-def translate(error: Exception) -> LockstepError | None:
+def translate(error: BaseException) -> LockstepError | None:
     """A user's mistake as one of our exceptions; None for what is not one."""
     if isinstance(error, LockstepError):
         return error
@@ -169,7 +188,7 @@ def translate(error: Exception) -> LockstepError | None:
     return None
 
 
-def translate_before_job(error: Exception) -> LockstepError | None:
+def translate_before_job(error: BaseException) -> LockstepError | None:
     """What Hydra raises as it comes, before there is a job: a group without a name, a folder it cannot make."""
     if isinstance(error, OSError) and error.filename:
         return InputError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lockstep.health import REMEDIES, check_finite, check_replicas
 from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
 from lockstep.protocols import MicroBatch, Precision, Schedule, Strategy
+from lockstep.signals import StopNow, StopRequest
 from lockstep.telemetry import OpenWindow, Telemetry
 from lockstep.world import Vote, World
 
@@ -38,7 +40,11 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Trains `model` (through its `replica`) by `plan`."""
+    """Trains `model` (through its `replica`) by `plan`.
+
+    A stop is heard between two steps, micro-batches or blocks of an evaluation, at the same place on all ranks.
+    `cuts_steps`: whether one may come within a step, which is then undone.
+    """
 
     world: World
     plan: Plan
@@ -55,13 +61,18 @@ class Trainer:
     pipeline: Pipeline
     checkpointer: Checkpointer
     telemetry: Telemetry
-    stop_requested: Callable[[], bool]
+    stop: StopRequest
     alive: Callable[[], None]
     label_smoothing: float = 0.0
     eval_views: int = 1
     clip_norm: float | None = None
     ema: AveragedModel | None = None
+    cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
+    vote: Vote = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vote = Vote(self.world)
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -70,29 +81,32 @@ class Trainer:
             Stopped: a rank was asked to stop; the state is saved.
             NumericalError: a loss is not finite.
         """
-        vote = Vote(self.world)
         self.telemetry.time_forward(self.replica)
-        for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
-            scalars = self.step(shard)
-            step = self.progress.step = shard.step
-            self.alive()
-            self.progress.score = None
-            if self.plan.due("log", step):
-                self.log(step, scalars)
-            improved = self.plan.due("eval", step) and self.evaluate(step)
-            stop, overdue = vote(
-                self.stop_requested(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
-            )
-            self.telemetry.heard(vote.busy)
-            if improved or stop or overdue or self.plan.due("save", step):
-                self.save()
-            if stop and step < self.plan.total_steps:
-                vote.close()
-                # The launcher ends the other ranks when the first one leaves: none does before main has written.
-                self.checkpointer.wait()
-                self.world.barrier()
-                raise Stopped(f"stopped at step {step} of {self.plan.total_steps} and saved")
-        vote.close()
+        try:
+            self.make_up_evaluation()
+            for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
+                with self.all_or_nothing():
+                    scalars = self.step(shard)
+                step = self.progress.step = shard.step
+                self.stop.begin()
+                self.alive()
+                self.progress.score = None
+                if self.plan.due("log", step):
+                    self.log(step, scalars)
+                improved = self.plan.due("eval", step) and self.evaluate(step)
+                stop, overdue = self.vote(
+                    self.stop.requested(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
+                )
+                self.telemetry.heard(self.vote.busy)
+                if stop and step < self.plan.total_steps:
+                    raise StopNow
+                if improved or overdue or self.plan.due("save", step):
+                    self.save()
+        except StopNow:
+            if self.stop.at_once or not self.stop.begun:
+                raise  # there is nothing to save, or it is not to be
+            self.save_and_leave()
+        self.vote.close()
         return self.progress
 
     def step(self, shard: Shard) -> dict[str, Any]:
@@ -109,6 +123,8 @@ class Trainer:
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
                 self.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)
+            if not last and self.vote.can_wait:
+                self.between()
         self.strategy.reduce(self.replica)
         self.scaler.unscale_(self.optimizer)
         scalars: dict[str, Any] = {"optim/lr": self.optimizer.param_groups[0]["lr"]}
@@ -158,15 +174,56 @@ class Trainer:
         return improved
 
     def _scores(self, model: nn.Module) -> Any:
-        return evaluate(
-            model,
-            loader=self.loader,
-            pipeline=self.pipeline,
-            precision=self.precision,
-            world=self.world,
-            views=self.eval_views,
-            alive=self.alive,
-        )
+        # Nothing of the run changes here: alone, a rank can leave it anywhere.
+        with self.stop.interrupting(self.world.size == 1):
+            return evaluate(
+                model,
+                loader=self.loader,
+                pipeline=self.pipeline,
+                precision=self.precision,
+                world=self.world,
+                views=self.eval_views,
+                between=self.between,
+            )
+
+    def make_up_evaluation(self) -> None:
+        """Evaluate the step that a run goes on from, if a stop cut its evaluation."""
+        step = self.progress.step
+        if step and self.progress.score is None and self.plan.due("eval", step):
+            self.evaluate(step)
+            self.save()
+
+    def between(self) -> None:
+        """Between two micro-batches or blocks: show life, and leave off if any rank is asked to stop. Collective.
+
+        Raises:
+            StopNow: on every rank.
+        """
+        self.alive()
+        if self.world.any(self.stop.heard):
+            raise StopNow
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Undo what the forward passes of a step have changed (statistics, counts) if a stop cuts it."""
+        before = [buffer.clone() for buffer in self.model.buffers()] if self.cuts_steps else []
+        try:
+            yield
+        except StopNow:
+            for buffer, value in zip(self.model.buffers(), before, strict=self.cuts_steps):
+                buffer.copy_(value)
+            self.telemetry.forget(after=self.progress.step)
+            raise
+
+    def save_and_leave(self) -> NoReturn:
+        """Save what the last finished step has come to, and leave together."""
+        self.stop.leaving = True
+        self.vote.close()
+        self.save()
+        # The launcher ends the other ranks when the first one leaves: none does before main has written.
+        self.checkpointer.wait()
+        self.world.barrier()
+        raise Stopped(f"stopped at step {self.progress.step} of {self.plan.total_steps} and saved")
 
     def save(self) -> None:
         """Keep the state as of the last finished step; training waits for the copy to host memory only.

@@ -1,7 +1,7 @@
-"""Finds a rank that hangs: leaves the stacks of all threads in its log and a word of where it was, and ends it.
+"""Ends a rank that hangs, or that does not stop when it is asked to, and leaves word of where it was.
 
-Life is a finished step, block of an evaluation or save. What comes before the first step (a download, a
-compilation) is bounded by the timeout of the process group only.
+Life is a finished step, micro-batch, block of an evaluation or save. Before the first step, which may wait for a
+compilation or the reading of a data set, it is also that the process computes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from lockstep.errors import LockstepError
-from lockstep.world import World
+from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped
+from lockstep.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest
 
-TICK_S = 1.0
-# How much later than the watchdog the last resort and the process group's own timeout are, so that it is first.
-SLACK_S = 15.0
-GROUP_SLACK_S = 30.0
+TICK_S = 0.5
+# A process that computes for less than this share of its time only waits.
+COMPUTES = 0.01
+# So long a rank waits, once it is asked to stop, for another one that may still come to the end of its step.
+PATIENCE_S = 30.0
+# Of the process group. It goes by the clock, so it would end a job for the time in which that was suspended (Ctrl-Z):
+# a collective that does not come to its end is found here.
+GROUP_TIMEOUT_S = 365 * 24 * 3600.0
 
-LeaveWord = Callable[[str, Mapping[int, str]], None]
+# Is given what a rank is ended with, and for each rank that something is known of where it was.
+LeaveWord = Callable[[LockstepError, Mapping[int, str]], None]
 
 
 @contextmanager
@@ -45,70 +50,118 @@ def stacks(log: Path) -> Iterator[TextIO]:
 
 
 class Watchdog(threading.Thread):
-    """A thread that ends the process when `alive` was not called for `timeout` seconds; the first call starts it.
+    """A thread that ends the process when it shows no life, or does not leave when it is asked to.
+
+    The main thread hears a signal only between two of Python's instructions, and so not while it waits in native code
+    for another rank or a disk. This one is told of each signal at once, through a pipe.
 
     Args:
-        world: this rank, and its neighbours.
-        timeout: in seconds of this process: those in which it was suspended (Ctrl-Z) do not count.
+        rank: of this process.
+        timeout: without life. In seconds of this process: those in which it was suspended (Ctrl-Z) do not count.
+        stop: what the main thread makes of the signals.
         file: where the stacks go.
-        leave_word: is given a sentence, and for each rank that something is known of where it was.
+        leave_word: says why and where a rank was ended.
+        pipe: from which the numbers of signals are read.
+
+    `neighbours` has the process number of each other rank of this machine, as soon as they are known.
     """
 
-    def __init__(self, world: World, *, timeout: float, file: TextIO, leave_word: LeaveWord) -> None:
+    def __init__(
+        self, rank: int, *, timeout: float, stop: StopRequest, file: TextIO, leave_word: LeaveWord, pipe: int
+    ) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self.world = world
+        self.rank = rank
         self.timeout = timeout
+        self.stop = stop
         self.file = file
         self.leave_word = leave_word
+        self.pipe = pipe
+        self.neighbours: Mapping[int, int] = {}
         self.signs = 0
         self.over = threading.Event()
+        self.heard = StopRequest()
+        self.quiet = self.longest = 0.0  # seconds without a sign of life, and the most of them so far
+        self.idle = 0.0  # seconds without computing either
+        self.asked = 0.0  # seconds since a stop was asked for
 
     def alive(self) -> None:
         """Show life. Called in every step: costs an addition."""
         self.signs += 1
 
     def run(self) -> None:
-        seen, quiet = 0, 0.0
+        seen, computed = 0, time.process_time()
         while not self.over.wait(TICK_S):
-            if self.signs == 0:
-                continue
-            if self.world.size > 1:
-                # The last resort: fires when this thread does not run, because another one keeps the GIL.
-                faulthandler.dump_traceback_later(self.timeout + SLACK_S, exit=True, file=self.file)
-            quiet = 0.0 if self.signs != seen else quiet + TICK_S
-            seen = self.signs
-            if quiet >= self.timeout:
-                self.end()
+            now = time.process_time()
+            living, computing = self.signs != seen, now - computed > COMPUTES * TICK_S
+            seen, computed = self.signs, now
+            self.longest = max(self.longest, self.quiet)
+            self.quiet = 0.0 if living else self.quiet + TICK_S
+            self.idle = 0.0 if living or computing else self.idle + TICK_S
+            self._listen()
+            if error := self._verdict():
+                self.end(error)
 
-    def end(self) -> NoReturn:
+    def _listen(self) -> None:
+        with suppress(BlockingIOError):  # nothing came
+            for number in os.read(self.pipe, 4096):
+                if number in STOP_SIGNALS:
+                    self.heard.take(number)
+        self.asked += TICK_S * self.heard.heard
+
+    def _verdict(self) -> LockstepError | None:
+        """What to end the process with, if it has to be ended from here."""
+        begun = self.stop.begun
+        if self.heard.at_once:
+            return Interrupted()
+        if self.asked > GRACE_S and not begun:
+            return Stopped(NOT_BEGUN)
+        suspended = any(map(_stopped, self.neighbours.values()))
+        patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
+        if min(self.asked, self.idle) > min(patience, self.timeout) and not self.stop.leaving:
+            return Stopped(
+                f"stopped without saving, because no step was finished for {self.quiet:g} s; the last checkpoint is "
+                "what a resume goes on from"
+            )
+        if (self.quiet if begun else self.idle) >= self.timeout:
+            return RankFailed(f"no step was finished for {self.timeout:g} s (launcher.timeout)")
+        return None
+
+    def end(self, error: LockstepError) -> NoReturn:
         """Say where this rank was, have its neighbours leave their stacks, and leave."""
         try:
-            places = {self.world.rank: _place()}
-            places |= {
-                rank: "was stopped by a signal" for rank, pid in self.world.neighbours.items() if _stopped(pid)
-            }
+            places = {self.rank: _place()}
+            places |= {rank: "was stopped by a signal" for rank, pid in self.neighbours.items() if _stopped(pid)}
             faulthandler.dump_traceback(self.file)
-            self.leave_word(f"no step was finished for {self.timeout:g} s (launcher.timeout)", places)
-            for pid in self.world.neighbours.values():
+            self.leave_word(error, places)
+            for pid in self.neighbours.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR2)
                     os.kill(pid, signal.SIGCONT)
-            time.sleep(TICK_S)  # for their stacks
+            if isinstance(error, RankFailed):
+                time.sleep(2 * TICK_S)  # for their stacks
         finally:
-            os._exit(LockstepError.exit_code)
+            os._exit(error.exit_code)
 
 
 @contextmanager
-def watched(world: World, *, timeout: float, file: TextIO, leave_word: LeaveWord) -> Iterator[Callable[[], None]]:
-    """Watch this rank while the context is open; gives what shows life."""
-    dog = Watchdog(world, timeout=timeout, file=file, leave_word=leave_word)
+def watched(
+    rank: int, *, timeout: float, stop: StopRequest, file: TextIO, leave_word: LeaveWord
+) -> Iterator[Watchdog]:
+    """Watch this rank while the context is open. For the main thread: no other may say who is told of signals."""
+    reader, writer = os.pipe()
+    for end in (reader, writer):
+        os.set_blocking(end, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    dog = Watchdog(rank, timeout=timeout, stop=stop, file=file, leave_word=leave_word, pipe=reader)
     dog.start()
     try:
-        yield dog.alive
+        yield dog
     finally:
         dog.over.set()
         dog.join()
-        faulthandler.cancel_dump_traceback_later()
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
 
 
 def _place() -> str:

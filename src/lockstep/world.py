@@ -17,6 +17,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+# A word between the ranks takes less than a millisecond: a hundredth of a step that is busy for so long.
+LONG_S = 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -48,6 +51,14 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank. Waits for all of them, on the host."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, group=self.control)
+        return bool(flags)
 
     def broadcast(self, value: T) -> T:
         """Main's `value` on every rank. Pickled: for small values of our own at start-up only."""
@@ -84,8 +95,9 @@ class Vote:
     """Words that any rank can say and all hear at the same step, without making the step wait.
 
     The sum that is started at one step is read at the next, so a word takes effect one step later and the
-    ranks agree on the step. With its wishes each rank says how long it was busy; `busy` is what was heard of
-    all ranks, in seconds, and is empty where there is nothing to hear.
+    ranks agree on the step. Where steps are long it is waited for and read at once. With its wishes each rank says
+    how long it was busy; `busy` is what was heard of all ranks, in seconds, and is empty where there is nothing to
+    hear.
     """
 
     def __init__(self, world: World) -> None:
@@ -101,16 +113,27 @@ class Vote:
         """
         if self.world.size == 1:
             return list(wishes)
-        heard = [False] * len(wishes)
-        if self.pending is not None:
-            self.pending.wait()
-            votes = self.ballot.tolist()
-            heard = [bool(vote) for vote in votes[: len(wishes)]]
-            self.busy = [microseconds / 1e6 for microseconds in votes[len(wishes) :]]
+        heard = self._read(len(wishes))
         own = [int(1e6 * busy) if rank == self.world.rank else 0 for rank in range(self.world.size)]
         self.ballot = torch.tensor([*wishes, *own], dtype=torch.int64)
         self.pending = dist.all_reduce(self.ballot, group=self.world.control, async_op=True)
+        if self.can_wait:
+            heard = [before or now for before, now in zip(heard, self._read(len(wishes)), strict=True)]
         return heard
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether waiting for a word costs next to nothing: alone, or where steps are long. On all ranks alike."""
+        return self.world.size == 1 or max(self.busy, default=0.0) > LONG_S
+
+    def _read(self, wishes: int) -> list[bool]:
+        """What was wished in the sum that is under way, if one is."""
+        if self.pending is None:
+            return [False] * wishes
+        self.close()
+        votes = self.ballot.tolist()
+        self.busy = [microseconds / 1e6 for microseconds in votes[wishes:]]
+        return [bool(vote) for vote in votes[:wishes]]
 
     def close(self) -> None:
         """Finish the sum that is under way, so that the group can be destroyed."""

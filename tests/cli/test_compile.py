@@ -42,12 +42,12 @@ def test_many_short_compilations_get_a_word_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a clock that the test moves on."""
-    words, now = _Words(), 0.0
+    words, now = _Words(speaks=True), 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     for seconds in (2.0, 5.0, 4.0, 1.0, 8.0, 30.0):
-        words.start(None)
+        words.start()
         now += seconds
-        words.end(None)
+        words.end()
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("compiling the model")
     assert others == ["compiling: 11 s so far", "compiling: 50 s so far"]

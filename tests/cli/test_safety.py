@@ -162,7 +162,7 @@ def test_a_target_from_elsewhere_is_refused_wherever_it_stands(
     node = {"_target_": target, "command": f"touch {tmp_path}/executed"}
     (run / "config.yaml").write_text(yaml.safe_dump({**kept, group: node}))
     with pytest.raises(InputError, match=f"{group}._target_ is"):
-        experiment.run(World.solo(), RunDir(run), stop_requested=bool)
+        experiment.run(World.solo(), RunDir(run))
     assert not (tmp_path / "executed").exists()
 
 

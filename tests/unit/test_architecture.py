@@ -19,7 +19,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # A unit (a module, or a package as a whole) may import from the layers above its own line only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "fields", "files", "storage", "catalog", "signals", "terminal", "threads"}),
+    frozenset({"errors", "fields", "files", "storage", "catalog", "signals", "terminal", "threads", "child"}),
     frozenset({"config", "lock", "refusals", "rundir", "world", "plan", "protocols", "log", "rng", "closing"}),
     # The groups: none of them knows another one.
     frozenset(
@@ -37,6 +37,8 @@ WITHIN: dict[tuple[str, str], str] = {
     ("files", "errors"): "a file that cannot be read is the user's to mend",
     ("storage", "errors"): "and one that cannot be written the disk's",
     ("config", "refusals"): "an error of the config is put into words there",
+    ("signals", "errors"): "a stop ends a job with an error",
+    ("child", "signals"): "a rank is tied to its parent before anything else",
     ("protocols", "plan"): "a strategy and a schedule are given the plan",
     ("protocols", "rundir"): "a launcher is given the run folder",
     ("protocols", "world"): "a strategy is given the world",
@@ -126,7 +128,7 @@ def test_every_exception_is_needed() -> None:
 def test_a_launcher_does_not_know_what_it_launches() -> None:
     known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
     parts = {"launcher", "errors", "fields", "files", "log", "plan", "protocols", "rundir", "signals", "world"}
-    assert known <= parts
+    assert known <= parts | {"child"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
@@ -164,7 +166,11 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["lockstep", "lockstep.config", "lockstep.fields", "lockstep.rundir", "lockstep.errors", "lockstep.signals"],
+    [
+        "lockstep",
+        *("lockstep.config", "lockstep.fields", "lockstep.rundir", "lockstep.errors"),
+        *("lockstep.signals", "lockstep.child"),
+    ],
 )
 def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -16,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from lockstep.checkpoint import MODEL, newest_good
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import Timm
 from lockstep.rundir import RunDir
+from lockstep.signals import PARENT
 from lockstep.strategy.batchnorm import has_batchnorm
 
 TRAIN = Path(lockstep.__file__).parents[2] / "train.py"
@@ -182,16 +184,12 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     run_dir = RunDir(folder)
     if case.killed:
         _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)
-    done = subprocess.run(
-        [*command, f"output_root={folder.parent}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == InputError.exit_code:
-        raise InputError(done.stderr.strip())
-    if done.returncode:
-        raise LockstepError(f"{case.name} ended with exit code {done.returncode}: {done.stderr.strip()}")
+    with _started([*command, f"output_root={folder.parent}"]) as process:
+        error = process.communicate()[1].strip()
+    if process.returncode == InputError.exit_code:
+        raise InputError(error)
+    if process.returncode:
+        raise LockstepError(f"{case.name} ended with exit code {process.returncode}: {error}")
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     newest = newest_good(run_dir.checkpoints)
     assert newest is not None
@@ -205,11 +203,27 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
 
 def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
     """Start a run and kill all its processes once half of the steps are saved."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
-    while process.poll() is None and not half.exists():
-        time.sleep(0.01)
-    if process.poll() is not None:
-        raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with _started(command) as process:
+        while process.poll() is None and not half.exists():
+            time.sleep(0.01)
+        if process.poll() is not None:
+            raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")
+
+
+@contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A run. All its processes are killed with the context, or with this process."""
+    with subprocess.Popen(
+        command,
+        env={**os.environ, PARENT: str(os.getpid())},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ What a file is, its first bytes say and not its name. The orientation that a cam
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from io import BytesIO
 from pathlib import Path
@@ -129,9 +130,14 @@ class ImageFile(NamedTuple):
 
 
 def _contents(path: Path) -> bytes:
-    """What is in a file, with half the system calls of `Path.read_bytes`: a small one costs little besides."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """What is in a file, with half the system calls of `Path.read_bytes`: a small one costs little besides.
+
+    Not of a pipe or a device, which would be waited for.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
         parts = [os.read(descriptor, AT_ONCE)]
         while parts[-1]:
             parts.append(os.read(descriptor, AT_ONCE))

@@ -160,11 +160,19 @@ class Loader:
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
         world = self.world
-        mine = blocks(len(self.eval_labels), self.eval_batch, rank=world.rank, ranks=world.size)
+        mine = self._eval_blocks(world.rank)
         wanted = [(0, torch.arange(block.start, block.stop)) for block in mine]
         for block, (images, broken) in zip(mine, self.eval_feed(wanted), strict=True):
             self._leave_out(broken, self.eval_labels)
             yield images, self.eval_labels[block.start : block.stop]
+
+    @property
+    def eval_rounds_without(self) -> int:
+        """How many blocks the first rank has more than this one: 0 or 1."""
+        return len(self._eval_blocks(0)) - len(self._eval_blocks(self.world.rank))
+
+    def _eval_blocks(self, rank: int) -> list[range]:
+        return blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)
 
     def _leave_out(self, broken: Broken, labels: Tensor) -> None:
         """Take broken images out of the loss and of the scores, for good, and warn of each once."""

@@ -13,14 +13,13 @@ import secrets
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lockstep.data.order import share
-from lockstep.data.reading import Broken, Read, read_images, worthwhile
+from lockstep.data.reading import Broken, Read, in_order, read_images, worthwhile
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.protocols import Split
@@ -61,9 +60,9 @@ def decode_all(split: Split, world: World, *, threads: int) -> Read:
             broken |= decode(few)
             seconds = (time.perf_counter() - began) / TRIED
         rest = mine[2 * TRIED :]
-        with ThreadPoolExecutor(worthwhile(threads, seconds)) as pool:
-            for found in pool.map(decode, (rest[at : at + CHUNK] for at in range(0, len(rest), CHUNK))):
-                broken |= found
+        chunks = (rest[at : at + CHUNK] for at in range(0, len(rest), CHUNK))
+        for found in in_order(decode, chunks, workers=worthwhile(threads, seconds), prefetch=2):
+            broken |= found
     except InputError as error:
         error.add_note("".join(traceback.format_tb(error.__traceback__)))  # which is lost on its way to others
         failure = error

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from lockstep import log
+from lockstep import child, log
 from lockstep.errors import RankFailed
 from lockstep.launcher.base import cause, forget_errors
 from lockstep.launcher.ranks import (
@@ -52,7 +52,7 @@ def watch(entry: Entry, run_dir: RunDir, *, ranks: int, restarts: int) -> None:
         rdzv_handler=Meeting(),
         # A command and not a function: a function's worker cannot leave cleanly after a signal.
         entrypoint=sys.executable,
-        args=("-m", entry.__module__, str(run_dir.path)),
+        args=("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)),
         max_restarts=restarts,
     )
     agent = Agent(spec, run_dir)

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import files
-from lockstep.errors import BY_EXIT_CODE, LockstepError, RankFailed, StorageError
+from lockstep.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
 from lockstep.fields import Time, ranged, ruled
 from lockstep.files import UnreadableFile
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
+from lockstep.signals import NOT_BEGUN
 from lockstep.world import launched_rank
 
 
@@ -77,6 +78,8 @@ def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = _left_errors(run_dir)
+    if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # before they could leave word
+        return Stopped(NOT_BEGUN)
     if not errors:
         if StorageError.exit_code in exit_codes.values():
             return StorageError(f"{run_dir.path} cannot be written, nor why; make room there, and resume the run")

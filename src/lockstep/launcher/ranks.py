@@ -13,13 +13,13 @@ from typing import Protocol
 
 from torch.distributed import TCPStore
 
-from lockstep.errors import Interrupted, LockstepError, Stopped
+from lockstep.errors import Interrupted, LockstepError
 from lockstep.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
-# When the first rank leaves because it was asked to, main has saved (or no step had ended), and the others only have
-# files to close; one that still waited to join the group hears nothing. After a fault one may hang in a collective.
-STOP_GRACE_S, FAULT_GRACE_S = 10.0, 5.0
+# When a rank leaves because it was asked to, main has saved (or no step had ended), and the others only have files to
+# close; one that waits in native code is ended by its watchdog. After a fault one may hang in a collective.
+GRACE_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -38,8 +38,7 @@ def failures(ranks: Ranks) -> dict[int, int]:
     failed = {rank: code for rank, code in ranks.codes().items() if code}
     if failed:
         ranks.send(signal.SIGTERM)
-        stopped = set(failed.values()) == {Stopped.exit_code}
-        until = time.monotonic() + (STOP_GRACE_S if stopped else FAULT_GRACE_S)
+        until = time.monotonic() + GRACE_S
         while None in ranks.codes().values():
             if time.monotonic() > until:
                 ranks.send(signal.SIGKILL)
@@ -52,11 +51,12 @@ class Forwarding(StopRequest):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
+        self.immediate = False
         self.ranks = ranks
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.take(number)
-        self.repeat()
+        self.repeat()  # and nothing is raised: what the ranks make of it is waited for
 
     def repeat(self) -> None:
         """Say it (again), to ranks that were not there yet when it came."""

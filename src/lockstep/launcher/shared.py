@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RankFailed
 from lockstep.rundir import RunDir
 from lockstep.world import launched_rank
 
-WAIT = timedelta(minutes=30)
+# For main's word, which comes when the data is there; and for the store of an agent, which is there before its ranks.
+WAIT_S, REACHED_S, POLL_S = 30 * 60.0, 15.0, 0.1
 OK, FAILED = "ok", "failed"
 
 
@@ -35,14 +37,7 @@ def once(make: Callable[[], RunDir], say: Callable[[LockstepError], None]) -> It
         return
     # torchrun's agent serves a store; without one (srun) main serves it, and shares it with the process group.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=rank == 0 and not served,
-        timeout=WAIT,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    store = _store(serve=rank == 0 and not served, seconds=REACHED_S if served else WAIT_S)
     key = f"lockstep/run_dir/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         try:
@@ -54,7 +49,43 @@ def once(make: Callable[[], RunDir], say: Callable[[LockstepError], None]) -> It
         store.set(key, f"{OK} {run_dir.path}")
         yield run_dir
         return
-    status, _, word = store.get(key).decode().partition(" ")
+    status, _, word = _awaited(store, key).partition(" ")
     if status == FAILED:
         raise SystemExit(int(word))
     yield RunDir(Path(word))
+
+
+def _store(*, serve: bool, seconds: float) -> TCPStore:
+    """The store of the job's ranks.
+
+    Raises:
+        RankFailed: it is not there, and does not come within so many seconds.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=serve,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (DistNetworkError, DistStoreError) as error:
+        raise RankFailed(
+            f"no store answers at MASTER_ADDR={address} MASTER_PORT={port} for {seconds:g} s: the launcher, or the "
+            "rank that serves it, has ended"
+        ) from error
+
+
+def _awaited(store: TCPStore, key: str) -> str:
+    """What the store has at `key`, once it is there. Polled, because no signal would be heard in a wait."""
+    until = time.monotonic() + WAIT_S
+    try:
+        while not store.check([key]):
+            if time.monotonic() > until:
+                raise RankFailed(f"main has made no run folder in {WAIT_S:g} s; see what it says")
+            time.sleep(POLL_S)
+        return store.get(key).decode()
+    except (DistNetworkError, DistStoreError) as error:
+        raise RankFailed("the launcher, or the rank that serves its store, has ended") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
+from lockstep import child
 from lockstep.launcher.base import Inline, cause, forget_errors
 from lockstep.launcher.ranks import (
     LOOPBACK,
@@ -46,11 +48,21 @@ class Spawn(Inline):
         inherited = listener.fileno() if fork else None
         children = Children(
             [
-                context.Process(target=_rank, args=(entry, run_dir.path, rank, self.ranks, port, inherited))
+                # By the entry's name: what carried the function would import all of it first.
+                context.Process(
+                    target=child.begin,
+                    args=(
+                        os.getpid(),
+                        entry.__module__,
+                        run_dir.path,
+                        _environment(rank, self.ranks, port),
+                        inherited,
+                    ),
+                )
                 for rank in range(self.ranks)
             ]
         )
-        with forwarding(children) as request:
+        with children, forwarding(children) as request:
             if not fork:
                 # Its start would let the signals through that the start of the ranks holds back.
                 resource_tracker.ensure_running()
@@ -78,11 +90,17 @@ def can_fork() -> bool:
 
 
 class Children:
-    """The ranks as children of this process."""
+    """The ranks as children of this process; whatever ends the context, none of them outlives it."""
 
     def __init__(self, processes: list[BaseProcess]) -> None:
         self.processes = processes
         self.store: TCPStore | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
 
     def start(self) -> None:
         with starting():
@@ -102,18 +120,14 @@ class Children:
                 os.kill(process.pid, number)
 
 
-def _rank(entry: Entry, path: Path, rank: int, ranks: int, port: int, inherited: int | None) -> None:
-    """The child's side: the environment of a rank, then the entry's own way of being a process."""
-    if inherited is not None:
-        os.close(inherited)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR=LOOPBACK,
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    module = sys.modules[entry.__module__]
-    module.exit_as_rank(path)
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torch.distributed wants to find in the environment of a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

@@ -23,7 +23,7 @@ from lockstep.world import World
 S = TypeVar("S", bound=Stepped)
 
 
-# So many logits (as float32 4 MB) or micro-batches wait to be counted together.
+# So many logits (as float32 4 MB) or micro-batches of finished steps wait to be counted together.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
 
 
@@ -137,10 +137,15 @@ class Telemetry:
         """Count one micro-batch: its summed loss (a scalar) and its hits. Stays on the device."""
         if logits.is_cuda:
             logits = logits.clone()  # a CUDA graph writes over its output when it runs again
-        self.uncounted.append((micro.step, loss, logits, micro.labels))
-        if len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) == UNCOUNTED_MICRO_BATCHES:
+        many = len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) >= UNCOUNTED_MICRO_BATCHES
+        if many and self.uncounted[-1][0] < micro.step:  # an unfinished step may still be forgotten
             self._count()
+        self.uncounted.append((micro.step, loss, logits, micro.labels))
         self.samples.record(micro, images)
+
+    def forget(self, after: int) -> None:
+        """Drop what was recorded behind step `after`: of a step that is not finished, and is done again."""
+        self.uncounted = [each for each in self.uncounted if each[0] <= after]
 
     def _count(self) -> None:
         """Count what waits, all at once: for small batches the calls cost more than the numbers."""
