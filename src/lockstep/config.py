@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lockstep import hydra_policy
 from lockstep.errors import InputError, did_you_mean
 from lockstep.refusals import sentence
 
@@ -147,6 +148,7 @@ def register() -> None:
 
     A config cannot read the environment, where secrets are: it may be someone else's, and its values are kept.
     """
+    hydra_policy.install()
     OmegaConf.clear_resolver("oc.env")
     ConfigStore.instance().store(name="job", node=Job)
     if not OmegaConf.has_resolver("stamp_hex"):
@@ -192,7 +194,7 @@ def recompose(stored: list[str], overrides: tuple[str, ...]) -> DictConfig:
         InputError: an override of the earlier command is of Hydra itself, which no run keeps.
     """
     for text in stored:
-        if text.lstrip("+~").startswith("hydra"):
+        if hydra_policy.is_of_hydra(text):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
     added = [text for text in overrides if not text.startswith(("resume=", "+resume="))]
     return compose("config", overrides=[*stored, *added], return_hydra_config=False)
