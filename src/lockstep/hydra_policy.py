@@ -45,7 +45,6 @@ FREE: tuple[Key, ...] = (
     ("sweep", "subdir"),
     ("sweeper", "params"),
     ("mode",),
-    ("verbose",),
     ("searchpath",),
     ("help",),
     ("hydra_help",),
@@ -151,8 +150,7 @@ class CheckedLoader(ConfigLoaderImpl):
         own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
         for key, value in values:
             same = any(key in allowed and allowed[key] == value for allowed in (own, OURS))
-            free = is_free(key) and not (key[0] in MADE and names_code(key, value))
-            if not (same or free or _below(key, WRITTEN)):
+            if not same and (names_code(key, value) or not (is_free(key) or _below(key, WRITTEN))):
                 raise InputError(
                     f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
@@ -178,8 +176,8 @@ def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def names_code(key: Key, value: object) -> bool:
-    """Whether a value steers what Hydra makes (`_target_` and the like), or stands for something from elsewhere."""
-    return any(re.fullmatch("_.*_", part) for part in key) or "${" in str(value)
+    """Whether a value is one of Hydra's words for an object (`_target_`, `_args_`), or stands for something else."""
+    return any(re.fullmatch("_.*_", part) for part in key) or (set(key[:1]) <= set(MADE) and "${" in str(value))
 
 
 def shortened(value: object) -> str:
