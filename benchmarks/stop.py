@@ -4,7 +4,8 @@
 
 Each job is the real command. It is sent one SIGTERM a random time after the beginning of a phase: while it starts,
 trains, goes through the micro-batches of a slow step, evaluates, compiles, decodes a data set into memory or tries
-what fits. It has to end with exit code 75 and one sentence, and to leave no process. Linux. Exits with 1 if one does not.
+what fits. It has to end with exit code 75 and one sentence, and to leave no process. Linux. Exits with 1 if one does
+not.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep import fields
+from lockstep import fields, hydra_policy
 from lockstep.errors import InputError, did_you_mean
 from lockstep.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
 from lockstep.files import checked, read_yaml_text, with_checksum
@@ -197,6 +197,7 @@ def register() -> None:
 
     A config cannot read the environment, where secrets are: it may be someone else's, and its values are kept.
     """
+    hydra_policy.install()
     OmegaConf.clear_resolver("oc.env")
     ConfigStore.instance().store(name="job", node=Job)
     if not OmegaConf.has_resolver("stamp_hex"):
@@ -245,7 +246,7 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
     """
     for text in stored:
         check_word(text)
-        if key_of(text).startswith("hydra"):
+        if hydra_policy.is_of_hydra(text):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
     added = [text for text in overrides if key_of(text) != "resume"]
     try:

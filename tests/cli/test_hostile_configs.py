@@ -1,0 +1,240 @@
+"""A config of someone else runs no code, wherever it asks for some. The places come from the config and from Hydra.
+
+Each case is the whole command, refused in an interpreter that is shared; a few are commands of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from helpers import ROOT, train
+from lockstep import config, hydra_policy, refusals
+from lockstep.errors import InputError
+
+WAYS = (("seed=1",), ("-m",), ("--cfg", "job"), ("--cfg", "hydra"), ("--hel",), ("--info",))
+
+
+class Commands:
+    """Commands in one interpreter; each says how it ended."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "hostile.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(words) + "\n")
+        self.process.stdin.flush()
+        code, out, err = json.loads(self.process.stdout.readline())
+        return code, out, err
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Commands]:
+    commands = Commands()
+    with commands.process:
+        yield commands
+        commands.process.kill()
+
+
+def payload(mark: Path) -> dict[str, Any]:
+    """What copies a file to `mark` when it is made an object of; Hydra's own list of refused names has it not."""
+    return {"_target_": "shutil.copyfile", "src": __file__, "dst": str(mark)}
+
+
+def handlers(mark: Path) -> dict[str, Any]:
+    """The same for a logging config: a file that is opened, and a factory that is called."""
+    return {
+        "version": 1,
+        "handlers": {"x": {"class": "logging.FileHandler", "filename": str(mark)}},
+        "filters": {"x": {"()": "shutil.copyfile", "src": __file__, "dst": str(mark)}},
+        "root": {"handlers": ["x"]},
+    }
+
+
+def places(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every node of a config, and one more below each that holds others."""
+    if isinstance(node, dict):
+        yield (*path, "added")
+        for name, value in node.items():
+            yield (*path, str(name))
+            yield from places(value, (*path, str(name)))
+
+
+@functools.cache
+def walked() -> list[tuple[str, ...]]:
+    """Every place of the composed config, Hydra's part included."""
+    config.register()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        whole = compose("config", ["model=resnet18", "optimizer=timm"], return_hydra_config=True)
+    return sorted(set(places(OmegaConf.to_container(whole, resolve=False))))
+
+
+MADE = [("hydra", name, *below) for name in hydra_policy.MADE for below in ((), ("x", "y"))]
+
+
+def nested(place: tuple[str, ...], value: object) -> dict[str, Any]:
+    """A config with `value` at `place`."""
+    for name in reversed(place):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def config_dir(folder: Path, content: dict[str, Any]) -> list[str]:
+    """The words that have a file with this content composed behind the project's own config."""
+    (folder / "experiment").mkdir(exist_ok=True)
+    (folder / "experiment" / "sent.yaml").write_text("# @package _global_\n" + yaml.safe_dump(content))
+    return ["--config-dir", str(folder), "experiment=sent"]
+
+
+def primary(folder: Path, content: dict[str, Any]) -> list[str]:
+    """The same as the first file that Hydra reads, which may have more to say."""
+    folder.joinpath("sent.yaml").write_text(yaml.safe_dump({"defaults": ["config", "_self_"], **content}))
+    return ["--config-dir", str(folder), "--config-name", "sent"]
+
+
+def refused(ended: tuple[int, str, str], mark: Path) -> str:
+    """The one sentence of a command that did nothing else."""
+    code, _, err = ended
+    assert not mark.exists()
+    assert code == 2, err
+    assert err.startswith("lockstep: ")
+    assert "Traceback" not in err
+    return err
+
+
+def test_no_node_of_hydras_config_makes_an_object(run: Commands, tmp_path: Path) -> None:
+    """Every node there is, each by another way through Hydra; where it makes objects, by all ways."""
+    written = ("runtime", "job.override_dirname", "job.config_name")  # by Hydra, over what a file says
+    inside = [place for place in walked() if place[0] == "hydra" and len(place) > 1]
+    inside = [place for place in inside if not ".".join(place[1:]).startswith(written)]
+    some = zip(inside, itertools.cycle(WAYS), itertools.cycle((config_dir, primary, primary)), strict=False)
+    every = itertools.product(MADE, WAYS, (primary,))
+    mark = tmp_path / "mark"
+    for place, way, write in itertools.chain(some, every):
+        words = write(tmp_path, nested(place, payload(mark)))
+        assert len(refused(run("train.py", *words, *way), mark).splitlines()) == 1, (place, way)
+
+
+@pytest.mark.parametrize("group", hydra_policy.LOGGING)
+def test_no_log_handler_of_a_file_is_made(run: Commands, tmp_path: Path, group: str) -> None:
+    mark = tmp_path / "mark"
+    for write, way in itertools.product((config_dir, primary), WAYS):
+        words = write(tmp_path, nested(("hydra", group), handlers(mark)))
+        assert f"hydra.{group}." in refused(run("train.py", *words, *way), mark)
+
+
+def test_a_file_in_a_group_of_hydra_is_no_plugin(run: Commands, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for group, way in itertools.product(hydra_policy.MADE, WAYS[:3]):
+        folder = tmp_path / "hydra" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        content = payload(mark) if group in ("launcher", "sweeper") else {"x": payload(mark)}
+        (folder / "sent.yaml").write_text(yaml.safe_dump(content))
+        for choice in ("sent", str(folder / "sent"), f"../../{group}/sent"):
+            refused(run("train.py", "--config-dir", str(tmp_path), f"hydra/{group}={choice}", *way), mark)
+        words = primary(tmp_path, {"defaults": ["config", {f"override hydra/{group}": "sent"}, "_self_"]})
+        refused(run("train.py", *words, *way), mark)
+
+
+def test_no_node_of_a_job_makes_an_object(run: Commands, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    ours = [each for each in walked() if each[0] in (*config.GROUPS, "train", "added")]
+    for place in (each for each in ours if each[-1] in ("added", "options") or len(each) == 1):
+        words = config_dir(tmp_path, nested(place, payload(mark)))
+        choices = ["model=resnet18"] if place[0] == "model" else ["optimizer=timm"] if place[0] == "optimizer" else []
+        ended = run("train.py", *words, *choices, "device=cpu", "steps=1", f"output_root={tmp_path / 'runs'}")
+        refused(ended, mark)
+        assert not (tmp_path / "runs").exists(), place
+
+
+def test_no_option_of_a_group_is_a_class_from_elsewhere(run: Commands, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for group in config.GROUPS:
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "sent.yaml").write_text(yaml.safe_dump(payload(mark)))
+        ended = run("train.py", "--config-dir", str(tmp_path), f"{group}=sent", f"output_root={tmp_path / 'runs'}")
+        assert f"{group}._target_ is 'shutil.copyfile'" in refused(ended, mark)
+
+
+@pytest.mark.parametrize("scheme", ["pkg://", "structured://", "pkg://sent.", "PKG://"])
+def test_no_search_path_imports_a_package(tmp_path: Path, scheme: str) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "__init__.py").write_text(f"open({str(mark)!r}, 'w')")
+    named = f"{scheme}sent"
+    words = primary(tmp_path, {"hydra": {"searchpath": [named]}})
+    assert named in train(*words, PYTHONPATH=str(tmp_path)).err
+    done = train(f"hydra.searchpath=[{named}]", "--cfg", "job", PYTHONPATH=str(tmp_path))
+    assert done.code == 2, done.err
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"hydra": {"sweeper": {"params": {"hydra.callbacks.x._target_": "shutil.copyfile"}}}},
+        {"hydra": {"sweeper": {"params": {"x": "${sent}"}}}, "sent": {"_target_": "shutil.copyfile"}},
+        {"hydra": {"overrides": {"hydra": ["+hydra.callbacks.x._target_=shutil.copyfile"]}}},
+        {"hydra": {"job": {"env_set": {"LD_PRELOAD": "/x.so"}}}},
+        {"hydra": {"job": {"env_copy": ["HOME"]}}},
+        {"hydra": {"job": {"env_copy": ["NO_SUCH"]}}},
+        {"hydra": {"output_subdir": "../elsewhere"}},
+        {"hydra": "${sent}", "sent": {"callbacks": {}}},
+        {"hydra": 3},
+        {"hydra": None},
+        {"hydra": {"launcher": None}},
+        {"hydra": {"callbacks": [1]}},
+    ],
+)
+def test_hydra_is_not_told_by_other_words_either(run: Commands, tmp_path: Path, content: dict[str, Any]) -> None:
+    refused(run("train.py", *primary(tmp_path, content), "-m", f"output_root={tmp_path}"), tmp_path / "mark")
+
+
+def test_no_pickle_is_read_for_a_rerun(run: Commands, tmp_path: Path) -> None:
+    for flag in ("--experimental-rerun", "--exp"):
+        assert "is a pickle" in refused(run("train.py", flag, str(tmp_path / "config.pickle")), tmp_path / "mark")
+
+
+def test_prove_runs_no_code_of_a_config(run: Commands, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for place in MADE:
+        config_dir(tmp_path, nested(place, payload(mark)))
+        refused(run("lockstep", "prove", f"hydra.searchpath=[{tmp_path}]", "experiment=sent"), mark)
+
+
+def test_no_kept_override_has_hydra_make_an_object() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for key, way in itertools.product(MADE, ("", "+", "++", " ", "  ++", "~", "+model@")):
+            asks = "=digitnet" if way == "+model@" else "" if way == "~" else "._target_=shutil.copyfile"
+            with pytest.raises((InputError, HydraException)) as raised:
+                config.recompose(["steps=1", f"{way}{'.'.join(key)}{asks}"], ())
+            assert isinstance(refusals.translate(raised.value), InputError)
+
+
+def test_the_real_command_refuses_before_it_makes_anything(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for place, way in zip(MADE[::3], (("seed=1",), ("-m",), ("--cfg", "job"), ("-m",)), strict=True):
+        words = primary(tmp_path, nested(place, payload(mark)))
+        done = train(*words, *way, f"output_root={tmp_path / 'runs'}")
+        refused((done.code, done.out, done.err), mark)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,136 @@
+"""Hydra acts on a config in a few places, all known here, and on none before our policy has looked at it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from helpers import ROOT
+from lockstep import hydra_policy, refusals
+from lockstep.errors import InputError
+
+SOURCE = Path(hydra.__file__).parent
+# Calls that make something of a name, import, unpickle, or set up logging.
+ACTS = {
+    *("instantiate", "_instantiate", "call", "_call_target", "_locate", "get_class", "get_method", "get_object"),
+    *("import_module", "__import__", "exec", "eval", "exec_module", "find_spec", "load_module", "dictConfig"),
+    *(
+        "configure_logging",
+        "configure_log",
+        "files",
+        "instantiate_sweeper",
+        "instantiate_launcher",
+        "ConfigLoaderImpl",
+    ),
+}
+# Where Hydra's source has one of these calls, and why it is no way in.
+CHECKED = "with what `CheckedLoader` let through"
+KNOWN = {
+    ("_internal/hydra.py", "ConfigLoaderImpl"): "replaced by CheckedLoader",
+    ("_internal/hydra.py", "configure_log"): CHECKED,
+    ("_internal/hydra.py", "instantiate_sweeper"): CHECKED,
+    ("_internal/callbacks.py", "instantiate"): CHECKED,
+    ("_internal/core_plugins/basic_launcher.py", "configure_log"): CHECKED,
+    ("_internal/core_plugins/basic_sweeper.py", "instantiate_launcher"): CHECKED,
+    ("core/plugins.py", "_instantiate"): CHECKED,
+    ("core/plugins.py", "instantiate"): CHECKED,
+    ("core/utils.py", "configure_log"): CHECKED,
+    ("core/utils.py", "configure_logging"): CHECKED,
+    ("main.py", "configure_log"): "behind `_get_rerun_conf`, which is replaced by a refusal",
+    ("main.py", "pickle.load"): "behind `_get_rerun_conf`, which is replaced by a refusal",
+    ("core/plugins.py", "import_module"): "hydra_plugins and Hydra's own",
+    ("core/plugins.py", "exec_module"): "what is installed in hydra_plugins",
+    ("core/plugins.py", "find_spec"): "what is installed in hydra_plugins",
+    ("core/plugins.py", "load_module"): "what is installed in hydra_plugins",
+    ("core/override_parser/overrides_visitor.py", "eval"): "functions of the grammar of overrides, such as range()",
+    ("_internal/core_plugins/importlib_resources_config_source.py", "files"): "pkg://, refused where a user names it",
+    ("_internal/core_plugins/structured_config_source.py", "import_module"): "structured://, likewise",
+}
+# How Hydra makes what it was asked to make, and what programs can call: reached through the ones above only.
+MACHINERY = ("_internal/instantiate/", "_internal/logging_config.py", "_internal/target_policy.py", "utils.py")
+INSIDE = {("_internal/utils.py", "import_module")}  # of `_locate`
+
+
+def acts() -> Iterator[tuple[str, str]]:
+    """Every place in Hydra's source where it may act on a config, and the call there."""
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        if "test_utils" in name or name.startswith(MACHINERY):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called.startswith("pickle.") and called != "pickle.dump":
+                    yield name, called
+                elif called.rpartition(".")[2] in ACTS:
+                    yield name, called.rpartition(".")[2]
+
+
+def test_hydra_acts_on_a_config_where_we_know_of_it_and_nowhere_else() -> None:
+    assert set(acts()) - INSIDE == KNOWN.keys()
+
+
+def test_every_way_through_hydra_composes_with_our_loader() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
+        assert type(loader) is hydra_policy.CheckedLoader
+    assert importlib.import_module("hydra.main")._get_rerun_conf is hydra_policy._refuse_rerun
+
+
+def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
+    said = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
+    values = {
+        key: value for key, value in hydra_policy.leaves(said) if not hydra_policy._below(key, hydra_policy.FREE)
+    }
+    assert values == hydra_policy.OURS
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides), return_hydra_config=True).hydra
+
+
+@pytest.mark.parametrize("group", ["job_logging", "hydra_logging"])
+@pytest.mark.parametrize("option", ["none", "default", "disabled"])
+def test_the_command_line_chooses_among_hydras_own_options(group: str, option: str) -> None:
+    assert composed(f"hydra/{group}={option}").runtime.choices[f"hydra/{group}"] == option
+
+
+def test_the_command_line_sets_what_runs_no_code() -> None:
+    words = ["hydra.sweeper.max_batch_size=2", "+hydra.job.env_set.A=b"]
+    settings = composed(*words, "hydra.run.dir=here", "hydra.verbose=true", "~hydra.callbacks.report")
+    assert settings.sweeper.max_batch_size == 2
+    assert settings.job.env_set == {"A": "b"}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "+hydra.callbacks.x._target_=os.mkdir",
+        "hydra.callbacks.report._target_=os.mkdir",
+        "hydra.launcher._target_=os.mkdir",
+        "+hydra.launcher.x={_target_:os.mkdir}",
+        "+hydra.sweeper.params.x={y:[{_target_:os.mkdir}]}",
+        "+hydra.launcher.x=${train}",
+        "+hydra.job_logging.handlers.x.class=os.mkdir",
+        "+hydra={callbacks:{x:{_target_:os.mkdir}}}",
+        "+model@hydra.callbacks.x=digitnet",
+        "hydra.job.env_copy=[NO_SUCH_VARIABLE]",
+        "+hydra.sweeper.params.seed=1",
+        "hydra.searchpath=[pkg://antigravity]",
+        "hydra.searchpath=[structured://antigravity]",
+    ],
+)
+def test_the_command_line_names_no_code_and_breaks_no_hydra(word: str) -> None:
+    with pytest.raises((InputError, HydraException)) as raised:
+        composed(word)
+    assert isinstance(refusals.translate(raised.value), InputError)
