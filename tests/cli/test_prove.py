@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import Done, command
-from lockstep.cli.prove import Case, Outcome, cases, compare
+from lockstep.cli.prove import COMMON, Case, Outcome, cases, compare
 
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
 REFERENCE = Outcome(
@@ -54,7 +54,7 @@ def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, found: Out
 
 
 def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> None:
-    planned = cases([2, 3, 4], normed=False)
+    planned = cases([2, 3, 4], micro_batches=3)
     names = [case.name for case in planned]
     assert all(case.reference in names[: number + 1] for number, case in enumerate(planned))
     assert {f"{strategy} {size}" for strategy in ("ddp", "allreduce", "allreduce_hooks") for size in (2, 3, 4)} < set(
@@ -62,16 +62,20 @@ def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> 
     )
     assert {"single", "dp", "strict 1", "strict 2", "strict 4"} < set(names)
     assert [case.name for case in planned if case.killed] == [f"ddp {size} killed" for size in (2, 3, 4)]
-    for case in planned:
-        options = dict(each.split("=") for each in case.overrides)
-        if "train.micro_batches" in options:
-            assert int(options["train.micro_batches"]) * int(options["launcher.ranks"]) == 12
+    assert {"single x 3", "ddp 2 x 3", "ddp 3 x 3", "ddp 4 x 3"} < set(names)
+    assert not any("x" in case.name for case in cases([2], micro_batches=None))
+
+
+def test_the_users_config_is_run_as_it_is() -> None:
+    changed = {each.partition("=")[0] for each in COMMON}
+    for case in cases([2, 3, 4], micro_batches=3):
+        changed |= {each.partition("=")[0] for each in case.overrides}
+    assert not any(key.startswith(("model", "augment", "optimizer", "dataset", "batch")) for key in changed)
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["batch=8"], "batch is 8, expected at least 12"),
         (["--ranks", "5"], "--ranks is '5', expected some of 1, 2, 3 and 4"),
         (["--steps", "1"], "--steps is 1, expected 2 or more"),
         (["model=resnet51"], "model=resnet51"),

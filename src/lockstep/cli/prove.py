@@ -1,8 +1,7 @@
 """`lockstep prove`: the first promise, tried on this machine with the user's own config.
 
 Each run is the real command in processes of its own, in float64, where another order of a sum is worth 1e-16 and a
-wrong scale, sample or statistic cannot hide. All else is the user's config, except that dropout is off for models
-that also have batch norm: the one wants the same micro-batches everywhere, the other none.
+wrong scale, sample, mask or statistic cannot hide. All else is the user's config, dropout and stochastic depth too.
 """
 
 from __future__ import annotations
@@ -30,15 +29,24 @@ import lockstep
 from lockstep import config, log
 from lockstep.checkpoint import MODEL, newest_good
 from lockstep.errors import InputError, LockstepError
-from lockstep.models import Timm
 from lockstep.rundir import RunDir
 from lockstep.signals import PARENT
 from lockstep.strategy.batchnorm import has_batchnorm
 
 TRAIN = Path(lockstep.__file__).parents[2] / "train.py"
-# Of a global batch on any of 1, 2, 3 and 4 ranks, so that dropout, which is drawn per micro-batch, is the same.
-MICRO_BATCHES = 12
+# So many micro-batches more than the user's config has are tried too: uneven on most batches and ranks.
+MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
+# Of every run, behind the user's overrides.
+COMMON = (
+    "precision=fp64",
+    "launcher.threads=1",
+    "train.eval_every=100%",
+    "checkpoint.every=100%",
+    "telemetry.interval=1",
+    "telemetry.tensorboard=false",
+    "telemetry.samples=true",
+)
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 EXPLANATION = (
     f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
@@ -79,8 +87,8 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
         raise InputError(f"prove runs train.py, and there is none at {TRAIN}; install Lockstep with pip install -e .")
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
-    normed, common = _examined(overrides, steps)
-    planned = cases(_sizes(ranks), normed=normed)
+    planned = cases(_sizes(ranks), micro_batches=_several(overrides))
+    common = [*COMMON, f"steps={steps}"]
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
     table = Table("run", "against", "loss", "weights", "samples", "")
@@ -101,18 +109,22 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     shutil.rmtree(folder)
 
 
-def cases(sizes: list[int], *, normed: bool) -> list[Case]:
-    """What is run on how many ranks (`sizes`, all above one), each behind the run it is compared with."""
+def cases(sizes: list[int], *, micro_batches: int | None) -> list[Case]:
+    """What is run on how many ranks (`sizes`, all above one), each behind the run it is compared with.
 
-    def on(ranks: int) -> tuple[str, ...]:
-        # Batch norm counts over a micro-batch of all ranks: there is one.
-        return (f"launcher.ranks={ranks}", f"train.micro_batches={1 if normed else MICRO_BATCHES // ranks}")
-
-    planned = [Case("single", ("strategy=single", *on(1)), "single"), Case("dp", ("strategy=dp", *on(1)), "single")]
+    `micro_batches` is another number of them than the user's config has; None where it makes another run.
+    """
+    others = [] if micro_batches is None else [(f" x {micro_batches}", (f"train.micro_batches={micro_batches}",))]
+    planned = []
+    for strategy in ("single", "dp"):
+        for name, cut in [("", ()), *(others if strategy == "single" else [])]:
+            planned.append(Case(strategy + name, (f"strategy={strategy}", "launcher.ranks=1", *cut), "single"))
     for ranks in sizes:
+        on = f"launcher.ranks={ranks}"
         for strategy in ("ddp", "allreduce", "allreduce_hooks"):
-            planned.append(Case(f"{strategy} {ranks}", (f"strategy={strategy}", *on(ranks)), "single"))
-        killed = ("strategy=ddp", *on(ranks), "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
+            for name, cut in [("", ()), *(others if strategy == "ddp" else [])]:
+                planned.append(Case(f"{strategy} {ranks}{name}", (f"strategy={strategy}", on, *cut), "single"))
+        killed = ("strategy=ddp", on, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
         planned.append(Case(f"ddp {ranks} killed", killed, f"ddp {ranks}", exact=True, killed=True))
     planned.append(Case("strict 1", ("repro=strict", "launcher.ranks=1"), "strict 1"))
     for ranks in (each for each in sizes if each != 3):
@@ -145,26 +157,17 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
     return torch.cat([outcome.weights[name].flatten() for name in names])
 
 
-def _examined(overrides: list[str], steps: int) -> tuple[bool, list[str]]:
-    """Whether the model has batch norm, and the overrides that every run has behind the user's."""
+def _several(overrides: list[str]) -> int | None:
+    """Another number of micro-batches for the user's config; None where there is none that keeps the run the same."""
     job = config.build_all(config.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
-    if not isinstance(job.batch, int) or job.batch < MICRO_BATCHES:
-        raise InputError(f"batch is {job.batch}, expected at least {MICRO_BATCHES} to cut it for 1 to 4 ranks alike")
+    if not isinstance(job.batch, int):
+        raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):
         normed = has_batchnorm(job.model.build(job.dataset.classes, job.dataset.input_shape))
-    common = [
-        f"steps={steps}",
-        "precision=fp64",
-        "launcher.threads=1",
-        "train.eval_every=100%",
-        "checkpoint.every=100%",
-        "telemetry.interval=1",
-        "telemetry.tensorboard=false",
-        "telemetry.samples=true",
-    ]
-    if normed and isinstance(job.model, Timm):
-        common += ["model.drop_rate=0", "model.drop_path_rate=0"]
-    return normed, common
+    used = job.train.micro_batches if isinstance(job.train.micro_batches, int) else 1
+    several = used + MORE_MICRO_BATCHES
+    # Batch norm counts over a micro-batch.
+    return None if normed or several > job.batch else several
 
 
 def _sizes(ranks: str | None) -> list[int]:
