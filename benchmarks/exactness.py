@@ -4,13 +4,15 @@
 
 Augmentation: random numbers that are derived from each sample's key, against the same arithmetic on numbers of a
 plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
-against torch's DistributedSampler and BatchSampler. Strict: the real command on one and two ranks. Besides training:
+against torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the
+examples, against torch's own. Strict: the real command on one and two ranks. Besides training:
 the vote and the watchdog's sign of life of each step, and the comparison of the replicas at each log point, on two
 ranks. Figures are medians; CPU, one thread per rank. What a save costs is `benchmarks/checkpoint.py`.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -27,12 +30,16 @@ from torchvision.transforms import v2
 
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.order import batches
+from lockstep.data.shards import Shard
 from lockstep.health import check_replicas
 from lockstep.launcher.spawn import Spawn
+from lockstep.models import DigitNet
 from lockstep.plan import Plan
 from lockstep.rng import Draws
 from lockstep.rundir import RunDir
 from lockstep.signals import StopRequest
+from lockstep.stochastic import KeyedModel, key_draws
+from lockstep.stochastic.keys import forward_keys
 from lockstep.watchdog import watched
 from lockstep.world import Vote, World, join
 from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
@@ -119,6 +126,37 @@ def order() -> Rows:
     return rows
 
 
+def masks() -> Rows:
+    """Microseconds of a forward and backward pass in training: by torch's generator and by keys."""
+    keys = forward_keys(0, Shard(1, 0, torch.empty(64), torch.zeros(64), torch.arange(64), 64, 0, 1))
+
+    def one_pass(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        model(*inputs).sum().backward()
+
+    rows = {}
+    shapes = {f"Dropout, 64 x {n:,}": (n,) for n in (512, 9216, 65536)}
+    layers: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+        name: (nn.Sequential(nn.Identity(), nn.Dropout(0.5)), shape) for name, shape in shapes.items()
+    }
+    layers["digitnet"] = (DigitNet().build(10, (1, 8, 8)), (1, 8, 8))
+    options: dict[str, Any] = {"drop_rate": 0.1, "drop_path_rate": 0.1, "num_classes": 10}
+    layers["resnet18 at 32 px, dropout and drop path"] = (timm.create_model("resnet18", **options), (3, 32, 32))
+    small: dict[str, Any] = {**options, "img_size": 32, "patch_size": 4, "attn_drop_rate": 0.1, "proj_drop_rate": 0.1}
+    vit = timm.create_model("vit_tiny_patch16_224", **small)
+    layers["vit_tiny, 64 patches, four kinds of dropout"] = (vit, (3, 32, 32))
+    for name, (model, shape) in layers.items():
+        model.train()
+        plain = copy.deepcopy(model)
+        keyed = KeyedModel(model, key_draws(model, torch.zeros(1, *shape), 0))
+        images = torch.randn(64, *shape, requires_grad=True)
+        cases = {
+            "torch": partial(timed, partial(one_pass, plain, (images,))),
+            "keyed": partial(timed, partial(one_pass, keyed, (images, keys))),
+        }
+        rows[name] = scaled(in_turns(cases, 10), 1e6)
+    return rows
+
+
 def strict(repeats: int) -> Rows:
     """Milliseconds per step of the real command."""
     small = ("dataset=fake", "dataset.size=32", "dataset.classes=10", "model=resnet18", "batch=32", "steps=8")
@@ -195,6 +233,7 @@ def main() -> None:
     measures: dict[str, Callable[[], Rows]] = {
         "augmentation, us per sample": augmentation,
         "order of an epoch, ms": order,
+        "masks of a forward pass, us": masks,
         "strict, ms per step of resnet18 at 32 px, batch 32": partial(strict, arguments.repeats),
         "besides training, us": each_step,
     }

@@ -183,8 +183,13 @@ def run(
 
 def _notes(job: Job, network: Network, world: World, plan: Plan) -> list[str]:
     """Where the promise of equal runs ends for this job."""
-    notes = [job.strategy.note(network.model, world, plan), network.draws.note]
-    return [note for note in notes if note]
+    notes = job.strategy.notes(network.model, world, plan) + network.draws.notes
+    if world.device.type == "cuda" and job.repro != "strict":
+        notes.append(
+            "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "
+            "repro=strict takes others, and agrees to the bit"
+        )
+    return notes
 
 
 @dataclass(kw_only=True)

@@ -43,8 +43,8 @@ class Strategy(Protocol):
     def reduce(self, replica: nn.Module) -> None:
         """After the last backward: every rank's gradient is the sum over the ranks by `divisor` when this returns."""
 
-    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
-        """A sentence that the user should read before the run, or an empty string."""
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
+        """Sentences that the user should read before the run: where equal runs end, what holds it back."""
 
 
 class Precision(Protocol):

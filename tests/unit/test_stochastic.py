@@ -294,8 +294,9 @@ def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Ten
     calls.own = Own()
     draws = key_draws(calls.train(), torch.zeros(1, *SHAPE), 0)
     assert [word.replace("function", "own")] == list(draws.unknown)
-    assert word.replace("function", "own") in draws.note
-    assert "on another number of ranks or micro-batches they are others" in draws.note
+    (note,) = draws.notes
+    assert word.replace("function", "own") in note
+    assert "on another number of ranks or micro-batches they are others" in note
 
 
 def test_what_draws_otherwise_draws_the_same_again_behind_a_resume() -> None:

@@ -109,22 +109,25 @@ def test_a_static_graph_is_refused_with_accumulation() -> None:
 
 def test_batch_norm_that_makes_a_run_differ_is_said() -> None:
     normed, plain = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
-    assert "batch norm counts per rank" in DDP(sync_batchnorm=False).note(normed, world(2), plan())
-    assert "batch norm counts per micro-batch" in DDP().note(normed, world(2), plan(2))
-    assert "one of 4 of the global batch" in Strict().note(normed, world(2), plan(2))
-    assert DDP().note(normed, world(2), plan()) == ""
-    assert Single().note(normed, world(1), plan()) == ""
-    assert DDP(sync_batchnorm=False).note(plain, world(2), plan(2)) == ""
-    assert Strict().note(plain, world(2), plan(2)) == ""
+    assert "batch norm counts per rank" in " ".join(DDP(sync_batchnorm=False).notes(normed, world(2), plan()))
+    assert "batch norm counts per micro-batch" in " ".join(DDP().notes(normed, world(2), plan(2)))
+    assert "one of 4 of the global batch" in " ".join(Strict().notes(normed, world(2), plan(2)))
+    assert DDP().notes(normed, world(2), plan()) == []
+    assert Single().notes(normed, world(1), plan()) == []
+    assert DDP(sync_batchnorm=False).notes(plain, world(2), plan(2)) == []
+    assert Strict().notes(plain, world(2), plan(2)) == []
 
 
-def test_a_hook_with_a_state_of_its_own_is_said_to_break_resumes() -> None:
-    assert "a resume is not exact" in DDP(comm_hook=CommHook.powersgd).note(nn.Linear(2, 2), world(2), plan())
-    assert DDP(comm_hook=CommHook.bf16).note(nn.Linear(2, 2), world(2), plan()) == ""
+def test_a_hook_is_said_to_change_the_run_and_one_with_a_state_to_break_resumes() -> None:
+    (note,) = DDP(comm_hook=CommHook.bf16).notes(nn.Linear(2, 2), world(2), plan())
+    assert "comm_hook=bf16 rounds the gradients" in note
+    several = DDP(comm_hook=CommHook.powersgd).notes(nn.Linear(2, 2), world(2), plan())
+    assert "a resume is not exact" in several[-1]
+    assert DDP(comm_hook=CommHook.bf16).notes(nn.Linear(2, 2), world(1), plan()) == []
 
 
 def test_dp_says_what_holds_it_back() -> None:
-    assert "strategy=ddp has none of these" in DataParallel().note(nn.Linear(2, 2), World.solo(), plan())
+    assert "strategy=ddp has none of these" in " ".join(DataParallel().notes(nn.Linear(2, 2), World.solo(), plan()))
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

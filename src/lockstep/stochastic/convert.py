@@ -67,14 +67,14 @@ class ForwardDraws:
         return torch.zeros((examples, 2), dtype=torch.int64, device=self.device) if self.keys.draws else None
 
     @property
-    def note(self) -> str:
-        """A sentence that the user should read before the run, or an empty string."""
+    def notes(self) -> list[str]:
+        """Sentences that the user should read before the run."""
         if not self.unknown:
-            return ""
-        return (
+            return []
+        return [
             f"the model draws random numbers that Lockstep does not know: {', '.join(self.unknown)}; on another "
             "number of ranks or micro-batches they are others, and so is the run"
-        )
+        ]
 
 
 class KeyedModel(nn.Module):

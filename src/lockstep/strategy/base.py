@@ -41,10 +41,10 @@ class Single:
     def reduce(self, replica: nn.Module) -> None:
         """One rank's gradient is the gradient."""
 
-    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if plan.micro_batches > 1 and has_batchnorm(model):
-            return "batch norm counts per micro-batch: train.micro_batches changes the run of this model"
-        return ""
+            return ["batch norm counts per micro-batch: train.micro_batches changes the run of this model"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,14 @@ class DataParallel(Single):
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return nn.DataParallel(model)
 
-    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         devices = torch.cuda.device_count()
-        return (
+        return [
             f"strategy=dp splits each batch over {devices} GPU{'s' * (devices != 1)} from one process: the "
             "interpreter's lock, a copy of the weights at every step and batch norm per GPU hold it back; "
-            "strategy=ddp has none of these"
-        )
+            "strategy=ddp has none of these",
+            *super().notes(model, world, plan),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +92,14 @@ class Distributed(Single):
         """The replica of a job of several ranks."""
         return model
 
-    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
+        others = super().notes(model, world, plan)
         if world.size > 1 and not self.sync_batchnorm and has_batchnorm(model):
-            return (
+            others.append(
                 "batch norm counts per rank: this run differs from one on another number of ranks; "
                 "strategy.sync_batchnorm=true makes them the same"
             )
-        return super().note(model, world, plan)
+        return others
 
 
 def share_weights(model: nn.Module) -> None:

@@ -91,10 +91,16 @@ class DDP(Distributed):
             state, hook = hooks[self.comm_hook]
             replica.register_comm_hook(state, hook)
 
-    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
+        others = super().notes(model, world, plan)
+        if self.comm_hook is not CommHook.none and world.size > 1:
+            others.append(
+                f"strategy.comm_hook={self.comm_hook.value} rounds the gradients on the wire: this run differs from "
+                "one without it, and from one on another number of ranks"
+            )
         if self.comm_hook is CommHook.powersgd:
-            return "strategy.comm_hook=powersgd keeps what no checkpoint has: a resume is not exact"
-        return super().note(model, world, plan)
+            others.append("strategy.comm_hook=powersgd keeps what no checkpoint has: a resume is not exact")
+        return others
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(replica, DistributedDataParallel):

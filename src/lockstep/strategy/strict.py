@@ -139,10 +139,10 @@ class Strict(Single):
         assert isinstance(replica, TreeReplica)
         replica.finish()
 
-    def note(self, model: nn.Module, world: World, plan: Plan) -> str:
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if has_batchnorm(model):
-            return f"repro=strict: batch norm counts per virtual shard, one of {self.shards} of the global batch"
-        return ""
+            return [f"repro=strict: batch norm counts per virtual shard, one of {self.shards} of the global batch"]
+        return []
 
 
 @contextmanager
