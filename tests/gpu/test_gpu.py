@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from helpers import losses, records, run_dir, run_until, train
 from lockstep import rng
@@ -18,6 +19,7 @@ from lockstep.data.loader import Streaming
 from lockstep.data.randaugment import randaugment
 from lockstep.data.shards import Shard
 from lockstep.data.splits import ArraySplit
+from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.telemetry import gpu
 from lockstep.trainer import Trainer
 from lockstep.world import World
@@ -121,6 +123,26 @@ def test_derived_random_numbers_are_those_of_the_cpu() -> None:
     here = rng.uniform(rng.sample_keys(3, 1, indices), 2)
     there = rng.uniform(rng.sample_keys(3, 1, indices.cuda()), 2)
     assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_masks_of_dropout_are_those_of_the_cpu_in_any_precision(dtype: torch.dtype) -> None:
+    def mask(device: str, dtype: torch.dtype) -> Tensor:
+        model = nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.2)).to(device).train()
+        draws = key_draws(model, torch.zeros(1, 3, 16, 16, device=device), 0)
+        keys = rng.sample_keys(3, 1, torch.arange(64, device=device), rng.FORWARD)
+        ones = torch.ones(64, 3, 16, 16, device=device, dtype=dtype)
+        found: Tensor = KeyedModel(model, draws)(ones, torch.stack([keys, keys], 1)) == 0
+        return found.cpu()
+
+    assert torch.equal(mask("cuda", dtype), mask("cpu", torch.float32))
+
+
+def test_a_run_with_dropout_and_drop_path_is_that_of_the_cpu(tmp_path: Path) -> None:
+    job = ("precision=fp64", "model.drop_rate=0.2", "model.drop_path_rate=0.2", "steps=3")
+    there = run(tmp_path / "gpu", *job)
+    here = run(tmp_path / "cpu", *job, "device=cpu")
+    assert largest_difference(there, here) < 1e-10
 
 
 def test_an_epoch_has_the_order_of_the_cpu() -> None:

@@ -246,6 +246,30 @@ def test_gradients_are_those_of_the_mask_also_through_a_recomputed_forward(inpla
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_compiled_model_draws_the_same_masks_in_one_graph() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.drop = nn.Linear(12, 8), nn.Linear(8, 4), nn.Dropout(0.5)
+
+        def forward(self, images: Tensor) -> Tensor:
+            hidden = self.drop(self.first(images.flatten(1)))
+            return self.drop(F.dropout(self.second(hidden), 0.3, self.training))
+
+    torch.manual_seed(0)
+    model = Small().train()
+    draws = key_draws(model, torch.zeros(1, 3, 2, 2), 0)
+    keyed_model, seen = KeyedModel(model, draws), torch.randn(7, 3, 2, 2)
+    epochs = [draws.of(Micro(INDICES, epoch=epoch)) for epoch in range(3)]
+    expected = [keyed_model(seen, keys).detach() for keys in epochs]
+    model.compile(dynamic=False, fullgraph=True)
+    for keys, plain in zip(epochs, expected, strict=True):
+        found = keyed_model(seen, keys).detach()
+        assert torch.equal(found == 0, plain == 0)
+        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_an_averaged_copy_and_evaluation_draw_nothing() -> None:
     model, draws = keyed(DigitNet().build(10, SHAPE))
     outputs(model, draws, Micro(INDICES))
