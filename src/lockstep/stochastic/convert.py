@@ -143,11 +143,12 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Have buffers, training mode and torch's generators afterwards as they were before."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
-    model.train(training)
+    for module, training in modes:
+        module.training = training
     for buffer, before in buffers:
         buffer.copy_(before)
 
