@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import Case, launch, records, run_dir, run_until, train_here
+from helpers import NARROW, Case, launch, records, run_dir, run_until, train_here
 from lockstep import checkpoint, log, world
 from lockstep.data.shards import Shard
 from lockstep.errors import LockstepError, NumericalError
@@ -30,6 +30,7 @@ COMMON = (
     f"steps={STEPS}",
     "optimizer=sgd",
     "optimizer.lr=0.05",
+    NARROW,
     "model.dropout=0",
     "strategy=ddp",
     "telemetry.interval=5",
@@ -148,7 +149,7 @@ def test_steps_that_a_loss_scaler_skips_are_no_fault_until_it_has_nothing_left_t
         return whole(self, shard)
 
     monkeypatch.setattr(Trainer, "step", step)
-    job = ("batch=100", "steps=20", "precision=bf16", "optimizer=sgd", "telemetry.interval=5")
+    job = (NARROW, "batch=100", "steps=20", "precision=bf16", "optimizer=sgd", "telemetry.interval=5")
     if tolerated:
         run = train_here(tmp_path / "run", *job)
         assert last_is_finite(run.path)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from helpers import built, losses, train_here, weights
+from helpers import NARROW, built, losses, train_here, weights
 from lockstep.data import rng
 
 JOB = (
     "batch=100",
     "steps=20",
+    NARROW,
     "precision=fp64",
     "augment=none",
     "schedule=constant",
