@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from helpers import NARROW, built, losses, train_here, weights
 from lockstep.data import rng
 
+pytestmark = pytest.mark.numerics
+
 JOB = (
     "batch=100",
     "steps=20",

@@ -18,6 +18,8 @@ from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 from lockstep.protocols import Augment
 
+pytestmark = pytest.mark.numerics
+
 ALL: list[Augment] = [
     Nothing(),
     CropFlip(),

@@ -24,6 +24,8 @@ from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.world import World
 
+pytestmark = pytest.mark.numerics
+
 # Two batches of ten and one of three an epoch; the fourth step is of the second epoch.
 PLAN = Plan(examples=23, batch=10, total_steps=4, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 KINDS = {"mixup": (0.4, 0.0), "cutmix": (0.0, 1.0), "both": (0.4, 1.0)}

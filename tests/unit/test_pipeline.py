@@ -13,6 +13,8 @@ from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.sources import CIFAR10, Digits, Fake, Folder
 
+pytestmark = pytest.mark.numerics
+
 AUGMENTS = [Nothing(), CropFlip(), RandomResizedCrop()]
 
 

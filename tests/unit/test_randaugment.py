@@ -20,6 +20,8 @@ from lockstep.data.randaugment import operate
 from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 
+pytestmark = pytest.mark.numerics
+
 # Torchvision's names, in the order of our numbers.
 NAMES = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Contrast"),
