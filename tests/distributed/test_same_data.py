@@ -189,7 +189,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: its part of the runs that are listed, then every evaluation."""
-    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as here:
+    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         for path, stop_at in json.loads((folder / "cases.json").read_text()):
             run_until(here, RunDir(Path(path)), stop_at)
         found = [scores(here, n, block) for n, block in SIZES]

@@ -120,7 +120,7 @@ def by_its_own_time(own: bool) -> Iterator[None]:
 
 def entry(folder: Path) -> None:
     """What a rank does: each fault in a job of its own, and word of how it ended."""
-    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as joined:
+    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
         for name in FAULTS:
             run = RunDir(folder / name)
             ended = {"exit_code": 0, "sentence": ""}
