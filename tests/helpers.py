@@ -117,7 +117,7 @@ def _launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
 
 def gang_entry(folder: Path) -> None:
     """What a rank of a gang does (`exit_as_rank` below calls it)."""
-    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as joined:
+    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
         for path, stop_at in json.loads((folder / "cases.json").read_text()):
             run_until(joined, RunDir(Path(path)), stop_at)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from helpers import ROOT, records
+from helpers import NARROW, ROOT, records
 
-JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorboard=false", "model.dropout=0")
+JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorboard=false", NARROW, "model.dropout=0")
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 LONG = ("epochs=1000", "schedule=constant")
 SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*TWO, "launcher=elastic"), ("launcher.threads=1",)

@@ -36,10 +36,7 @@ def tree(folder: Path) -> dict[str, bytes]:
     ("overrides", "expected"),
     [
         ("epoch=3", "Did you mean 'epochs'?"),
-        ("modle=resnet18", "Did you mean 'model'?"),
-        ("epochs=abc", "epochs is 'abc', expected a whole number: epochs=10"),
         ("epochs", "'epochs' cannot be read, expected KEY=VALUE"),
-        ("model=null", "a config group takes the name of one of its options"),
         ("model=resnet5od", "Did you mean 'resnet50d'"),
         ("--config-name=nope", "there is no config named 'nope'"),
         ("hydra.run.dir=/dev/null/run", "/dev/null/run cannot be written (Not a directory)"),
@@ -117,7 +114,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("loader", "launcher"),
-    [("resident", "inline"), ("streaming", "inline"), ("resident", "elastic"), ("streaming", "spawn")],
+    [("streaming", "inline"), ("resident", "elastic"), ("streaming", "spawn")],
 )
 def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: str, launcher: str) -> None:
     ranks = f"launcher.ranks={1 if launcher == 'inline' else 2}"

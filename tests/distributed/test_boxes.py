@@ -36,4 +36,5 @@ def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go
     assert len({line[3] for line in seen(alone)}) == len(seen(alone)) == 14 + 14 + 12
     assert seen(tmp_path / "two") == seen(tmp_path / "resumed") == seen(alone)
     loader = yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())["loader"]
-    assert loader == {"_target_": "lockstep.data.loader.Streaming", "workers": 1, "prefetch": 2}
+    assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
+    assert loader == {"_target_": "lockstep.data.loader.Streaming", "prefetch": 2}

@@ -14,7 +14,7 @@ import torch
 
 from helpers import NARROW, Case, gang, losses, records, train_here, weights
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 # 1,442 examples in batches of 240: seven steps an epoch, the last of two examples, so that of three ranks one
 # has an empty shard. Nine steps cross into the second epoch.

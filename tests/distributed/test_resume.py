@@ -64,13 +64,19 @@ def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Pat
     assert [row.split(",")[0] for row in rows[1:]] == ["5", "10"]
 
 
+RARE = (*COMMON, "telemetry.interval=4")
+
+
+@pytest.fixture(scope="module")
+def rare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_here(tmp_path_factory.mktemp("rare") / "run", *RARE).path
+
+
 @pytest.mark.parametrize("stop", [2, 5, 6])
-def test_a_log_point_counts_the_steps_before_the_stop_too(tmp_path: Path, stop: int) -> None:
-    job = (*COMMON, "telemetry.interval=4")
-    expected = train_here(tmp_path / "whole", *job)
-    run = train_here(tmp_path / "run", *job, stop_at=stop).path
-    train_here(run, *job)
-    assert losses(run) == losses(expected)
+def test_a_log_point_counts_the_steps_before_the_stop_too(rare: Path, tmp_path: Path, stop: int) -> None:
+    run = train_here(tmp_path / "run", *RARE, stop_at=stop).path
+    train_here(run, *RARE)
+    assert losses(run) == losses(rare)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(

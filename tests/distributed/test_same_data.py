@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import launch, losses, run_dir, run_until, train_here
+from helpers import NARROW, launch, losses, run_dir, run_until, train_here
 from lockstep import world
 from lockstep.data.augment import CropFlip, RandomResizedCrop
 from lockstep.data.folder import CropFrom, Folder, crops_files
@@ -149,6 +149,7 @@ COMMON = (
     "batch=60",
     "steps=28",
     "precision=fp64",
+    NARROW,
     "model.dropout=0.3",
     "optimizer=sgd",
     "train.mixup=0.4",
@@ -168,7 +169,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     torch.manual_seed(0)
     return dict(
         evaluate(
-            DigitNet().build(10, (1, 8, 8)).double(),
+            DigitNet(width=8).build(10, (1, 8, 8)).double(),
             loader=Loader(
                 world=here,
                 plan=PLAN,
@@ -188,7 +189,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: its part of the runs that are listed, then every evaluation."""
-    with world.join(device="cpu", backend="gloo", timeout=120, threads=1) as here:
+    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         for path, stop_at in json.loads((folder / "cases.json").read_text()):
             run_until(here, RunDir(Path(path)), stop_at)
         found = [scores(here, n, block) for n, block in SIZES]

@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
     found: dict[str, object] = {}
-    with world.join(device="cpu", backend="gloo", timeout=60, threads=1) as here:
+    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208
 

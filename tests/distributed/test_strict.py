@@ -11,7 +11,7 @@ import torch
 from helpers import NARROW, Case, gang, losses, train_here, weights
 from lockstep import checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 # 1,442 examples in batches of 300: five steps an epoch, the last of 242. Six steps cross into the second.
 COMMON = (

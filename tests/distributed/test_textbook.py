@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from helpers import built, losses, train_here, weights
+from helpers import NARROW, built, losses, train_here, weights
 from lockstep import rng
 from lockstep.stochastic import KeyedModel, key_draws
+
+pytestmark = pytest.mark.numerics
 
 JOB = (
     "batch=100",
     "steps=20",
+    NARROW,
     "precision=fp64",
     "augment=none",
     "schedule=constant",

@@ -18,6 +18,8 @@ from lockstep.errors import InputError
 from lockstep.protocols import Augment
 from lockstep.rng import Draws
 
+pytestmark = pytest.mark.numerics
+
 ALL: list[Augment] = [
     Nothing(),
     CropFlip(),

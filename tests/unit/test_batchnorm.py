@@ -18,6 +18,8 @@ from lockstep.strategy.batchnorm import (
     has_batchnorm,
 )
 
+pytestmark = pytest.mark.numerics
+
 CPU = torch.device("cpu")
 
 

@@ -25,6 +25,8 @@ from lockstep.plan import Plan
 from lockstep.precision import FP32, FP64
 from lockstep.world import World
 
+pytestmark = pytest.mark.numerics
+
 PLAN = Plan(examples=100, batch=10, total_steps=10, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
 
@@ -81,7 +83,7 @@ def scores(
 
 def digitnet(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return DigitNet(dropout=0.5).build(10, (1, 8, 8)).double()
+    return DigitNet(width=8, dropout=0.5).build(10, (1, 8, 8)).double()
 
 
 def test_the_scores_are_those_of_one_plain_pass() -> None:

@@ -9,6 +9,8 @@ from torch import nn
 
 from lockstep.optim import Muon, orthogonalised, set_learning_rate
 
+pytestmark = pytest.mark.numerics
+
 
 def network() -> nn.Module:
     """In float64, as all numbers here: the iteration blows rounding up by 3.4445 ** 5 = 485."""

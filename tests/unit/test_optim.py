@@ -13,6 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lockstep.errors import InputError
 from lockstep.optim import SGD, Adam, AdamW, Timm, averaged, gradient_norm, set_learning_rate
 
+pytestmark = pytest.mark.numerics
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)

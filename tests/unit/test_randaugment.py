@@ -19,6 +19,8 @@ from lockstep.data.augment import CropFlip, RandAugment, RandAugmentResized, Ran
 from lockstep.data.randaugment import operate
 from lockstep.rng import Draws
 
+pytestmark = pytest.mark.numerics
+
 # Torchvision's names, in the order of our numbers.
 NAMES = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Contrast"),

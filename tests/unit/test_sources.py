@@ -220,7 +220,7 @@ class Mirror:
                 name = self.path.rpartition("/")[2]
                 if self.headers.get("Method") != "HEAD":  # torchvision's question whether it is sent elsewhere
                     mirror.asked.append(name)
-                end = time.monotonic() + 60
+                end = time.monotonic() + 240
                 while len(list(arrivals.iterdir())) < expected and time.monotonic() < end:
                     time.sleep(0.02)
                 self.send_response(200 if name in mirror.files else 404)
@@ -282,7 +282,7 @@ def test_two_processes_that_want_a_missing_data_set_at_once_download_it_once(tmp
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0]
     assert sorted(mirror.asked) == sorted(mirror.files)
 

@@ -46,4 +46,5 @@ def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_k
     asked = train_here(tmp_path / "asked", *job, "loader=streaming", "loader.workers=0")
     assert losses(tried) == losses(asked)
     loader = yaml.safe_load(tried.config.read_text())["loader"]
-    assert loader == {"_target_": "lockstep.data.loader.Streaming", "workers": 1, "prefetch": 2}
+    assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
+    assert loader == {"_target_": "lockstep.data.loader.Streaming", "prefetch": 2}

@@ -11,6 +11,8 @@ from lockstep.errors import InputError
 from lockstep.models import WhiteNet
 from lockstep.models.whitenet import whitening_filters
 
+pytestmark = pytest.mark.numerics
+
 
 def photographs(count: int = 600, side: int = 12) -> torch.Tensor:
     """Smooth random images: neighbouring pixels and the three channels look alike, as in photographs."""

@@ -64,7 +64,7 @@ def meet(rank: int, port: int) -> None:
     """One of two ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    with join(device="cpu", backend="gloo", timeout=60, threads=1) as world:
+    with join(device="cpu", backend="gloo", timeout=240, threads=1) as world:
         assert (world.rank, world.local_rank, world.size) == (rank, rank, 2)
         assert (world.device, torch.get_num_threads()) == (torch.device("cpu"), 1)
         assert world.sum(torch.tensor([rank + 1])).tolist() == [3]
