@@ -17,6 +17,12 @@ from lockstep.files import kind
 from lockstep.lock import Lock
 from lockstep.rundir import MANIFEST, RunDir, latest
 
+# What can only be a file, by the names that a run folder has for them.
+FILES = (
+    *("config", "command", "environment", "metrics", "table", "gpu", "weights", "log", "summary", "lock"),
+    *("last", "best", "none_yet"),
+)
+
 
 @contextmanager
 def claiming(invocation: Invocation) -> Iterator[Lock]:
@@ -67,7 +73,14 @@ def _check_kinds(run_dir: RunDir) -> None:
 
     It can come from someone else: what is written to a link is written to where it leads, and a pipe is waited for.
     """
-    folders, texts = run_dir.own_folders(), run_dir.own_files()
+    checkpoints = run_dir.checkpoints.glob("step-*")
+    folders = {run_dir.hydra, run_dir.logs, run_dir.checkpoints, run_dir.incident, *checkpoints}
+    texts = {getattr(run_dir, name) for name in FILES}
+    texts |= {
+        *run_dir.hydra.glob("*.yaml"),
+        *run_dir.logs.glob("rank*.*"),
+        *run_dir.path.glob("events.out.tfevents.*"),
+    }
     for path in sorted(run_dir.path.rglob("*")):
         found = kind(path.lstat().st_mode)
         if found == "a symbolic link":

@@ -7,11 +7,9 @@ is decided in `lockstep.resolve`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import importlib
-import io
 import os
 import shlex
 import sys
@@ -31,7 +29,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from lockstep import fields, hydra_policy
 from lockstep.errors import InputError, did_you_mean
 from lockstep.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
-from lockstep.files import checked, read_yaml_text, with_checksum
+from lockstep.files import read_yaml, with_checksum
 from lockstep.refusals import UNEXPECTED, check_word, sentence, unreadable
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
@@ -394,8 +392,8 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is missing or is not a config.
     """
-    loaded = _read(path)
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded) or "${" in str(loaded):
+    loaded = read_yaml(path)
+    if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):
         raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")
     return loaded
 
@@ -411,21 +409,7 @@ def load_list(path: Path) -> list[str]:
     Raises:
         InputError: the file is missing or is not a list of texts.
     """
-    loaded = _read(path)
+    loaded = read_yaml(path)
     if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):
         raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")
     return loaded
-
-
-def _read(path: Path) -> Any:
-    text = read_yaml_text(path)
-    try:
-        return checked(copy.deepcopy(_parsed(text)))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise InputError(f"{path} cannot be read as a config: {' '.join(str(error).split())}") from error
-
-
-@functools.lru_cache(maxsize=16)
-def _parsed(text: str) -> Any:
-    """A config file's plain values. Launcher and rank read the same one, and a parse takes 5 ms."""
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))

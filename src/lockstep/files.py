@@ -30,8 +30,8 @@ DEPTH = 32  # of lists and keys in each other; a config has 3
 EVENTS = 20_000  # of a YAML file: each key and each value is one
 WHOLE = 2**63  # integers beyond it are none of ours, and Python may refuse to print them
 
-# The parser in C, where PyYAML has it, is ten times as fast; it only finds out what a file is made of.
-_PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# The parser in C, where PyYAML has it, is ten times as fast.
+_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _CHECKSUM = re.compile("# sha256 of what follows: ([0-9a-f]{64})")
 
@@ -140,8 +140,22 @@ def parsed_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_unique)
 
 
-def read_yaml_text(path: Path) -> str:
-    """The text of a YAML file that is safe to be parsed: without aliases, neither long nor deep.
+class _Loader(_PARSER):
+    """YAML as OmegaConf writes it: a key is there once, and what looks like a date is a text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in _PARSER.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if len({str(key.value) for key, _ in node.value}) != len(node.value):
+            raise ValueError("a key is there twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file, made of plain values, `DEPTH` levels deep at most, and without aliases.
 
     Raises:
         UnreadableFile: see `read_text`; or it is not YAML, not such YAML, or not as `with_checksum` made it.
@@ -154,21 +168,26 @@ def read_yaml_text(path: Path) -> str:
             "does not match the sha256 in its first line: a fault or a hand has changed it; put it back as it was, "
             "or remove that line if the change is meant",
         )
-    depth = 0
     try:
-        for number, event in enumerate(yaml.parse(text, Loader=_PARSER)):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-                raise UnreadableFile(path, "has anchors or aliases, expected plain keys and values")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEPTH or number > EVENTS:
-                raise UnreadableFile(path, "is too deep or too long to be a config of a run")
+        _check_events(text)
+        return checked(yaml.load(text, Loader=_Loader))
     except (yaml.YAMLError, ValueError) as error:
-        raise UnreadableFile(path, f"is not YAML ({' '.join(str(error).split())})") from error
-    return text
+        raise UnreadableFile(path, f"is not the YAML of a config ({' '.join(str(error).split())})") from error
+
+
+def _check_events(text: str) -> None:
+    """Raise ValueError where a YAML text has aliases, or is too deep or too long to be made values of."""
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_PARSER)):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise ValueError("it has anchors or aliases, expected plain keys and values")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH or number > EVENTS:
+            raise ValueError("it is too deep or too long")
 
 
 def with_checksum(text: str) -> str:
-    """A YAML text with its own sha256 in the first line, by which `read_yaml_text` knows that it is as it was."""
+    """A YAML text with its own sha256 in the first line, by which `read_yaml` knows that it is as it was."""
     return f"# sha256 of what follows: {_sha256(text)}\n{text}"
 
 
@@ -208,7 +227,7 @@ def checked(value: Any) -> Any:
         inside: list[Any] = []
         for each in level:
             match each:
-                case dict():
+                case dict() if all(isinstance(key, str) for key in each):
                     inside += [*each.keys(), *each.values()]
                 case list():
                     inside += each
@@ -219,7 +238,7 @@ def checked(value: Any) -> Any:
                 case int() if -WHOLE <= each < WHOLE:
                     continue
                 case _:
-                    raise ValueError(f"it has a value that is no number or word: {type(each).__name__}")
+                    raise ValueError(f"it has a value or key that is no number or word: {type(each).__name__}")
         if not inside:
             return value
         level = inside

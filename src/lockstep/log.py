@@ -35,7 +35,7 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self.failed:
             self.failed = True
-            _show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
+            show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written is tried once more
@@ -86,11 +86,12 @@ def say(message: str = "") -> None:
 
 def warn(message: str) -> None:
     """Warn the user in one line, on the terminal and in the log."""
-    _show_warning(message)
+    show_warning(message)
     logger.warning(message)
 
 
-def _show_warning(message: str) -> None:
+def show_warning(message: str) -> None:
+    """The same on the terminal only, from where there is no log."""
     console.print(f"warning: {message}", soft_wrap=True, style="yellow", markup=False)
 
 

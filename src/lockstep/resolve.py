@@ -343,5 +343,5 @@ def _ended(run_dir: RunDir) -> bool:
     try:
         return run_dir.read_summary().get("status") == "completed"
     except UnreadableFile as error:
-        log.warn(f"{error}; it is written anew")
+        log.show_warning(f"{error}; it is written anew")
         return False

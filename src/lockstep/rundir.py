@@ -46,15 +46,26 @@ def _content(path: Path) -> bytes | None:
         raise
 
 
+def _which(path: Path) -> tuple[int, int] | None:
+    """Tells a file from the one that takes its place, whatever is in them; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one job. Each file has one writer: main, or the rank that a name carries.
 
-    `before` is the content of the files that `begin` replaced; None for those that it made.
+    `before` is the content of the files that `begin` replaced (None for those that it made), and `summary_before`
+    which file the summary was then.
     """
 
     path: Path
     before: Mapping[Path, bytes | None] = field(default_factory=dict, repr=False, compare=False)
+    summary_before: tuple[int, int] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
@@ -182,17 +193,6 @@ class RunDir:
     def rank_error(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.error.json"
 
-    def own_folders(self) -> set[Path]:
-        """What can only be a folder here."""
-        return {self.hydra, self.logs, self.checkpoints, self.incident, *self.checkpoints.glob("step-*")}
-
-    def own_files(self) -> set[Path]:
-        """What can only be a file here; of those with a rank or the time in their names, the ones that are there."""
-        single = {self.config, self.command, self.environment, self.metrics, self.table, self.gpu, self.weights}
-        hydra = {self.overrides, self.hydra / "config.yaml", self.hydra / "hydra.yaml"}
-        pointers = {self.lock, self.log, self.summary, self.last, self.best, self.none_yet}
-        return {*single, *hydra, *pointers, *self.logs.glob("rank*.*"), *self.path.glob("events.out.tfevents.*")}
-
     def read_summary(self) -> dict[str, Any]:
         """What `summary.json` says, or an empty dictionary before it is written.
 
@@ -230,7 +230,8 @@ class RunDir:
         Raises:
             StorageError: one cannot be written; all are as they were.
         """
-        begun = replace(self, before={path: _content(path) for path in (*texts, self.summary)})
+        before = {path: _content(path) for path in texts}
+        begun = replace(self, before=before, summary_before=_which(self.summary))
         try:
             for path, text in texts.items():
                 write_atomic(path, text)
@@ -260,7 +261,7 @@ class RunDir:
         Where the summary cannot be written the error alone has to say it.
         """
         with suppress(OSError, StorageError, UnreadableFile):
-            unchanged = not self.began or (bool(self.before) and _content(self.summary) == self.before[self.summary])
+            unchanged = not self.began or (bool(self.before) and _which(self.summary) == self.summary_before)
             if isinstance(error, InputError) and unchanged:
                 self.take_back()
                 return

@@ -6,6 +6,7 @@ A rule that fails here is changed here, with its reason, or the code is.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,3 +192,33 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
 def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert command(sys.executable, "-c", code).code == 0
+
+
+# Who reads a file without the guarded reader, and why its content needs no guard.
+READS: dict[str, str] = {
+    "files": "is the reader",
+    "storage": "opens what it has the disk hold, and reads nothing of it",
+    "config": "the help's text, which is part of the program",
+    "catalog": "timm's own source",
+    "watchdog": "the kernel's /proc",
+    "memory": "the kernel's /proc",
+    "data": "images, whose decoders refuse what is none; the kernel's /proc",
+    "cli": "what `lockstep prove` has had written just now",
+}
+
+
+def reads(tree: ast.AST) -> bool:
+    """Whether code opens a file to read it."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        function, arguments = ast.unparse(call.func), ", ".join(map(ast.unparse, call.args))
+        name = function.rpartition(".")[2]
+        if name in ("read_text", "read_bytes") and function not in (name, f"files.{name}"):
+            return True
+        if name == "open" and not re.search(r"'[awx]b?'|O_WRONLY|O_CREAT", arguments):
+            return True
+    return False
+
+
+def test_every_file_is_read_by_the_guarded_reader() -> None:
+    reading = {unit(path) for path in MODULES if reads(ast.parse(path.read_text()))}
+    assert reading == READS.keys()

@@ -220,7 +220,7 @@ def test_a_file_that_is_no_config_is_the_users_mistake(tmp_path: Path, content: 
         path.write_bytes(content)
     elif content is not None:
         path.write_text(content)
-    with pytest.raises(InputError, match=f"^{path} (cannot be read as a config|is )"):
+    with pytest.raises(InputError, match=f"^{path} is "):
         config.load(path)
 
 

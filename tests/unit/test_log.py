@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -42,3 +46,28 @@ def test_what_is_said_and_warned_is_one_line_as_it_stands_and_kept(
     kept = run.log.read_text().splitlines()
     assert kept[0].endswith(f"INFO {long}")
     assert kept[1].endswith("WARNING careful")
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_ends_nothing(
+    run: RunDir, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk(0), log.rank_logging(run, 1, separate=False):
+        for _ in range(3):
+            log.logger.info("a word")
+    said = capsys.readouterr()
+    path = run.rank_log(1)
+    assert said.out == f"warning: {path} cannot be written (File too large); the run goes on without it\n"
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("target", ["full disk", "reader that left"])
+def test_words_that_nobody_can_read_end_no_program(target: str) -> None:
+    code = "from lockstep import log; [log.say('a word' * 1000) for _ in range(99)]; raise SystemExit(3)"
+    with Path("/dev/full").open("w") as full:
+        pipe = subprocess.PIPE if target == "reader that left" else full
+        program = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True)
+        if program.stdout is not None:
+            program.stdout.close()
+        assert program.stderr is not None
+        assert (program.stderr.read(), program.wait()) == ("", 3)
+        program.stderr.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -197,3 +198,71 @@ def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_in_a_folder_of_its_own_is_the_latest_of_a_root_that_is_not_there_yet(tmp_path: Path) -> None:
     RunDir.at(tmp_path / "run").mark_latest(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b" / "latest").read_text() == "../../run\n"
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
+def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_written(
+    tmp_path: Path, content: bytes
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.summary.write_bytes(content)
+    with pytest.raises(InputError, match=r"summary.json is not"):
+        run.read_summary()
+    run.write_summary(status="running")
+    assert run.read_summary() == {"status": "running"}
+
+
+def test_a_refused_resume_leaves_what_could_not_be_read_too(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.metrics.write_text("")
+    run.summary.write_bytes(b"[1]")
+    run.command.write_bytes(b"\xff")
+    run.environment.unlink()
+    again = RunDir.at(run.path).begin({run.config: "other", run.command: "other", run.environment: "new"})
+    again.close(InputError("no"))
+    assert (run.summary.read_bytes(), run.command.read_bytes(), run.config.read_text()) == (
+        b"[1]",
+        b"\xff",
+        "written",
+    )
+    assert not run.environment.exists()
+
+
+def test_a_run_that_never_logged_and_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    RunDir.at(run.path).begin({run.config: "other"}).close(InputError("no"))
+    assert run.config.read_text() == "written"
+
+
+def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    run = begun(tmp_path / "old")
+    with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
+        run.begin({run.config: "other", run.command: "x" * 1000})
+    assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
+    new = RunDir.at(tmp_path / "new")
+    with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
+        new.begin({new.config: "other", new.command: "x" * 1000})
+    assert not new.path.exists()
+
+
+def test_a_summary_that_cannot_be_written_does_not_hide_why_the_job_ended(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    run = begun(tmp_path / "run")
+    run.metrics.write_text("")
+    with full_disk(10):
+        run.close(Stopped("stopped at step 3"))
+    assert run.read_summary() == {"status": "running"}
+
+
+@pytest.mark.parametrize("content", [b"\xff", bytes(2**20)])
+def test_latest_that_names_nothing_is_a_mistake_with_a_remedy(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(InputError, match=r"resume=latest: .*latest .*; name the run with resume=PATH"):
+        latest(tmp_path)
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(InputError, match=r"latest is a pipe"):
+        latest(tmp_path)

@@ -83,6 +83,41 @@ def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Pat
     assert [(line["step"], line["loss/train"]) for line in lines(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\x00\x00",
+        "[1]",
+        "{}",
+        '{"step": "3"}',
+        '{"step": true}',
+        '{"step": 1, "a": "b"}',
+        '{"step": 1, "a": NaN}',
+        "[" * 9999,
+    ],
+)
+def test_a_damaged_line_is_left_out_and_said(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{content}\n{{"step": 2}}\n')
+    JsonLines(path, 2).close()
+    assert [line["step"] for line in lines(path)] == [1, 2]
+    assert capsys.readouterr().out == f"warning: {path} is damaged: line 2, cannot be read and is left out\n"
+
+
+def test_what_is_missing_of_the_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    JsonLines(path, 5, logged=2).close()
+    assert capsys.readouterr().out == ""
+    JsonLines(path, 5, logged=4).close()
+    assert "ends at step 2, and its run had logged step 4: what is between them is lost" in capsys.readouterr().out
+    path.unlink()
+    JsonLines(path, 5, logged=4).close()
+    assert "ends at step 0" in capsys.readouterr().out
+
+
 def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: FullDisk) -> None:
     sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), Table(tmp_path / "metrics.csv", PLAN, 0)
     with full_disk(1):
@@ -214,6 +249,29 @@ def test_a_record_cut_short_anywhere_ends_its_file(tmp_path: Path) -> None:
         assert set(written(tmp_path).values()) == {1}
         for each in set(tmp_path.iterdir()) - {path}:
             each.unlink()
+
+
+def test_a_damaged_record_is_left_out_and_said_and_the_others_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part(tmp_path, 0, range(1, 4))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        part(tmp_path, 3, range(4, 5))
+        assert set(written(tmp_path).values()) == {1}
+        cut_short = len(whole) - at < 80  # the last record, where a longer length is like a kill
+        assert cut_short or f"{path} is damaged: what cannot be read of it is left out" in capsys.readouterr().out
+        for each in tmp_path.iterdir():
+            each.unlink()
+
+
+@pytest.mark.parametrize("content", [b"", b"not ours", b"\xff" * 100, bytes(100)])
+def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "events.out.tfevents.1.host.1").write_bytes(content)
+    part(tmp_path, 3, range(4, 6))
+    assert [each.step for each in events(tmp_path).Scalars("loss/train")] == [4, 5]
 
 
 def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:

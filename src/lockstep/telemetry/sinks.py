@@ -48,7 +48,6 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "loss scale": ["Multiline", ["optim/scale"]],
     },
 }
-LAYOUT_TAG = "custom_scalars__config__"
 EVENTS = "events.out.tfevents.*"
 FLUSH_S = 10
 
@@ -87,8 +86,9 @@ class JsonLines:
 def _step_of(line: str) -> int:
     """The step of a line of `metrics.jsonl`; raises ValueError or RecursionError where it is not one of ours."""
     match parsed_json(line):
-        case {"step": int(step), **scalars} if all(each is None or is_number(each) for each in scalars.values()):
-            return step
+        case {"step": int(step), **scalars} if is_number(step):
+            if all(each is None or is_number(each) for each in scalars.values()):
+                return step
     raise ValueError("not a line of figures")
 
 
@@ -214,18 +214,17 @@ class TensorBoard:
         self.failed = False
         self.flushed = time.monotonic()
         with self._forgiving():
-            described = LAYOUT_TAG in trimmed(sorted(folder.glob(EVENTS)), after)
+            kept = trimmed(sorted(folder.glob(EVENTS)), after)
             # Not torch's or TensorBoard's writer: theirs has a thread, and what this one writes in 0.1 ms makes the
             # training loop wait for it, and for Python's lock, up to 2 ms at each log point.
             name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
             self.file = (folder / name).open("xb")
             self.records = RecordWriter(self.file)
             self._add(file_version="brain.Event:2")
-            if described:
-                return
             # Written to the run's own file: `add_hparams` would make a second run of its own.
             for summary in (custom_scalars(LAYOUT), *hparams(dict(facts), {"acc/val_top1": 0.0, "loss/val": 0.0})):
-                self._add(summary=summary)
+                if kept.isdisjoint(value.tag for value in summary.value):
+                    self._add(summary=summary)
             self.file.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -1,0 +1,215 @@
+"""What is read without trust: no kind of file, no size and no content makes the reader wait, crash or believe it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep import config, files
+from lockstep.errors import InputError
+from lockstep.files import LINE_LIMIT, UnreadableFile, read_bytes, read_json, read_lines, read_text, read_yaml
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+def _device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # the one of /dev/zero, which has no end
+    except PermissionError:
+        pytest.skip("only root can make a device")
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda path: None, "is missing"),
+    "folder": (Path.mkdir, "is a folder, expected a plain file"),
+    "pipe": (os.mkfifo, "is a pipe, expected a plain file"),
+    "socket": (_socket, "is a socket, expected a plain file"),
+    "device": (_device, "is a device, expected a plain file"),
+    "link to a device": (lambda path: path.symlink_to("/dev/zero"), "is a symbolic link, expected a plain file"),
+    "link to nothing": (lambda path: path.symlink_to("nowhere"), "is a symbolic link, expected a plain file"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "is a symbolic link, expected a plain file"),
+}
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A path with a short name: that of a socket has 107 bytes at most."""
+    monkeypatch.chdir(tmp_path)
+    return Path("file")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_a_plain_file_is_read_and_none_is_waited_for(short: Path, kind: str) -> None:
+    make, expected = KINDS[kind]
+    make(short)
+    for read in (read_bytes, read_text, read_json, read_yaml, lambda path: list(read_lines(path))):
+        with pytest.raises(UnreadableFile) as caught:
+            read(short)
+        assert (str(caught.value), caught.value.missing) == (f"{short} {expected}", kind == "none")
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [("/dev/zero", "is a device"), ("itself", "cannot be read \\(Too many")]
+)
+def test_a_link_that_the_user_named_is_followed_and_what_it_leads_to_is_looked_at(
+    tmp_path: Path, target: str, expected: str
+) -> None:
+    (tmp_path / "plain").write_text("content")
+    (tmp_path / "link").symlink_to("plain")
+    assert read_bytes(tmp_path / "link", links=True) == b"content"
+    (tmp_path / "itself").symlink_to(target)
+    with pytest.raises(UnreadableFile, match=expected):
+        read_bytes(tmp_path / "itself", links=True)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 300, "plain/below"])
+def test_a_path_that_cannot_be_is_unreadable(tmp_path: Path, path: str) -> None:
+    (tmp_path / "plain").write_text("")
+    with pytest.raises(UnreadableFile):
+        read_text(tmp_path / path)
+
+
+def test_a_file_without_the_right_to_read_it_is_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+
+    def refused(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")  # root, whom nothing is refused, may run the tests
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(UnreadableFile, match=r"file cannot be read \(Permission denied\)"):
+        read_text(tmp_path / "file")
+
+
+def test_a_file_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, 2**42)
+    with pytest.raises(UnreadableFile, match=r"has 4,398,046,511,104 bytes, expected at most 262,144"):
+        read_text(path)
+    assert list(read_lines(path)) == [None], "a line without an end"
+
+
+JSON = [
+    b"",
+    b"{",
+    b"{}{}",
+    b"\xff\xfe",
+    b"\0",
+    b"[" * 100_000,
+    b"[" * 40 + b"]" * 40,
+    b'{"a":' * 50_000,
+    b'{"a": 1, "a": 2}',
+    b"9" * 10_000,
+    b"[9223372036854775808]",
+    b'"\\ud800"',
+]
+
+
+@pytest.mark.parametrize("content", JSON, ids=lambda content: str(content[:20]))
+def test_json_that_is_none_or_too_much_is_unreadable(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UnreadableFile, match=r"file is not (JSON|UTF-8 text)"):
+        read_json(tmp_path / "file")
+
+
+def test_json_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"a": [1, 2.5, null, true, "x"]}')
+    assert read_json(tmp_path / "file") == {"a": [1, 2.5, None, True, "x"]}
+
+
+BOMB = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [{f'*{old}, ' * 9}]\n" for old, new in zip("abcdefgh", "bcdefghi"))  # noqa: B905
+YAML = {
+    "an alias bomb": BOMB,
+    "a merge": "a: &a {b: 1}\nc: {<<: *a}\n",
+    "an anchor": "a: &a 1\n",
+    "deep lists": "[" * 100 + "]" * 100,
+    "deeper lists": "[" * 50_000,
+    "deep keys": "".join(f"{' ' * depth}a:\n" for depth in range(100)),
+    "many values": "- 1\n" * 60_000,
+    "half of it": "a: [1",
+    "two keys of a name": "a: 1\na: 2\n",
+    "code": "!!python/object/apply:os.getcwd []",
+    "a long number": "a: " + "9" * 10_000,
+    "bytes": "a: !!binary aGVsbG8=\n",
+    "a set": "a: !!set {b, c}\n",
+    "a surrogate": 'a: "\\ud800"\n',
+    "NUL": "a: \0\n",
+    "keys of numbers": "1: a\n",
+    "references": "a: " + "${" * 20_000,
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(YAML[name])
+    with pytest.raises(InputError) as caught:
+        config.load(path)
+    assert str(caught.value).startswith(f"{path} ")
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(InputError):
+        config.load_list(path)
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="ignore")))
+def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(content)
+    for read in (config.load, config.load_list, read_json):
+        with suppress(InputError):
+            read(path)
+
+
+def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
+    kept = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
+    path.write_text(config.dump(kept))
+    assert config.load(path) == kept
+    overrides = ["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"]
+    path.write_text(config.dump_list(overrides))
+    assert config.load_list(path) == overrides
+
+
+def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    content = config.dump_list(["steps=3", "optimizer.lr=0.1"]).encode()
+    for at in range(content.index(b"\n") + 1, len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(InputError, match=r"does not match the sha256 in its first line|is not UTF-8"):
+            config.load_list(path)
+        path.write_bytes(content[:at])
+        with pytest.raises(InputError, match="does not match the sha256 in its first line"):
+            config.load_list(path)
+
+
+def lines(path: Path, content: bytes) -> Iterator[str | None]:
+    path.write_bytes(content)
+    return read_lines(path)
+
+
+def test_lines_are_whole_or_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    assert list(lines(path, b"one\ntwo\r\n\nthree")) == ["one\n", "two\r\n", "\n"]
+    assert list(lines(path, b"one\n\xff\ntwo\n")) == ["one\n", None, "two\n"]
+    assert list(lines(path, b"one\n" + b"x" * LINE_LIMIT + b"\ntwo\n")) == ["one\n", None]
+    assert list(lines(path, b"")) == []
+
+
+def test_plain_values_are_told_from_others() -> None:
+    assert files.checked({"a": [1, None]}) == {"a": [1, None]}
+    for value in ({1: 2}, {"a": (1, 2)}, [2**63], [b""], "\ud800"):
+        with pytest.raises(ValueError, match=r"that is no number|surrogates"):
+            files.checked(value)

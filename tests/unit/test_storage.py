@@ -1,0 +1,104 @@
+"""What is written is on the disk before its name is, and a disk without room is one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import storage
+from lockstep.checkpoint import Checkpointer
+from lockstep.errors import StorageError
+from lockstep.rundir import RunDir
+from lockstep.storage import write_atomic
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What the disk is told, in order: a file or folder to hold, a name to give; temporary names without numbers."""
+    made: list[tuple[str, str]] = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def synced(descriptor: int) -> None:
+        made.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name.replace(f".{os.getpid()}", "")))
+        fsync(descriptor)
+
+    def named(source: Path, target: Path) -> None:
+        made.append(("name", Path(target).name))
+        (replace if Path(target).is_file() else rename)(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    monkeypatch.setattr(os, "rename", named)
+    return made
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_writer_goes_on(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    write_atomic(tmp_path / "file", "content")
+    assert calls == [("sync", ".file.tmp"), ("name", "file"), ("sync", tmp_path.name)]
+
+
+def test_a_run_folder_is_on_the_disk_with_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    RunDir.at(tmp_path / "run")
+    assert calls == [("sync", "run"), ("sync", tmp_path.name)]
+
+
+def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_weights(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.metrics.write_text("")
+    calls.clear()
+    model = nn.Linear(2, 2)
+    target = Checkpointer(run_dir=run, identity={}, keep=3, keep_best=1, writes=True)
+    progress = {"step": 1, "score": 50.0, "best": 50.0, "best_step": 1, "window": None}
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
+    target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
+    target.close()
+    named = calls.index(("name", "step-00000001"))
+    before = {what for call, what in calls[:named] if call == "sync"}
+    files = {"facts.json", "manifest.json", "model.safetensors", "state.pt"}
+    assert before == {"metrics.jsonl", ".step-00000001.tmp", *files}
+    assert calls[named + 1] == ("sync", "checkpoints")
+    weights = calls.index(("name", "model.safetensors"))
+    assert calls[weights - 1 :: 2] == [("sync", "model.tmp"), ("sync", "run")]
+
+
+FullDisk = Callable[[int], AbstractContextManager[None]]
+
+
+def test_a_disk_without_room_is_one_sentence_with_a_remedy(tmp_path: Path, full_disk: FullDisk) -> None:
+    with full_disk(10), pytest.raises(StorageError) as caught:
+        write_atomic(tmp_path / "file", "x" * 100)
+    assert str(caught.value) == (
+        f"{tmp_path}/file cannot be written (File too large); make room there, and the same command goes on"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_the_place_of_a_file_is_a_storage_error_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(StorageError, match=r"file cannot be written \(Is a directory\)"):
+        write_atomic(tmp_path / "file", "x")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with pytest.raises(StorageError, match=str(tmp_path)), storage.full_disk(tmp_path):
+            raise OSError(number, os.strerror(number))
+    with pytest.raises(FileNotFoundError), storage.full_disk(tmp_path):
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+
+def test_text_that_has_no_utf_8_is_written_all_the_same(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", "a\udc80b")
+    assert (tmp_path / "file").read_text() == "a\\udc80b"
