@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, command, records
+from lockstep.errors import RankFailed
+from lockstep.launcher import once, shared
+from lockstep.rundir import RunDir
 from processes import (
     ELASTIC,
     INLINE,
@@ -156,6 +160,17 @@ def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Pat
     process.communicate()
     wait_for(lambda: not processes(tmp_path / "run"), 40)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **served}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shared, "REACHED_S", 0.2)
+    with pytest.raises(RankFailed, match="does not answer"), once(lambda: RunDir(Path()), lambda error: None):
+        pass
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

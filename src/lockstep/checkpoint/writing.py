@@ -171,13 +171,15 @@ class Checkpointer:
             (temporary / MANIFEST).write_text(json.dumps({"sha256": digests}, indent=2) + "\n")
             for each in (*temporary.iterdir(), temporary):
                 sync(each)
-            if final.exists():  # damaged, or its step would not be done again
-                _remove(final)
+            # A damaged one, or one whose evaluation a stop had cut. It goes when the new one is there.
+            replaced = _set_aside(final) if final.exists() else None
             temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
             raise
         sync(folder)
+        if replaced is not None:
+            shutil.rmtree(replaced)
         write_atomic(folder / LAST, name)
         if progress["best_step"] == progress["step"]:
             write_atomic(folder / BEST, name)
@@ -213,9 +215,12 @@ class Checkpointer:
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint in one step: a kill on the way leaves none that is half there."""
-    torn = path.with_name(f".{path.name}.old.tmp")
-    path.rename(torn)
-    shutil.rmtree(torn)
+    shutil.rmtree(_set_aside(path))
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a checkpoint a name that is no longer one of a checkpoint."""
+    return path.rename(path.with_name(f".{path.name}.old.tmp"))
 
 
 def _score(path: Path) -> float | None:
