@@ -37,7 +37,7 @@ RANKS = ("launcher.ranks=2", "strategy=ddp", "launcher.threads=1")
 SMALL = ("telemetry.tensorboard=false", "telemetry.interval=1", "device=cpu")
 # Images of 96 pixels, whose steps and evaluations take seconds on a CPU.
 SLOW = ("dataset=fake", "dataset.size=96", "dataset.classes=10", "model=resnet18", "launcher.threads=1")
-CUT = ("dataset.examples=256", "batch=128", "train.micro_batches=32", "steps=1000")
+CUT = ("dataset.examples=256", "batch=128", "train.micro_batches=32", "steps=1000", "train.eval_every=100%")
 LONG = ("dataset.examples=4000", "batch=4", "train.eval_every=1", "train.eval_batch=8", "steps=1000")
 PHOTOS = 3000
 

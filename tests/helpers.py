@@ -54,40 +54,58 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     return made
 
 
-def train_here(path: Path, *overrides: str, stop_at: int | None = None) -> RunDir:
-    """Train a job as the one rank of this process, or go on with it; stop it after `stop_at` steps."""
+def train_here(path: Path, *overrides: str, stop_at: int | None = None, stop_in: int | None = None) -> RunDir:
+    """Train a job as the one rank of this process, or go on with it; stop it as `StopAfter` says."""
     run = run_dir(path, *overrides)
     torch.set_num_threads(1)
-    run_until(world.World.solo(), run, stop_at)
+    run_until(world.World.solo(), run, stop_at, stop_in)
     return run
 
 
 class StopAfter(StopRequest):
-    """A wish to stop that is there at one of the steps only, if at any."""
+    """A wish to stop that comes, as a signal's would, after so many steps, or within one or an evaluation.
 
-    def __init__(self, step: int | None) -> None:
+    Args:
+        step: it is there at the end of this step of this part of the run only.
+        place: it is there when it is asked for within a step or an evaluation for this time.
+    """
+
+    def __init__(self, step: int | None, place: int | None = None) -> None:
+        self.place, self.places = place, itertools.count(1)
         super().__init__()
-        self.step, self.asked = step, itertools.count(1)
+        self.step, self.steps = step, itertools.count(1)
 
     def requested(self) -> bool:
-        return next(self.asked) == self.step
+        return next(self.steps) == self.step
+
+    @property
+    def heard(self) -> bool:
+        return next(self.places) == self.place
+
+    @heard.setter
+    def heard(self, value: bool) -> None:
+        """Nothing else sets it."""
 
 
-def run_until(joined: world.World, run: RunDir, stop_at: int | None) -> None:
-    """Run a job as a rank; the wish to stop comes after `stop_at` steps of this part, as a signal's would."""
+def run_until(joined: world.World, run: RunDir, stop_at: int | None, stop_in: int | None = None) -> None:
+    """Run a job as a rank, to its end or to a stop (as for `StopAfter`)."""
     try:
-        experiment.run(joined, run, stop=StopAfter(stop_at))
+        experiment.run(joined, run, stop=StopAfter(stop_at, stop_in))
     except Stopped:
-        assert stop_at is not None
+        assert stop_at is not None or stop_in is not None or joined.size > 1
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job for a gang: where it runs, its overrides, and after how many steps it is asked to stop."""
+    """A job for a gang: where it runs, its overrides, and when it is asked to stop.
+
+    `stop_at` and `stop_in` are as for `StopAfter`; the latter is of the last rank alone.
+    """
 
     path: Path
     overrides: tuple[str, ...]
     stop_at: int | None = None
+    stop_in: int | None = None
 
 
 def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
@@ -95,7 +113,7 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for case in cases:
         run_dir(case.path, f"launcher.ranks={ranks}", "launcher.threads=1", *case.overrides)
-    (folder / "cases.json").write_text(json.dumps([(str(case.path), case.stop_at) for case in cases]))
+    (folder / "cases.json").write_text(json.dumps([(str(case.path), case.stop_at, case.stop_in) for case in cases]))
     launch(gang_entry, folder, ranks)
 
 
@@ -118,8 +136,9 @@ def _launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
 def gang_entry(folder: Path) -> None:
     """What a rank of a gang does (`exit_as_rank` below calls it)."""
     with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
-        for path, stop_at in json.loads((folder / "cases.json").read_text()):
-            run_until(joined, RunDir(Path(path)), stop_at)
+        for path, stop_at, stop_in in json.loads((folder / "cases.json").read_text()):
+            last = joined.rank == joined.size - 1
+            run_until(joined, RunDir(Path(path)), stop_at, stop_in if last else None)
 
 
 def exit_as_rank(folder: Path) -> None:

@@ -29,7 +29,7 @@ from omegaconf.errors import (
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean
 from lockstep.fields import shown
-from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, leave, listen
+from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, importing, leave, listen
 from lockstep.storage import FULL
 from lockstep.terminal import drop
 
@@ -52,10 +52,13 @@ class _StopEarly(StopRequest):
     """What a signal does while no job listens to it: it ends the program.
 
     The first one interrupts the main thread. What is interrupted there may swallow that (a callback from C, a bare
-    `except`), or take long to come to its end: then the program is ended without it.
+    `except`), or take long to come to its end: then the program is ended without it. An import is not interrupted:
+    there is nothing yet that would have to come to its end.
     """
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if importing(frame):
+            self._leave()
         if not self.heard:
             # Not by `threading`, whose locks the interrupted code may hold.
             _thread.start_new_thread(self._insist, ())
@@ -69,8 +72,11 @@ class _StopEarly(StopRequest):
     def _insist(self) -> None:
         time.sleep(GRACE_S)
         if not self.leaving:
-            say(Stopped(STOPPED_EARLY))
-            os._exit(Stopped.exit_code)
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        say(Stopped(STOPPED_EARLY))
+        os._exit(Stopped.exit_code)
 
 
 @contextmanager

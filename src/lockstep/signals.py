@@ -17,8 +17,8 @@ from lockstep.errors import Interrupted, LockstepError, Stopped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 AGAIN_S = 1.0
-# So long a process has to come to its end where there is nothing to save; then it is ended from another thread.
-GRACE_S = 3.0
+# So long the main thread has to come to its end where there is nothing to save, and the threads when it has.
+GRACE_S, THREADS_S = 3.0, 1.0
 LAUNCHER = "LOCKSTEP_LAUNCHER"  # in the environment of a rank: the process number of our launcher above it
 PARENT = "LOCKSTEP_PARENT"  # in the environment of a command: the process number of ours that it must not outlive
 PR_SET_PDEATHSIG = 1
@@ -62,7 +62,7 @@ class StopRequest:
         """Handle a signal. Only the first one interrupts: another could interrupt what cleans up behind it."""
         first = not self.heard
         self.take(number)
-        if self.at_once or (first and self.immediate):
+        if (self.at_once or (first and self.immediate)) and not importing(frame):
             raise StopNow
 
     def begin(self) -> None:
@@ -78,7 +78,7 @@ class StopRequest:
         """Let a stop interrupt what is done in the context, if `allowed`; raises StopNow if one is asked for."""
         before, self.immediate = self.immediate, allowed or self.immediate
         try:
-            if self.heard and self.immediate:
+            if self.immediate and self.heard:
                 raise StopNow
             yield
         finally:
@@ -87,6 +87,13 @@ class StopRequest:
     def error(self) -> LockstepError:
         """What a stop ends a job with that had nothing to save, or was not to save it."""
         return Interrupted() if self.at_once else Stopped(NOT_BEGUN)
+
+
+def importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: some are by C++, which crashes if anything is raised."""
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager
@@ -156,7 +163,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
 
 def leave(code: Any) -> NoReturn:
     """`sys.exit`, in a bounded time: the interpreter waits for its threads, of which one may wait for a disk."""
-    last_resort = threading.Timer(GRACE_S, os._exit, [code if isinstance(code, int) else bool(code)])
+    last_resort = threading.Timer(THREADS_S, os._exit, [code if isinstance(code, int) else bool(code)])
     last_resort.daemon = True
     last_resort.start()
     sys.exit(code)

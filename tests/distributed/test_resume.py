@@ -24,6 +24,7 @@ COMMON = (
 )
 STEPS = 10
 NORMED = ("model=test_resnet", "model.channels_last=true", "dataset.input_size=16", "batch=300", "steps=4")
+IN_BLOCKS = (*COMMON, "train.eval_batch=20")
 
 
 def state(run: Path) -> dict[str, object]:
@@ -42,6 +43,11 @@ def state(run: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
+def whole_in_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_here(tmp_path_factory.mktemp("blocks") / "run", *IN_BLOCKS).path
+
+
+@pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_here(tmp_path_factory.mktemp("whole") / "run", *COMMON).path
 
@@ -53,6 +59,47 @@ def test_one_rank_resumes_to_the_bit_from_any_step(whole: Path, tmp_path: Path, 
     train_here(run, *COMMON)
     assert state(run) == state(whole)
     assert losses(run) == losses(whole)
+
+
+def untimed(run: Path) -> list[dict[str, object]]:
+    """What a run has logged, without what depends on the clock."""
+    return [
+        {key: value for key, value in record.items() if key != "time" and not key.startswith("perf/")}
+        for record in records(run)
+    ]
+
+
+# Asked for once within each step, between its two micro-batches, and 19 times in each of the evaluations of model and
+# average behind steps 5 and 10: once before them, and behind each of their blocks.
+@pytest.mark.parametrize(("place", "step"), [(3, 2), (9, 5), (36, 5), (46, 7), (60, 10), (70, 10)])
+def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
+    tmp_path: Path, whole_in_blocks: Path, place: int, step: int
+) -> None:
+    run = train_here(tmp_path / "run", *IN_BLOCKS, stop_in=place).path
+    (newest, *_) = checkpoint.candidates(run / "checkpoints")
+    assert checkpoint.read_facts(newest)["progress"]["step"] == step
+    train_here(run, *IN_BLOCKS)
+    assert state(run) == state(whole_in_blocks)
+    assert untimed(run) == untimed(whole_in_blocks)
+
+
+def test_statistics_of_a_step_that_was_cut_are_taken_back(tmp_path: Path) -> None:
+    job = ("model=test_resnet", "dataset.input_size=16", "batch=300", "steps=3", "train.micro_batches=3")
+    expected = weights(train_here(tmp_path / "whole", *job))
+    run = train_here(tmp_path / "run", *job, stop_in=4).path
+    train_here(run, *job)
+    assert all(torch.equal(weights(run)[name], tensor) for name, tensor in expected.items())
+
+
+def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None:
+    job = (*COMMON, "train.micro_batches=1", "train.eval_batch=100", "strategy=ddp")
+    gang(tmp_path / "gang", 3, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=2)])
+    (newest, *_) = checkpoint.candidates(tmp_path / "run" / "checkpoints")
+    progress = checkpoint.read_facts(newest)["progress"]
+    assert (progress["step"], progress["score"]) == (5, None)
+    gang(tmp_path / "again", 3, [Case(tmp_path / "run", job)])
+    assert state(tmp_path / "run") == state(tmp_path / "whole")
+    assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
 def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Path) -> None:

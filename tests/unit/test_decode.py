@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -140,3 +141,9 @@ def test_every_kind_of_jpeg_is_scaled_to_rgb(tmp_path: Path, mode: str) -> None:
     with Image.open(buffer) as again:
         expected = np.asarray(again.convert("RGB").resize((40, 40), Image.Resampling.BOX)).transpose(2, 0, 1)
     assert difference(saved(tmp_path, image).square(40), expected) < 2
+
+
+def test_a_pipe_is_no_image_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="no regular file"):
+        ImageFile.read(tmp_path / "a.png")

@@ -180,13 +180,15 @@ class Checkpointer:
             for each in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
                 if each.exists():
                     sync(each)
-            if final.exists():  # damaged, or its step would not be done again
-                _remove(final)
+            # A damaged one, or one whose evaluation a stop had cut. It goes when the new one is there.
+            replaced = _set_aside(final) if final.exists() else None
             temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
             raise
         sync(folder)
+        if replaced is not None:
+            _delete(replaced)
         # Only now: a kill before it leaves it there beside a whole checkpoint, which is what counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         write_atomic(self.run_dir.last, name)
@@ -227,9 +229,20 @@ class Checkpointer:
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint in one step: a kill on the way leaves none that is half there."""
-    torn = path.with_name(f".{path.name}.old.tmp")
-    path.rename(torn)
-    shutil.rmtree(torn)
+    _delete(_set_aside(path))
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, or whatever else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a checkpoint a name that is no longer one of a checkpoint."""
+    return path.rename(path.with_name(f".{path.name}.old.tmp"))
 
 
 def _score(path: Path) -> float | None:

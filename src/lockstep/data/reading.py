@@ -62,13 +62,13 @@ def in_order(make: Callable[[W], R], wanted: Iterable[W], *, workers: int, prefe
         yield from map(make, wanted)
         return
     ahead: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(workers, thread_name_prefix="loader") as pool:
-        try:
-            for each in wanted:
-                ahead.append(pool.submit(make, each))
-                if len(ahead) > workers * prefetch:
-                    yield ahead.popleft().result()
-            while ahead:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="loader")
+    try:
+        for each in wanted:
+            ahead.append(pool.submit(make, each))
+            if len(ahead) > workers * prefetch:
                 yield ahead.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while ahead:
+            yield ahead.popleft().result()
+    finally:  # nor is a read under way waited for: it may not come to its end
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,23 +60,36 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     """The store of the job's ranks.
 
     Raises:
-        RankFailed: it is not there, and does not come within so many seconds.
+        RankFailed: it is not there, and does not come within so many seconds; or its port is taken.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    until = time.monotonic() + seconds
     try:
+        # Waited for here: in the store's own wait no signal is heard.
+        while not (serve or _answers(address, port)):
+            if time.monotonic() > until:
+                raise DistNetworkError("it does not answer")
+            time.sleep(POLL_S)
         return TCPStore(
             address,
             port,
             is_master=serve,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=REACHED_S),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except (DistNetworkError, DistStoreError) as error:
-        raise RankFailed(
-            f"no store answers at MASTER_ADDR={address} MASTER_PORT={port} for {seconds:g} s: the launcher, or the "
-            "rank that serves it, has ended"
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise RankFailed(f"no store at MASTER_ADDR={address} MASTER_PORT={port}: {reason}") from error
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether anybody listens at a port."""
+    try:
+        socket.create_connection((address, port), timeout=REACHED_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _awaited(store: TCPStore, key: str) -> str:

@@ -1,0 +1,206 @@
+"""Stops and ends of real processes outside of training: nothing is swallowed, nothing hangs, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, command, records
+from lockstep.errors import RankFailed
+from lockstep.launcher import once, shared
+from lockstep.rundir import RunDir
+from processes import (
+    ELASTIC,
+    INLINE,
+    LONG,
+    MARK,
+    SPAWN,
+    TWO,
+    children,
+    ended,
+    processes,
+    ranks,
+    running,
+    send,
+    start,
+    steps_done,
+    summary,
+    wait_for,
+)
+
+pytestmark = pytest.mark.slow
+
+# train.py in which a function is another one: `-c REPLACED MODULE[:CLASS] FUNCTION CODE train.py ...`.
+REPLACED = """
+import pkgutil, runpy, sys
+owner, name, code = sys.argv[1:4]
+setattr(pkgutil.resolve_name(owner), name, eval(code))
+sys.argv = sys.argv[4:]
+runpy.run_path("train.py", run_name="__main__")
+"""
+SLEEPS = "lambda *_, **__: __import__('threading').Event().wait()"
+RAISES = "lambda *_, **__: 1 / 0"
+# A stop that comes where it is easily lost: while a module is imported by C, in a callback, in a bare `except`.
+SWALLOWED = """
+import os, signal, sys, time
+from lockstep import refusals
+class Lost:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+def swallow():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    except:
+        pass
+with refusals.command_line():
+    if sys.argv[1] == "del":
+        Lost()
+    elif sys.argv[1] == "except":
+        swallow()
+    else:
+        sys.path.insert(0, sys.argv[1])
+        import stops
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["del", "except", "import"])
+def test_a_stop_that_is_swallowed_ends_the_program_all_the_same(tmp_path: Path, where: str) -> None:
+    (tmp_path / "stops.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)"
+    )
+    done = command(sys.executable, "-W", "ignore", "-c", SWALLOWED, str(tmp_path) if where == "import" else where)
+    assert done.code == 75, done.err
+    assert done.err.splitlines()[-1] == "lockstep: stopped before a run began; the same command starts it"
+
+
+def test_a_stop_of_a_process_that_cannot_be_interrupted_before_the_first_step_is_heard(tmp_path: Path) -> None:
+    """One rank waits in native code for the other one, which waits for an image that does not come."""
+    folder = tmp_path / "run"
+    late = (
+        "lambda self: __import__('time').sleep(3600) if self.is_main else __import__('torch').distributed.barrier()"
+    )
+    launch = (sys.executable, "-c", REPLACED, "lockstep.world:World", "barrier", late)
+    process = start(folder, *SPAWN, *LONG, launch=launch)
+    wait_for(lambda: (folder / "logs" / "rank1.log").exists() and len(ranks(folder, process)) == 2)
+    time.sleep(2)  # to where they wait; it is as well if they do not yet
+    send(signal.SIGTERM, process.pid)
+    code, err = ended(process)
+    assert code == 75, err
+    assert "stopped before a step was finished" in err
+    assert "Traceback" not in err
+    assert not processes(folder)
+
+
+@pytest.mark.parametrize("ends", ["timeout", "stop"])
+def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_or_a_stop(
+    tmp_path: Path, ends: str
+) -> None:
+    folder = tmp_path / "run"
+    launch = (sys.executable, "-c", REPLACED, "lockstep.experiment", "_splits", SLEEPS)
+    process = start(folder, *INLINE, f"launcher.timeout={'4s' if ends == 'timeout' else '10min'}", launch=launch)
+    wait_for(lambda: (folder / "logs" / "rank0.log").exists())
+    if ends == "stop":
+        send(signal.SIGTERM, process.pid)
+    code, err = ended(process)
+    assert code == (75 if ends == "stop" else 70), err
+    assert ("stopped before a step" if ends == "stop" else "no step was finished for 4 s") in err
+    assert "Traceback" not in err
+    assert summary(folder)["exit_code"] == code
+
+
+def test_a_stop_that_waits_for_a_suspended_rank_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *SPAWN, *LONG, "checkpoint.every=1")
+    send(signal.SIGSTOP, ranks(folder, process)[1])
+    send(signal.SIGTERM, process.pid)
+    code, err = ended(process)
+    assert code == 75, err
+    assert "stopped without saving" in err
+    assert not processes(folder)
+
+
+def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *SPAWN, *LONG, "launcher.timeout=3s")
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(6)
+    before = steps_done(folder)
+    os.killpg(process.pid, signal.SIGCONT)
+    wait_for(lambda: process.poll() is not None or steps_done(folder) > before + 3)
+    send(signal.SIGTERM, process.pid)
+    code, err = ended(process)
+    assert code == 75, err
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
+def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    folder, module = tmp_path / "run", {"spawn": "spawn", "elastic": "agent"}[launcher[-1].partition("=")[2]]
+    launch = (sys.executable, "-c", REPLACED, f"lockstep.launcher.{module}", "failures", RAISES)
+    process = start(folder, *launcher, *LONG, launch=launch)
+    code, err = ended(process)
+    assert (code, "ZeroDivisionError" in err) == (70, True), err
+    wait_for(lambda: not processes(folder), 10)
+
+
+def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Path) -> None:
+    torchrun = (str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2")
+    process = start(tmp_path / "run", *TWO, *LONG, launch=torchrun)
+    wait_for(lambda: children(process.pid))
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes(tmp_path / "run"), 40)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **served}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(shared, "REACHED_S", 0.2)
+    with pytest.raises(RankFailed, match="does not answer"), once(lambda: RunDir(Path()), lambda error: None):
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_prove_leaves_no_run(tmp_path: Path, number: signal.Signals) -> None:
+    mark = str(tmp_path)
+    process = subprocess.Popen(
+        [str(Path(sys.executable).parent / "lockstep"), "prove", "--ranks", "2", "--steps", "1000"],
+        cwd=ROOT,
+        env={**os.environ, MARK: mark, "TMPDIR": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: children(process.pid))
+    send(number, process.pid)
+    code, err = ended(process)
+    assert code == (75 if number == signal.SIGTERM else -9), err
+    assert "Traceback" not in err
+    wait_for(lambda: not processes(Path(mark)), 20)
+
+
+def test_an_evaluation_is_left_between_two_of_its_blocks(tmp_path: Path) -> None:
+    """It would take minutes, and one rank alone is asked to stop."""
+    folder = tmp_path / "run"
+    long = ("dataset=fake", "dataset.examples=80000", "dataset.size=8", "train.eval_batch=1", "train.eval_every=1")
+    process = running(folder, *SPAWN, *long, steps=1)
+    send(signal.SIGUSR1, ranks(folder, process)[1])
+    code, err = ended(process)
+    assert code == 75, err
+    assert "stopped at step 1 of" in err
+    assert "Traceback" not in err
+    assert [record for record in records(folder) if "acc/val_top1" in record] == []
+    assert not processes(folder)
