@@ -16,8 +16,6 @@ from lockstep.data.decode import Box, ImageFile
 from lockstep.data.rng import Draws
 from lockstep.errors import InputError
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"})
-
 
 class BrokenImage(InputError):
     """An image that cannot be decoded. Its arguments: index, path, reason."""
