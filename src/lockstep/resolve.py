@@ -31,6 +31,7 @@ from lockstep.lock import Lock
 from lockstep.models import ResNet34, Timm
 from lockstep.optim import check_decay
 from lockstep.protocols import BoxAugment
+from lockstep.resume import check_kept_config, resumed_job
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, DataParallel, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
@@ -47,14 +48,12 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     folder = claim(job, invocation, lock)
     overrides = list(invocation.overrides)
     if (earlier := continued(job, invocation)) is not None:
-        stored = config.load_list(RunDir(earlier).overrides)
-        job = config.to_dict(config.recompose(stored, invocation.overrides))
-        if not any(each.startswith("name=") for each in invocation.overrides):
-            job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
-        overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
+        job, overrides = resumed_job(RunDir(earlier), overrides)
     resolved = resolve(_fitting(job, overrides), sweep=invocation.sweep)
     built = config.build_all(resolved)
     _check(built)
+    if earlier is not None:
+        check_kept_config(RunDir(earlier), job, invocation.overrides)
     _check_run(built, folder)
     if folder is not None:
         run_dir = RunDir.at(folder)

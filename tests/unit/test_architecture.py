@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     # The groups: none of them knows another one.
     frozenset(
         {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
-        | {"health", "watchdog", "claim"}
+        | {"health", "watchdog", "claim", "resume"}
     ),
     frozenset({"trainer", "evaluate"}),
     frozenset({"experiment", "report", "identity", "incident", "memory", "trial", "compiling"}),
