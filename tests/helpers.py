@@ -48,9 +48,11 @@ def built(*overrides: str) -> Job:
 def run_dir(path: Path, *overrides: str) -> RunDir:
     """A run folder with a resolved config in it, ready for its ranks."""
     made = RunDir.at(path)
-    job = composed(*QUICK, f"output_root={path.parent}", *overrides)
+    told = [*QUICK, f"output_root={path.parent}", *overrides]
+    job = composed(*told)
     made.config.write_text(config.dump(resolve.resolve(job, sweep=False)))
-    made.overrides.write_text(config.dump_list(list(overrides)))
+    (made.hydra / "config.yaml").write_text(config.dump(job))
+    made.overrides.write_text(config.dump_list(told))
     return made
 
 

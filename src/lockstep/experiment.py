@@ -26,9 +26,10 @@ from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.reading import sample
 from lockstep.data.shards import Loader
+from lockstep.data.shared import share_listings
 from lockstep.data.splits import Crop
 from lockstep.errors import NumericalError
-from lockstep.identity import identity, plan_of
+from lockstep.identity import check_same_data, identity, plan_of
 from lockstep.optim import averaged
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Sink, Split, Strategy
@@ -74,6 +75,8 @@ def run(
     if job.train.micro_batches == "auto":
         job.train.micro_batches = memory.choose_micro_batches(job, world)
     plan = plan_of(job, len(train))
+    facts = identity(job, len(train))
+    check_same_data(facts, world)
     reason = _choose_loader(job, (train, held_out), plan, world)
     mix = _mix(job)
     pipeline = _pipeline(job, world, mix)
@@ -91,7 +94,7 @@ def run(
         )
     checkpointer = Checkpointer(
         run_dir=run_dir,
-        identity=identity(job, len(train)),
+        identity=facts,
         keep=job.checkpoint.keep,
         keep_best=job.checkpoint.keep_best,
         writes=world.is_main,
@@ -211,6 +214,7 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
+    share_listings(job.dataset, world)
     train = job.dataset.train()
     if crops_files(job.dataset):
         train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from typing import Any
 
+from lockstep.checkpoint import difference
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
+from lockstep.errors import InputError
 from lockstep.plan import Plan, make_plan
 from lockstep.strategy import Strict
+from lockstep.world import World
 
 # Fields of a model that change how it computes and not what it is: a resume may change them.
 HOW = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
@@ -56,6 +61,8 @@ def identity(job: Job, examples: int) -> dict[str, Any]:
         "model": describe(job.model, HOW),
         "dataset": type(job.dataset).__name__,
         "classes": job.dataset.classes,
+        "class_names": list(job.dataset.class_names),
+        **job.dataset.fingerprint(),
         "input_shape": list(job.dataset.input_shape),
         "crop_from": "file" if crops_files(job.dataset) else "square",
         "examples": examples,
@@ -65,3 +72,16 @@ def identity(job: Job, examples: int) -> dict[str, Any]:
         "average": job.train.ema is not None,
         "repro": describe(job.strategy) if isinstance(job.strategy, Strict) else "exact",
     }
+
+
+def check_same_data(facts: dict[str, Any], world: World) -> None:
+    """Raise InputError, on every rank, if the data of a machine is not main's, by the identity. Collective."""
+    digests = world.gather(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    everyone = world.gather(facts)
+    rank, other = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    raise InputError(
+        f"the data of rank {rank}, here, is not that of rank 0, there ({difference(other, everyone[0])}); all "
+        "machines need the same files: copy them again, or name a folder that all of them see"
+    )

@@ -160,6 +160,16 @@ class Source(Protocol):
     @property
     def std(self) -> tuple[float, ...]: ...
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """By label; empty where they have none."""
+
+    def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
+        """What tells the examples of each split, "train" and "val", from others, wherever they are kept.
+
+        Parts of a split that can differ by themselves have words of their own, so that a difference can be named.
+        """
+
     def prepare(self) -> None:
         """See that the data is there, downloading it under a lock where it may be. Raises InputError."""
 

@@ -29,6 +29,7 @@ from lockstep.launcher.spawn import can_fork
 from lockstep.lock import Lock
 from lockstep.models import ResNet34, Timm
 from lockstep.protocols import BoxAugment
+from lockstep.resume import check_kept_config, resumed_job
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, DataParallel, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
@@ -45,11 +46,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     folder = claim(job, invocation, lock)
     overrides = list(invocation.overrides)
     if (earlier := continued(job, invocation)) is not None:
-        stored = config.load_list(RunDir(earlier).overrides)
-        job = config.to_dict(config.recompose(stored, invocation.overrides, invocation.configs))
-        if "name" not in map(config.key_of, invocation.overrides):
-            job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
-        overrides = [*stored, *(each for each in overrides if config.key_of(each) != "resume")]
+        job, overrides = resumed_job(RunDir(earlier), invocation)
     resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
     built = config.build_all(resolved)
     if "repro=exact" in overrides and isinstance(built.strategy, Strict):
@@ -57,6 +54,8 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
             "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
         )
     _check(built)
+    if earlier is not None:
+        check_kept_config(RunDir(earlier), job, invocation)
     _check_run(built, folder)
     if folder is not None:
         run_dir = RunDir.at(folder)

@@ -490,8 +490,138 @@ def test_a_resume_of_another_run_is_refused_with_the_difference(
     assert tree(finished) == before
 
 
+@pytest.fixture(scope="module")
+def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of two steps on three classes of two pictures, and their folder."""
+    root = tmp_path_factory.mktemp("of pictures")
+    data = pictures(root / "data", "abc", "ab")
+    job = ("dataset=folder", f"dataset.path={data}", "dataset.decode_size=8", "batch=3", "steps=2", "augment=none")
+    return train_here(root / "run", *job).path, data
+
+
+def rename(data: Path, before: str, after: str) -> None:
+    (data / before).rename(data / after)
+
+
+@pytest.mark.parametrize(
+    ("moved", "sentence"),
+    [
+        ({}, ""),
+        ({"train/b/0.jpg": "train/b/7.jpg"}, "(train.b: here 2 files ("),
+        ({"train/a/0.jpg": "train/b/7.jpg"}, "(train.a: here 1 file ("),
+        ({"val/b/0.jpg": "val/b/7.jpg"}, "(val.b: here 2 files "),
+        ({"val/b": "val/c"}, "(val.c: here 2 files ("),
+        (
+            {"train/b": "train/x", "val/b": "val/x"},
+            "(class_names[1]: here c, there b; class_names[2]: here x, there c; train.x: here 2 files",
+        ),
+    ],
+    ids=str,
+)
+def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
+    of_pictures: tuple[Path, Path], tmp_path: Path, moved: dict[str, str], sentence: str
+) -> None:
+    run, data = of_pictures
+    other, before = tmp_path / "elsewhere", tree(run)
+    shutil.copytree(data, other)
+    for each, to in moved.items():
+        rename(other, each, to)
+    job = ("dataset=folder", f"dataset.path={other}", "steps=4")
+    if not sentence:
+        prepared(
+            f"resume={run / 'checkpoints' / 'step-00000002'}",
+            *job,
+            "dataset.decode_size=8",
+            "batch=3",
+            f"output_root={tmp_path}",
+        )
+        return
+    said = refusal(tmp_path / "runs", f"resume={run}", *job)
+    assert "is a checkpoint of another run (" in said
+    assert sentence in said
+    assert tree(run) == before
+
+
+@pytest.mark.parametrize(
+    ("labels", "pixel", "sentence"),
+    [((1, 0), 0, "(train.labels: here"), ((0, 1), 9, "(train.images: here"), ((0, 1), 0, "")],
+)
+def test_arrays_of_other_labels_or_images_are_told(
+    tmp_path: Path, labels: tuple[int, int], pixel: int, sentence: str
+) -> None:
+    write_mnist(tmp_path / "data", label=1)
+    job = ("dataset=mnist", "model=linear", "augment=none", "batch=32", "steps=2", "train.eval_batch=64")
+    run = train_here(tmp_path / "run", *job, f"data_root={tmp_path / 'data'}").path
+    write_mnist(tmp_path / "other", label=labels[1])
+    raw = tmp_path / "other" / "MNIST" / "raw"
+    changed = bytearray((raw / "train-labels-idx1-ubyte").read_bytes())
+    changed[-1] = labels[0]
+    (raw / "train-labels-idx1-ubyte").write_bytes(changed)
+    changed = bytearray((raw / "train-images-idx3-ubyte").read_bytes())
+    changed[-1] = pixel
+    (raw / "train-images-idx3-ubyte").write_bytes(changed)
+    resumed = (f"resume={run}", "steps=4", f"data_root={tmp_path / 'other'}")
+    if not sentence:
+        prepared(*resumed)
+        return
+    assert sentence in refusal(tmp_path / "runs", *resumed)
+
+
 def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "step-00000003"
     shutil.copytree(finished / "checkpoints" / "step-00000003", damaged)
     (damaged / "facts.json").write_text("{")
     assert "is damaged (facts.json" in refusal(tmp_path / "runs", f"resume={damaged}", "steps=6")
+
+
+@pytest.mark.parametrize(
+    ("lost", "today", "sentence"),
+    [
+        (["optimizer.lr=0.5"], (), "(optimizer.lr was 0.5 and is 0.001)"),
+        (["optimizer.lr=0.5"], ("steps=6", "optimizer.weight_decay=0.1"), "(optimizer.lr was 0.5 and is 0.001)"),
+        (["optimizer.lr=0.5"], ("steps=6", "optimizer=adam"), ""),
+        (["optimizer.lr=0.5"], ("steps=6", "optimizer.lr=0.001"), ""),
+        (["optimizer.lr=0.5"], ("steps=6", "optimizer.lr=0.7"), ""),
+        (
+            ["model=basicnet"],
+            ("steps=6",),
+            "(model._target_ was 'lockstep.models.BasicNet' and is 'lockstep.models.Digi",
+        ),
+        (["~augment.pad"], ("steps=6",), "(augment.pad was None and is 1)"),
+        (
+            ["steps=3", "model=basicnet", "optimizer.lr=0.5", "~augment.pad"],
+            ("epochs=9",),
+            "(steps was 3 and is None, ",
+        ),
+        ([], ("steps=6", "model.compile=true", "loader=streaming"), ""),
+    ],
+    ids=str,
+)
+def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_said(
+    tmp_path: Path, lost: list[str], today: tuple[str, ...], sentence: str
+) -> None:
+    first = ("name=test", "steps=3", "model=basicnet", "optimizer.lr=0.5", "~augment.pad", f"output_root={tmp_path}")
+    run = prepared(*first)
+    run.overrides.write_text(config.dump_list([each for each in config.load_list(run.overrides) if each not in lost]))
+    before = tree(run.path)
+    if not sentence:
+        prepared(f"resume={run.path}", *today)
+        return
+    with pytest.raises(InputError, match="no longer gives the config of its run") as caught:
+        prepared(f"resume={run.path}", *today)
+    assert sentence in str(caught.value)
+    assert tree(run.path) == before
+
+
+def test_a_run_whose_composed_config_is_gone_goes_on_with_a_warning_and_has_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = prepared("name=test", "steps=3", f"output_root={tmp_path}")
+    kept = (run.hydra / "config.yaml").read_text()
+    for damaged in (None, "- a list\n"):
+        (run.hydra / "config.yaml").unlink()
+        if damaged is not None:
+            (run.hydra / "config.yaml").write_text(damaged)
+        prepared(f"resume={run.path}")
+        assert "the overrides of the run cannot be compared with it" in capsys.readouterr().out
+        assert (run.hydra / "config.yaml").read_text() == kept

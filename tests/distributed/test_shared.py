@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep import world
-from lockstep.data import reading, shared
+from lockstep.data import listing, reading, shared
 from lockstep.data.folder import Folder
 from lockstep.data.loader import Resident
 from lockstep.data.reading import Broken
@@ -47,6 +47,7 @@ def exit_as_rank(folder: Path) -> None:
     """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
     found: dict[str, object] = {}
     with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+        found |= listed(folder, here)
         split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208
 
@@ -76,6 +77,29 @@ def exit_as_rank(folder: Path) -> None:
         found["alone"] = shared_maps() - mapped
     (folder / f"found{here.rank}.json").write_text(json.dumps(found))
     sys.exit(0)
+
+
+def listed(folder: Path, here: world.World) -> dict[str, object]:
+    """How often this rank lists files, where the list that it then has lies, and what it says."""
+    count, whole = [], listing._listed
+    listing._listed = lambda *places: (count.append(1), whole(*places))[1]
+    source = Folder(path=str(folder), decode_size=6)
+    if here.rank == 0:
+        source.prepare()
+    here.barrier()
+    shared.share_listings(source, here)
+    files = source.train().paths
+    mapped = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
+    shared.share_listings(source, here)
+    again = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
+    listing.KNOWN.clear()  # so that the listing of each rank is its own from here on
+    return {
+        "listed": len(count),
+        "shares": mapped == again and len(mapped),
+        "inodes": sorted(mapped),
+        "files": [str(files[at]) for at in (0, 350, 699)],
+        "equal lists": list(files) == list(source.train().paths),
+    }
 
 
 def fed(split: Split, here: world.World, wanted: Tensor) -> Iterator[Tensor]:
@@ -122,3 +146,12 @@ def test_all_ranks_know_every_broken_image(root: Path) -> None:
 def test_the_pixels_are_those_of_a_rank_that_decodes_for_itself(root: Path) -> None:
     assert found(root, "equal") == [[True, True, True]] * 2
     assert all(int(str(more)) <= 0 for more in found(root, "alone")), "no more is shared than before"
+
+
+def test_one_rank_of_a_machine_lists_the_files_and_the_others_map_its_list(root: Path) -> None:
+    assert found(root, "listed") == [2, 0], "training and evaluation split, by main"
+    assert found(root, "shares") == [2, 2]
+    (first, second) = found(root, "inodes")
+    assert first == second
+    assert found(root, "files") == [[f"{root}/train/a/{number:03}.png" for number in (0, 350, 699)]] * 2
+    assert found(root, "equal lists") == [True, True]

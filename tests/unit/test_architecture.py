@@ -39,7 +39,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     # The groups: none of them knows another one.
     frozenset(
         {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
-        | {"stochastic", "health", "watchdog", "claim"}
+        | {"stochastic", "health", "watchdog", "claim", "resume"}
     ),
     frozenset({"trainer", "evaluate"}),
     frozenset({"experiment", "report", "identity", "checks", "incident", "memory", "trial", "compiling"}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,3 +132,54 @@ def test_links_to_images_are_images_and_one_that_leads_nowhere_is_broken(root: P
     assert split.fetch([0, 1])[:, 0, 0, 0].tolist() == [30, 40]
     with pytest.raises(InputError, match=r"image 2, .*2\.png, cannot be decoded \(.*No such file"):
         split.fetch([2])
+
+
+def test_the_files_of_a_split_are_a_sequence_of_paths(root: Path) -> None:
+    odd = os.fsdecode(b"\xff odd\xe2\x82\xac.PNG")
+    (root / "train" / "ant" / "030.png").rename(root / "train" / "ant" / odd)
+    files = Folder(path=str(root), decode_size=8).train().paths
+    expected = sorted((root / "train").rglob("*.[pP][nN][gG]"))
+    assert list(files) == expected
+    assert [files[at] for at in (0, -1, len(expected) - 1)] == [expected[0], expected[-1], expected[-1]]
+    assert files[1:4] == expected[1:4]
+    for beyond in (len(expected), -len(expected) - 1):
+        with pytest.raises(IndexError):
+            files[beyond]
+
+
+def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scanned, scan = [], os.scandir
+
+    def counted(path: str) -> Any:
+        scanned.append(str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    for _ in range(2):
+        source = Folder(path=str(root), decode_size=8)
+        source.prepare()
+        assert (source.classes, len(source.train()), len(source.eval())) == (3, 6, 2)
+        source.fingerprint()
+    assert sorted(scanned) == sorted(
+        {str(root / name) for name in ("train", "val")}
+        | {str(each) for split in ("train", "val") for each in (root / split).iterdir()}
+    )
+
+
+def test_a_file_takes_its_name_and_seventeen_bytes(root: Path) -> None:
+    table = Folder(path=str(root)).listing("train").table
+    assert table.nbytes == 6 * (len("010.png") + 17)
+
+
+def test_the_fingerprint_is_that_of_the_names_by_class_wherever_the_folder_lies(root: Path, tmp_path: Path) -> None:
+    here = Folder(path=str(root)).fingerprint()
+    assert here["train"].keys() == {"ant", "cat", "zebra"}
+    assert here["val"].keys() == {"cat", "zebra"}
+    assert here["train"]["cat"].startswith("3 files ")
+    shutil.copytree(root, tmp_path / "moved", ignore=shutil.ignore_patterns("moved"))
+    assert Folder(path=str(tmp_path / "moved")).fingerprint() == here
+    shutil.copytree(root, tmp_path / "other", ignore=shutil.ignore_patterns("moved", "other"))
+    (tmp_path / "other" / "train" / "cat" / "040.png").rename(tmp_path / "other" / "train" / "cat" / "041.png")
+    there = Folder(path=str(tmp_path / "other")).fingerprint()
+    assert [name for name in here["train"] if here["train"][name] != there["train"][name]] == ["cat"]
+    assert there["val"] == here["val"]

@@ -56,6 +56,7 @@ def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) ->
 def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
+        (tmp_path / split / "a" / "1.png").touch()
     from_file, from_square = (
         identity(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={each}"), 10)
         for each in ("file", "square")

@@ -8,7 +8,15 @@ and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and
 """
 
 from lockstep.checkpoint.history import candidates, load_newest, mark_not_saved, newest_good, newest_of_run
-from lockstep.checkpoint.reading import Loaded, check_identity, load, load_weights, restore, weights_file
+from lockstep.checkpoint.reading import (
+    Loaded,
+    check_identity,
+    difference,
+    load,
+    load_weights,
+    restore,
+    weights_file,
+)
 from lockstep.checkpoint.validation import MODEL, damage, manifest_text, read_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer, copied_tree
 
@@ -21,6 +29,7 @@ __all__ = [
     "check_identity",
     "copied_tree",
     "damage",
+    "difference",
     "load",
     "load_newest",
     "load_weights",

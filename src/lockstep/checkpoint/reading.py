@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from lockstep.checkpoint.validation import (
 from lockstep.errors import InputError
 from lockstep.files import UnreadableFile, opened
 from lockstep.rundir import MANIFEST
+
+SHOWN = 4  # of the differences between two runs
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,27 @@ def read(path: Path) -> Loaded:
 
 def difference(expected: Facts, found: Facts) -> str:
     """The identity of this run next to that of a checkpoint, where they differ: `key: here X, there Y`."""
-    return "; ".join(
-        f"{key}: here {expected[key]}, there {found.get(key)}" for key in expected if expected[key] != found.get(key)
-    )
+    here, there = _parts(expected), _parts({key: found.get(key) for key in expected})
+    different = [
+        f"{key}: here {here.get(key, 'nothing')}, there {there.get(key, 'nothing')}"
+        for key in here | there
+        if key not in here or key not in there or here[key] != there[key]
+    ]
+    rest = len(different) - SHOWN
+    return "; ".join(different[:SHOWN]) + (f"; and {rest:,} more" if rest > 0 else "")
+
+
+def _parts(facts: Facts) -> dict[str, Any]:
+    """Facts one by one: those inside of others, such as the files of each class, and the words of a list, too."""
+    found: dict[str, Any] = {}
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            found |= {f"{key}.{name}": each for name, each in value.items()}
+        elif isinstance(value, list) and any(isinstance(each, str) for each in value):
+            found |= {f"{key}[{number}]": each for number, each in enumerate(value)}
+        else:
+            found[key] = value
+    return found
 
 
 def check_identity(expected: Facts, path: Path) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import enum
-import functools
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import torch
-
-from lockstep.data.splits import SUFFIXES, FileSplit
-from lockstep.errors import InputError
+from lockstep.data.listing import Listing, class_names, listing
+from lockstep.data.splits import FileSplit
 from lockstep.fields import pathname, ranged
 from lockstep.protocols import Source
 
@@ -88,23 +83,21 @@ class Folder:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in _scan(Path(self.path, self.train_folder)))
+        return class_names(Path(self.path, self.train_folder))
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        return {
+            "train": self.listing(self.train_folder).fingerprint(),
+            "val": self.listing(self.val_folder).fingerprint(),
+        }
+
+    def listing(self, name: str) -> Listing:
+        """The files of the split that lies in the folder `name`."""
+        return listing(Path(self.path, name), Path(self.path, self.train_folder))
 
     def _split(self, name: str) -> FileSplit:
-        folder = Path(self.path, name)
-        numbers = {label: number for number, label in enumerate(self.class_names)}
-        paths: list[Path] = []
-        labels: list[int] = []
-        for label, files in _scan(folder):
-            if label not in numbers:
-                raise InputError(
-                    f"dataset.path: {folder / label} is a class that {self.path}/{self.train_folder} does not have"
-                )
-            if not files:
-                raise InputError(f"dataset.path: {folder / label} has no images ({', '.join(sorted(SUFFIXES))})")
-            paths += [folder / label / file for file in files]
-            labels += [numbers[label]] * len(files)
-        return FileSplit(paths, torch.tensor(labels), self.decode_size, self.skip)
+        files = self.listing(name)
+        return FileSplit(files, files.labels, self.decode_size, self.skip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,28 +112,3 @@ class ImageNet(Folder):
 def crops_files(source: Source) -> bool:
     """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
     return isinstance(source, Folder) and source.crop_from is CropFrom.file
-
-
-@functools.cache
-def _scan(folder: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The classes of a split and the names of their image files, both sorted; scanned once per process."""
-    if not folder.is_dir():
-        raise InputError(
-            f"dataset.path: there is no folder {folder}, expected one subfolder per class in it; "
-            "name another with dataset.path=FOLDER"
-        )
-    names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
-    if not names:
-        raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
-    return tuple((name, tuple(sorted(_image_files(folder / name)))) for name in names)
-
-
-def _image_files(folder: Path) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if Path(entry.name).suffix.lower() not in SUFFIXES:
-                continue
-            # Opening a pipe would wait for its writer. A link that leads nowhere is a broken image like others.
-            if not entry.is_file() and Path(entry.path).exists():
-                raise InputError(f"dataset.path: {entry.path} is no regular file, expected an image; remove it")
-            yield entry.name

@@ -62,7 +62,11 @@ class Packed:
 
     @property
     def classes(self) -> int:
-        return len(_manifest(Path(self.path)).classes)
+        return len(self.class_names)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return _manifest(Path(self.path)).classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -94,6 +98,11 @@ class Packed:
 
     def eval(self) -> ArraySplit:
         return _mapped(Path(self.path), "val")
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        """The hashes of its manifest, which are not compared with the files here."""
+        sha256 = _manifest(Path(self.path)).sha256
+        return {split: {kind: sha256[split][kind] for kind in DTYPES} for split in SPLITS}
 
 
 @dataclass(frozen=True)

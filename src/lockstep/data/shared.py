@@ -1,8 +1,9 @@
-"""One copy of a decoded split for all ranks of a machine: each decodes its share of the images straight into it.
+"""What the ranks of a machine have one copy of: the list of a split's files, and its decoded images.
 
-The memory is a file without a name (`memfd_create`), which its ranks open through the process that made it: it goes
-with the last of them however they end, and no limit on /dev/shm applies. Where that cannot be (another system than
-Linux, ranks that do not see each other's processes) each rank decodes all images for itself.
+One rank makes the list; of the images each decodes its share. The memory is a file without a name (`memfd_create`),
+which the ranks open through the process that made it: it goes with the last of them however they end, and no limit on
+/dev/shm applies. Where that cannot be (another system than Linux, ranks that do not see each other's processes) each
+rank lists, and decodes, for itself.
 """
 
 from __future__ import annotations
@@ -18,14 +19,42 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.data.folder import Folder
+from lockstep.data.listing import KNOWN, Listing, class_names
 from lockstep.data.order import share
 from lockstep.data.reading import Broken, Read, in_order, read_images, worthwhile
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
-from lockstep.protocols import Split
+from lockstep.protocols import Source, Split
 from lockstep.world import World
 
 TRIED, CHUNK = 64, 256
+
+
+def share_listings(source: Source, world: World) -> None:
+    """Have the ranks of a machine know the list of files that one of them made of a source. Collective."""
+    if isinstance(source, Folder) and world.size > 1:
+        for name in (source.train_folder, source.val_folder):
+            _share_listing(Path(source.path, name), Path(source.path, source.train_folder), world)
+
+
+def _share_listing(folder: Path, train: Path, world: World) -> None:
+    """Map the list of the files in `folder` that one rank of this machine has made. Collective."""
+    own = KNOWN.get((folder, train))
+    leader = min([world.rank, *world.neighbours])
+    everyone = world.gather((leader, None if own is None else (own.files, len(own.table))))
+    if all(size is not None for _, size in everyone):
+        return  # forked from a process that had made it, whose memory they share
+    if any(everyone[each][1] is None for each, _ in everyone):
+        return  # machines of one name: each rank lists for itself when it is asked for the files
+    files, size = everyone[leader][1] or (0, 0)
+    table = _mapped((size,), world, leader=leader)
+    if table is None:
+        return
+    if world.rank == leader and own is not None:
+        table.copy_(own.table)
+    world.barrier()
+    KNOWN[folder, train] = Listing(folder, class_names(train), table, files)
 
 
 def decode_all(split: Split, world: World, *, threads: int) -> Read:

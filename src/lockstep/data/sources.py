@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class _ArraySource(ABC):
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
     eval_crop: ClassVar[float] = 1.0
+    class_names: ClassVar[tuple[str, ...]] = ()
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -60,6 +62,9 @@ class _ArraySource(ABC):
     def eval(self) -> ArraySplit:
         return _arrays(self, False)
 
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        return {"train": _hashes(self, True), "val": _hashes(self, False)}
+
 
 @functools.cache
 def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
@@ -69,6 +74,14 @@ def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
     check_shapes(images, labels, source.image_shape, where)
     check_labels(labels, source.classes, where)
     return ArraySplit(images, labels)
+
+
+@functools.cache
+def _hashes(source: _ArraySource, train: bool) -> dict[str, str]:
+    """The sha256 of the images and of the labels of a split, once per process."""
+    split = _arrays(source, train)
+    parts = {"images": split.images, "labels": split.labels}
+    return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +231,7 @@ class Fake:
     size: int = ranged(224, least=1, most=LARGEST_SIDE)
 
     eval_crop: ClassVar[float] = 1.0
+    class_names: ClassVar[tuple[str, ...]] = ()
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -243,6 +257,10 @@ class Fake:
 
     def eval(self) -> ArraySplit:
         return _random(self, max(1, self.examples // 4), seed=2)
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        """Number and shape of the examples say all of them."""
+        return {"train": {}, "val": {}}
 
 
 @functools.cache

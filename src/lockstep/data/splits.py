@@ -16,8 +16,6 @@ from lockstep.data.decode import Box, ImageFile
 from lockstep.errors import InputError
 from lockstep.rng import Draws
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"})
-
 
 class BrokenImage(InputError):
     """An image that cannot be decoded. Its arguments: index, path, reason."""

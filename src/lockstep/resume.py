@@ -1,0 +1,78 @@
+"""The job of a run that goes on: its first command's overrides, those of today behind them, and nothing else new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep import config, log
+from lockstep.config import Invocation
+from lockstep.errors import InputError
+from lockstep.rundir import RunDir
+
+SHOWN = 4
+
+
+def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], list[str]]:
+    """The composed config of the run in `run_dir` with the overrides of today's command, and all overrides of both.
+
+    Raises:
+        InputError: an override does not fit.
+    """
+    stored, added = config.load_list(run_dir.overrides), _added(today)
+    job = config.to_dict(config.recompose(stored, added, today.configs))
+    if "name" not in map(config.key_of, added):
+        job["name"] = config.load(run_dir.config).get("name", job["name"])
+    return job, [*stored, *added]
+
+
+def _added(today: Invocation) -> tuple[str, ...]:
+    return tuple(each for each in today.overrides if config.key_of(each) != "resume")
+
+
+def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -> None:
+    """Check that the overrides of a run still give the config that it keeps beside them.
+
+    `job` is that of `resumed_job` for the same command. What today's overrides say is theirs to say.
+
+    Raises:
+        InputError: they do not. A line of them was lost, or a recipe has other values by now.
+    """
+    composed = run_dir.hydra / "config.yaml"
+    try:
+        kept = _leaves(config.load(composed))
+    except InputError as error:
+        log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
+        return
+    added = _added(today)
+    stored = config.load_list(run_dir.overrides)
+    here = _leaves(config.to_dict(config.recompose(stored, (), today.configs)) if added else job)
+    now, told = _leaves(job), [config.key_of(each) for each in added]
+    different = [
+        key
+        for key in kept | here
+        if (key not in here or key not in kept or kept[key] != here[key])
+        and now.get(key) == here.get(key)
+        and key != "name"  # it is taken from the run itself
+        and not any(f"{key}.".startswith(f"{each}.") for each in told)
+    ]
+    if different:
+        shown = ", ".join(f"{key} was {kept.get(key)!r} and is {here.get(key)!r}" for key in different[:SHOWN])
+        rest = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        raise InputError(
+            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{rest}); put back the lines "
+            "that it lost, or say on the command line what these are to be"
+        )
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by their whole keys."""
+
+    def found() -> Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            if isinstance(value, Mapping) and value:
+                yield from _leaves(value, f"{prefix}{key}.").items()
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(found())
