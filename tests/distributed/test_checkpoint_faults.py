@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from torch import nn
 
-from helpers import losses, records, run_dir, run_until, train_here
+from helpers import NARROW, losses, records, run_dir, run_until, train_here
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.errors import StorageError
@@ -211,7 +211,7 @@ def test_a_run_that_cannot_save_trains_to_its_end_and_says_so(
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
 
 
-JOB = ("batch=300", "steps=60", "telemetry.tensorboard=true", "checkpoint.every=4", "train.eval_every=3")
+JOB = (NARROW, "batch=300", "steps=60", "telemetry.tensorboard=true", "checkpoint.every=4", "train.eval_every=3")
 
 
 def training(path: Path) -> None:

@@ -183,7 +183,7 @@ def test_the_boxes_of_whole_images_lie_in_them_and_are_each_examples_own() -> No
         assert torch.equal(alone, boxes[at : at + 1])
 
 
-@pytest.mark.parametrize("size", SIZES[:5])
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[2], SIZES[3]])
 def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size: tuple[int, int]) -> None:
     n, image = 3000, torch.empty(1, *size)
     augment = RandomResizedCrop(scale=[0.1, 0.9])
