@@ -1,0 +1,140 @@
+"""What is left of a run that met a fault is used, or refused and left alone; a full disk has an end of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers import command, losses, train, train_here
+from lockstep import checkpoint
+from lockstep.rundir import RunDir
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of four steps that is done, with two checkpoints."""
+    return train_here(
+        tmp_path_factory.mktemp("runs") / "done", "steps=4", "name=test", "checkpoint.every=2", "model=linear"
+    )
+
+
+@pytest.fixture
+def run(finished: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(Path(shutil.copytree(finished.path, tmp_path / "run")))
+
+
+def damage_all(run: RunDir) -> None:
+    for path in checkpoint.candidates(run.checkpoints):
+        (path / "facts.json").write_text((path / "facts.json").read_text().replace('"batch": 64', '"batch": 65'))
+
+
+@pytest.mark.parametrize("fault", ["damaged", "removed"])
+@pytest.mark.parametrize("word", ["resume", "hydra.run.dir"])
+def test_a_run_that_lost_its_checkpoints_is_refused_and_as_it_was(run: RunDir, fault: str, word: str) -> None:
+    damage_all(run) if fault == "damaged" else shutil.rmtree(run.checkpoints)
+    before = tree(run.path)
+    steps = ("steps=8", "model=linear", "checkpoint.every=2") if word == "hydra.run.dir" else ("steps=8",)
+    done = train(f"{word}={run.path}", *steps, "device=cpu", f"output_root={run.path.parent}")
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert done.err.startswith(f"lockstep: resume: no checkpoint in {run.checkpoints} is whole")
+    assert "python train.py steps=4 name=test checkpoint.every=2 model=linear" in done.err
+    assert tree(run.path) == before
+
+
+def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> None:
+    newest, _ = checkpoint.candidates(run.checkpoints)
+    (newest / "state.pt").write_bytes(b"")
+    run.summary.write_text("[1]")
+    run.table.unlink()
+    run.metrics.write_text('{"step": 1}\n\0\n' + run.metrics.read_text().partition("\n")[2])
+    done = train(f"resume={run.path}", "device=cpu", f"output_root={run.path.parent}")
+    assert done.code == 0, done.err
+    assert "is damaged (state.pt has 0 bytes, expected" in done.out
+    assert f"{run.summary} is not the summary of a run; it is written anew" in done.out
+    assert f"{run.metrics} is damaged: line 2, cannot be read and is left out" in done.out
+    assert json.loads(run.summary.read_text())["status"] == "completed"
+    assert checkpoint.damage(newest) == "", "its step was done again"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", "steps=4", "model=linear")
+    expected = losses(run)
+    shutil.rmtree(run.checkpoints)
+    run.weights.unlink()
+    run.checkpoints.mkdir()
+    run.none_yet.touch()
+    train_here(run.path, "steps=4", "model=linear")
+    assert losses(run) == expected
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk without room; `sized` gives it some."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def sized(disk: Path, kilobytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
+
+
+TINY = ("steps=4", "model=linear", "batch=300", "checkpoint.every=2", "telemetry.tensorboard=false", "device=cpu")
+
+
+# Room for nothing, for the config only, for the log only, and for the first checkpoint only.
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [8, 24, 48, 72])
+def test_a_full_disk_is_one_sentence_and_74_whenever_it_fills_up(small_disk: Path, kilobytes: int) -> None:
+    sized(small_disk, kilobytes)
+    done = train(*TINY, f"output_root={small_disk / 'runs'}")
+    assert (done.code, len(done.err.splitlines())) == (74, 1), done.err
+    assert done.err.startswith("lockstep: ")
+    assert "Traceback" not in done.out + done.err
+
+
+@pytest.mark.slow
+def test_a_run_on_a_disk_that_fills_up_goes_on_when_there_is_room(small_disk: Path, tmp_path: Path) -> None:
+    sized(small_disk, 512)
+    run = RunDir(small_disk / "run")
+    command_line = (*TINY, f"output_root={small_disk}", f"hydra.run.dir={run.path}")
+    assert train(*command_line, "train.eval_every=2").code == 0
+    with pytest.raises(OSError, match="No space left"):
+        (small_disk / "filler").write_bytes(bytes(2**20))
+    two_ranks = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
+    full = train(f"resume={run.path}", "steps=8", *two_ranks)
+    assert (full.code, len(full.err.splitlines())) == (74, 1), full.err
+    (small_disk / "filler").unlink()
+    done = train(f"resume={run.path}", "steps=8", *two_ranks)
+    assert done.code == 0, done.err
+    assert f"{run.path}/checkpoints/step-00000004, step 4" in done.out
+
+
+def test_a_terminal_that_cannot_show_anything_ends_no_run(tmp_path: Path) -> None:
+    words = [sys.executable, "train.py", *TINY, f"output_root={tmp_path}"]
+    done = command("sh", "-c", '"$@" > /dev/full', "sh", *words)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mutated_run_folders_are_the_same_run_or_refused_and_untouched(tmp_path: Path) -> None:
+    """A short one; `benchmarks/mutate_run_folder.py` does thousands."""
+    mutate = (sys.executable, "benchmarks/mutate_run_folder.py", "--mutations", "58", "--seed", "7")
+    done = command(*mutate, timeout=800, TMPDIR=str(tmp_path))
+    assert done.code == 0, done.out + done.err
