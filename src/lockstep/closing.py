@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lockstep import log
+from lockstep.errors import Interrupted
 
 
 @contextmanager
@@ -23,6 +24,8 @@ def closing(*closes: Callable[[], object]) -> Iterator[None]:
     for close in closes:
         try:
             close()
+        except Interrupted:  # asked for twice: nothing is waited for any more
+            raise
         except Exception as error:
             if first is None:
                 first = error
