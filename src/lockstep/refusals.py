@@ -65,6 +65,8 @@ def command_line() -> Iterator[None]:
     """
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # No interpreter below this one imports from the current folder, which can be someone else's run.
+    os.environ["PYTHONSAFEPATH"] = "1"
     # Hydra's argparse refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
     stop = _StopEarly()

@@ -30,7 +30,7 @@ from lockstep.launcher.spawn import can_fork
 from lockstep.lock import Lock
 from lockstep.models import ResNet34, Timm
 from lockstep.optim import check_decay
-from lockstep.protocols import BoxAugment
+from lockstep.protocols import BoxAugment, Source
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, DataParallel, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
@@ -46,16 +46,19 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     torch.set_num_threads(1)  # a process of one thread can be forked into ranks, each of which sets its own number
     folder = claim(job, invocation, lock)
     overrides = list(invocation.overrides)
+    today = job
     if (earlier := continued(job, invocation)) is not None:
         stored = config.load_list(RunDir(earlier).overrides)
         job = config.to_dict(config.recompose(stored, invocation.overrides))
         if not any(each.startswith("name=") for each in invocation.overrides):
             job["name"] = config.load(RunDir(earlier).config).get("name", job["name"])
         overrides = [*stored, *(each for each in overrides if not each.startswith("resume="))]
+        # A run folder can be someone else's: where else to write is for today's command to say.
+        job["output_root"] = today["output_root"]
     resolved = resolve(_fitting(job, overrides), sweep=invocation.sweep)
     built = config.build_all(resolved)
     _check(built)
-    _check_run(built, folder)
+    _check_run(built, folder, fetch=job["dataset"].get("root") in (None, today["data_root"]))
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:
@@ -318,11 +321,17 @@ def _between(key: str, value: float, low: float, high: float) -> None:
         raise InputError(f"{key} is {value}, expected a number from {low} to below {high}")
 
 
-def _check_run(job: Job, folder: Path | None) -> None:
-    """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run."""
+def _check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
+    """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run.
+
+    Missing data is downloaded, if `fetch`: not to where only a run folder says, which can be someone else's.
+    """
     if job.init_from is not None:
         checkpoint.weights_file(Path(job.init_from))
-    job.dataset.prepare()
+    if fetch:
+        job.dataset.prepare()
+    else:
+        _check_data(job.dataset)
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
     for step in (1, plan.total_steps):
@@ -340,3 +349,14 @@ def _check_run(job: Job, folder: Path | None) -> None:
                 f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
                 f"train longer with {longer}"
             )
+
+
+def _check_data(dataset: Source) -> None:
+    """Both splits can be read as they are."""
+    try:
+        dataset.train()
+        dataset.eval()
+    except InputError as error:
+        raise InputError(
+            f"{error}; a resume downloads nothing to a folder that only the run names: say it with data_root=FOLDER"
+        ) from error
