@@ -7,13 +7,35 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
+from lockstep.errors import escaped
 from lockstep.rundir import RunDir
 
 logger = logging.getLogger("lockstep")
-console = Console(highlight=False)
+
+
+class Terminal(Console):
+    """A console that shows every text as it is: nothing in it steers the terminal or is taken for markup."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escaped(text), **{**options, "markup": False, "emoji": False})
+
+
+class LineFormatter(logging.Formatter):
+    """Log lines with their time, to be looked at on a terminal later."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+console = Terminal(highlight=False)
 CHATTY = "torch.distributed.elastic"
 
 
@@ -35,7 +57,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(LineFormatter())
         logger.addHandler(handler)
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -52,14 +74,16 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
 
 def say(message: str = "") -> None:
     """Print one line for the user and keep it in the log. Called by main only."""
-    console.print(message, soft_wrap=True, markup=False)
-    logger.info(message)
+    line = escaped(message, keep="")
+    console.print(line, soft_wrap=True)
+    logger.info(line)
 
 
 def warn(message: str) -> None:
     """Warn the user in one line, on the terminal and in the log."""
-    console.print(f"warning: {message}", soft_wrap=True, style="yellow", markup=False)
-    logger.warning(message)
+    line = escaped(message, keep="")
+    console.print(f"warning: {line}", soft_wrap=True, style="yellow")
+    logger.warning(line)
 
 
 @contextmanager

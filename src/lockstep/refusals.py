@@ -25,7 +25,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, did_you_mean
+from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, did_you_mean, escaped
 from lockstep.signals import StopRequest, listen
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
@@ -85,7 +85,7 @@ def command_line() -> Iterator[None]:
 
 def _end(error: Exception, shown: LockstepError | None, full: bool) -> NoReturn:
     if full or shown is None:
-        traceback.print_exception(error)
+        sys.stderr.write(escaped("".join(traceback.format_exception(error))))
     if shown is None:
         sys.exit(LockstepError.exit_code)
     say(shown)
@@ -95,8 +95,8 @@ def _end(error: Exception, shown: LockstepError | None, full: bool) -> NoReturn:
 def say(error: LockstepError) -> None:
     """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
     if isinstance(error, RankFailed) and error.details:
-        sys.stderr.write(error.details.rstrip() + "\n")
-    sys.stderr.write("".join(f"lockstep: {line}\n" for line in str(error).splitlines()))
+        sys.stderr.write(escaped(error.details.rstrip()) + "\n")
+    sys.stderr.write("".join(f"lockstep: {line}\n" for line in escaped(str(error)).split("\n") if line))
 
 
 def translate(error: Exception) -> LockstepError | None:
