@@ -76,3 +76,15 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     """` Did you mean 'a', 'b'?` for the options closest to `word`, shown behind `prefix`; or an empty string."""
     close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.65)
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
+
+
+def escaped(text: str, keep: str = "\n\t") -> str:
+    """`text` as a terminal may get it: what steers one (ESC, CR, C1, the direction of writing) as `\\x1b` and so on.
+
+    Names of files, classes and models, and what libraries raise about them, can hold any character.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )

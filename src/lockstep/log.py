@@ -8,16 +8,37 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.text import Text
 
+from lockstep.errors import escaped
 from lockstep.rundir import RunDir
 from lockstep.storage import storing
 from lockstep.terminal import Shown
 
 logger = logging.getLogger("lockstep")
-console = Console(highlight=False, file=cast(IO[str], Shown()))
+
+
+class Terminal(Console):
+    """A console that shows every text as it is: nothing in it steers the terminal or is taken for markup."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escaped(text), **{**options, "markup": False, "emoji": False})
+
+
+class LineFormatter(logging.Formatter):
+    """Log lines with their time, to be looked at on a terminal later."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+console = Terminal(highlight=False, file=cast(IO[str], Shown()))
 CHATTY = "torch.distributed.elastic"
 
 
@@ -63,7 +84,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(LineFormatter())
         logger.addHandler(handler)
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
@@ -80,19 +101,20 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
 
 def say(message: str = "") -> None:
     """Print one line for the user and keep it in the log. Called by main only."""
-    console.print(message, soft_wrap=True, markup=False)
-    logger.info(message)
+    line = escaped(message, keep="")
+    console.print(line, soft_wrap=True)
+    logger.info(line)
 
 
 def warn(message: str) -> None:
     """Warn the user in one line, on the terminal and in the log."""
     show_warning(message)
-    logger.warning(message)
+    logger.warning(escaped(message, keep=""))
 
 
 def show_warning(message: str) -> None:
     """The same on the terminal only, from where there is no log."""
-    console.print(f"warning: {message}", soft_wrap=True, style="yellow", markup=False)
+    console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean
+from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean, escaped
 from lockstep.fields import shown
 from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, importing, leave, listen
 from lockstep.storage import FULL
@@ -97,6 +97,8 @@ def command_line() -> Iterator[None]:
     """
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    # No interpreter below this one imports from the current folder, which can be someone else's run.
+    os.environ["PYTHONSAFEPATH"] = "1"
     # Hydra's argparse refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
     stop = _StopEarly()
@@ -140,7 +142,7 @@ def check_word(text: str) -> None:
 
 def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoReturn:
     if full or shown is None:
-        traceback.print_exception(error)
+        sys.stderr.write(escaped("".join(traceback.format_exception(error))))
     if shown is None:
         leave(LockstepError.exit_code)
     say(shown)
@@ -151,8 +153,9 @@ def say(error: LockstepError) -> None:
     """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
     try:
         if isinstance(error, RankFailed) and error.details:
-            sys.stderr.write(error.details.rstrip() + "\n")
-        sys.stderr.write("".join(f"lockstep: {_shortened(line)}\n" for line in str(error).splitlines()))
+            sys.stderr.write(escaped(error.details.rstrip()) + "\n")
+        lines = (_shortened(line) for line in escaped(str(error)).split("\n") if line)
+        sys.stderr.write("".join(f"lockstep: {line}\n" for line in lines))
         sys.stderr.flush()
     except OSError:  # the exit code is left to say it
         drop(sys.stderr)

@@ -28,7 +28,7 @@ from lockstep.launcher.base import Backend
 from lockstep.launcher.spawn import can_fork
 from lockstep.lock import Lock
 from lockstep.models import ResNet34, Timm
-from lockstep.protocols import BoxAugment
+from lockstep.protocols import BoxAugment, Source
 from lockstep.resume import check_kept_config, resumed_job
 from lockstep.rundir import MANIFEST, RunDir, slug
 from lockstep.strategy import DDP, DataParallel, Single, Strict
@@ -45,8 +45,11 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     torch.set_num_threads(1)  # a process of one thread can be forked into ranks, each of which sets its own number
     folder = claim(job, invocation, lock)
     overrides = list(invocation.overrides)
+    today = job
     if (earlier := continued(job, invocation)) is not None:
         job, overrides = resumed_job(RunDir(earlier), invocation)
+        # A run folder can be someone else's: where else to write is for today's command to say.
+        job["output_root"] = today["output_root"]
     resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
     built = config.build_all(resolved)
     if "repro=exact" in overrides and isinstance(built.strategy, Strict):
@@ -56,7 +59,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
     _check(built)
     if earlier is not None:
         check_kept_config(RunDir(earlier), job, invocation)
-    _check_run(built, folder)
+    _check_run(built, folder, fetch=job["dataset"].get("root") in (None, today["data_root"]))
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:
@@ -312,11 +315,17 @@ def _check_compile(job: Job) -> None:
         )
 
 
-def _check_run(job: Job, folder: Path | None) -> None:
-    """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run."""
+def _check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
+    """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run.
+
+    Missing data is downloaded, if `fetch`: not to where only a run folder says, which can be someone else's.
+    """
     if job.init_from is not None:
         checkpoint.weights_file(Path(job.init_from))
-    job.dataset.prepare()
+    if fetch:
+        job.dataset.prepare()
+    else:
+        _check_data(job.dataset)
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
     checks.check_memory(job, plan)
@@ -344,3 +353,14 @@ def _ended(run_dir: RunDir) -> bool:
     except UnreadableFile as error:
         log.show_warning(f"{error}; it is written anew")
         return False
+
+
+def _check_data(dataset: Source) -> None:
+    """Both splits can be read as they are."""
+    try:
+        dataset.train()
+        dataset.eval()
+    except InputError as error:
+        raise InputError(
+            f"{error}; a resume downloads nothing to a folder that only the run names: say it with data_root=FOLDER"
+        ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep import errors
-from lockstep.errors import BY_EXIT_CODE, did_you_mean
+from lockstep.errors import BY_EXIT_CODE, did_you_mean, escaped
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,16 @@ def test_a_misspelt_word_is_met_with_those_close_to_it() -> None:
     assert did_you_mean("weigth_decay", options, prefix="optimizer.") == " Did you mean 'optimizer.weight_decay'?"
     assert did_you_mean("xyz", options) == ""
     assert did_you_mean("lr", []) == ""
+
+
+# Escape, carriage return, backspace, delete, C1's CSI, the override of the direction, a line separator, half a pair.
+STEERING = "\x1b\r\b\x7f\x9b\u202e\u2066\u2028\udc80\0"
+
+
+def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
+    assert escaped(f"a{STEERING}b\tc\nd").replace("\n", "").replace("\t", "").isprintable()
+    assert escaped("\x1b[31m\r") == r"\x1b[31m\r"
+    assert escaped("naïve — 90 % 画像") == "naïve — 90 % 画像"
+    assert escaped("one\ntwo") == "one\ntwo"
+    assert escaped("one\ntwo", keep="") == r"one\ntwo"
+    assert escaped(escaped(STEERING)) == escaped(STEERING)

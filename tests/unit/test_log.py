@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from lockstep import log
+from lockstep import log, refusals
+from lockstep.errors import InputError, RankFailed
 from lockstep.rundir import RunDir
 
 
@@ -71,3 +73,23 @@ def test_words_that_nobody_can_read_end_no_program(target: str) -> None:
         assert program.stderr is not None
         assert (program.stderr.read(), program.wait()) == ("", 3)
         program.stderr.close()
+
+
+HOSTILE = "name\x1b]0;x\x07\r\x9b31m\u202e[red]bold[/red] :smile:"
+
+
+def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(HOSTILE, title=HOSTILE)
+    table.add_row(HOSTILE)
+    with log.rank_logging(run, 0, separate=False):
+        log.say(HOSTILE)
+        log.warn(f"two\n{HOSTILE}")
+        log.logger.error("rank 0: %s", HOSTILE)
+        log.console.print(table, width=200)
+    refusals.say(InputError(HOSTILE))
+    refusals.say(RankFailed(HOSTILE, f"Traceback\n{HOSTILE}"))
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, run.log.read_bytes().decode(), run.rank_log(0).read_bytes().decode()):
+        assert text.replace("\n", "").isprintable()
+        assert r"\x1b]0;x\x07\r\x9b31m\u202e[red]bold[/red] :smile:" in text
+    assert "warning: two\\nname" in shown.out

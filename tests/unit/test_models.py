@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
+from lockstep.catalog import timm_models
 from lockstep.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
-from lockstep.models.zoo import Stem
+from lockstep.models.zoo import Stem, network_options
 
 
 def parameters(model: nn.Module) -> int:
@@ -112,5 +116,32 @@ def test_an_unknown_name_is_refused_with_those_close_to_it(name: str, says: str)
 
 
 def test_a_model_that_does_not_fit_the_images_is_refused() -> None:
-    with pytest.raises(InputError, match=r"model=resnet18 cannot be built for images of 1x8x8 \(TypeError"):
-        Timm(name="resnet18", options={"no_such": 1}).build(10, (1, 8, 8))
+    with pytest.raises(InputError, match=r"model=vit_tiny_patch16_224 cannot be built for images of 1x8x8 \("):
+        Timm(name="vit_tiny_patch16_224", options={"depth": "many"}).build(10, (1, 8, 8))
+
+
+FACTORIES = (timm.create_model, timm.models.build_model_with_cfg)
+LOADING = {name for each in FACTORIES for name in inspect.signature(each).parameters}
+
+
+@pytest.mark.parametrize("option", sorted(LOADING | {"features_only", "pruned", "no_such", "device", "url"}))
+def test_an_option_that_does_not_shape_the_network_is_refused(option: str) -> None:
+    with pytest.raises(InputError, match=f"model.options.{option} does not shape the network of resnet18"):
+        Timm(name="resnet18", options={option: "/tmp/x"}).check()
+
+
+def test_no_network_of_timm_has_an_option_that_loads_something() -> None:
+    one_of_each = {timm.model_entrypoint(name).__module__: name for name in timm_models()}
+    for name in one_of_each.values():
+        options = network_options(name)
+        assert len(options) > 3, name
+        assert not options & LOADING
+        assert not [each for each in options if re.search("_path$(?<!drop_path)|file|url|hub|cache|dir$", each)]
+
+
+@pytest.mark.parametrize(
+    "name", ["hf-hub:timm/resnet18", "local-dir:/tmp/x", "/tmp/x", "hf_hub:resnet18", "./resnet18"]
+)
+def test_a_model_from_elsewhere_is_refused_where_it_would_be_built(name: str) -> None:
+    with pytest.raises(InputError, match="which timm does not have"):
+        Timm(name=name).build(10, (3, 32, 32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -65,7 +66,10 @@ def read(path: Path) -> Loaded:
             state=torch.load(path / STATE, map_location="cpu", weights_only=True),
         )
     except Exception as error:  # the hashes fit, so someone wrote it so: torch and safetensors raise all kinds
-        raise damaged(path, str(error).partition("\n")[0]) from error
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch advises to run what is in it
+            reason = f"{STATE} has more in it than tensors and plain values"
+        raise damaged(path, reason) from error
 
 
 def difference(expected: Facts, found: Facts) -> str:

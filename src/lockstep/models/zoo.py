@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,13 @@ from lockstep.catalog import is_timm_model, timm_models
 from lockstep.errors import InputError, did_you_mean
 from lockstep.fields import Options, ranged, ruled
 from lockstep.models.nets import Network
+
+# What timm's builders of the EfficientNet family take besides the arguments of the network's class.
+BATCH_NORM = frozenset({"bn_eps", "bn_momentum", "bn_tf"})
+# Has keys of its own, or is said by the data and the device.
+NOT_OPTIONS = frozenset(
+    {"self", "args", "kwargs", "num_classes", "in_chans", "drop_rate", "drop_path_rate", "device", "dtype"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +32,8 @@ class Timm(Network):
         pretrained: start from timm's published weights (downloaded once to its cache).
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth.
-        options: further arguments of the model's constructor.
+        options: further arguments of the network's constructor, and no others of timm's: those can name files and
+            addresses to read weights from and folders to write them to.
     """
 
     name: str = "resnet50d"
@@ -46,10 +56,16 @@ class Timm(Network):
             if self.name not in published:
                 few = f" It has {', '.join(published)}." if published else ""
                 raise InputError(f"model.name is {self.name!r}, but timm has no such weights of {architecture}.{few}")
+        if self.options and (others := set(map(str, self.options)) - (known := network_options(architecture))):
+            raise InputError(
+                f"model.options.{min(others)} does not shape the network of {architecture}, expected an argument of "
+                f"its class; leave it out.{did_you_mean(min(others), known)}"
+            )
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm
 
+        self.check()  # a rank reads its config from a file, and a name or an option can have timm read another one
         channels, height, width = input_shape
         options = dict(self.options)
         published = timm.get_pretrained_cfg(self.name)
@@ -74,6 +90,17 @@ class Timm(Network):
                 + ("; model.pretrained=false starts from random weights" if self.pretrained else "")
             ) from error
         return model
+
+
+def network_options(architecture: str) -> frozenset[str]:
+    """The arguments of the classes that timm makes an architecture of: what shapes a network, and nothing else."""
+    import timm
+
+    module = sys.modules[timm.model_entrypoint(architecture).__module__]
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    arguments = [inspect.signature(each).parameters for each in classes]
+    names = frozenset(name for each in arguments if "num_classes" in each for name in each)
+    return (names | BATCH_NORM) - NOT_OPTIONS
 
 
 class Stem(enum.Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lockstep import config, log, refusals
-from lockstep.errors import InputError, Interrupted, LockstepError, Stopped
+from lockstep.errors import InputError, Interrupted, LockstepError, Stopped, escaped
 from lockstep.files import parsed_json, read_lines
 
 LEDGER = "jobs.jsonl"
@@ -46,9 +47,11 @@ def guarded(job: Callable[[], float | None], invocation: config.Invocation) -> f
     except Exception as raised:
         error = refusals.translate(raised)
         if error is None:
-            traceback.print_exc()
+            sys.stderr.write(escaped(traceback.format_exc()))
             error = LockstepError(f"{type(raised).__name__}: {raised}")
-        refusals.say(type(error)(f"job {invocation.number}: {error}", *error.args[1:]))
+        said = copy.copy(error)  # with all that it has, such as a rank's traceback
+        said.args = (f"job {invocation.number}: {error}",)
+        refusals.say(said)
     outcome = Outcome(
         number=invocation.number,
         overrides=invocation.overrides,
@@ -86,23 +89,31 @@ def _forget(folder: Path, made: list[Path]) -> None:
                 each.rmdir()
 
 
+def _ledger(folder: Path) -> list[str]:
+    """The lines that the jobs of all sweeps in a folder have written so far."""
+    ledger = folder / LEDGER
+    return [line for line in read_lines(ledger) if line] if ledger.is_file() else []
+
+
 class Report(Callback):
     """Hydra's callbacks around a sweep: the table of its jobs, and the exit code of the first that failed."""
+
+    earlier = 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _refuse_under_torchrun()
         # Hydra makes the folder first and composes the jobs then, and has no callback for one that is wrong.
         folder = Path(config.hydra.sweep.dir).absolute()
+        self.earlier = len(_ledger(folder))  # of a sweep that ran in this folder before
         atexit.register(_forget, folder, [each for each in (folder, *folder.parents) if not each.exists()])
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from rich.table import Table
 
         folder = Path(config.hydra.sweep.dir)
-        ledger = folder / LEDGER
-        if not ledger.is_file():
+        outcomes = [Outcome(**parsed_json(line)) for line in _ledger(folder)[self.earlier :]]
+        if not outcomes:
             return
-        outcomes = [Outcome(**parsed_json(line)) for line in read_lines(ledger) if line]
         table = Table("job", "overrides", "top-1 %", "ended", title=f"sweep in {folder}", title_justify="left")
         failed = [each for each in outcomes if each.exit_code]
         for each in outcomes:
@@ -114,6 +125,6 @@ class Report(Callback):
             )
         log.console.print(table)
         for each in failed:
-            log.console.print(f"job {each.number}: {each.error}", soft_wrap=True, markup=False)
+            log.console.print(f"job {each.number}: {each.error}", soft_wrap=True)
         if failed:
             sys.exit(failed[0].exit_code)
