@@ -91,12 +91,19 @@ def command_line() -> Iterator[None]:
         listen(signal.SIG_IGN)  # too late: it would only change the exit code
 
 
+def key_of(override: str) -> str:
+    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
+    return override.lstrip("+~").partition("=")[0].strip()
+
+
 def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overtax the parser behind it.
+    """Refuse a word of the command line that would overtax the parser behind it, or have Hydra write files.
 
     Raises:
         InputError: it is no Unicode, too long, too deep, or has a number with too many digits.
     """
+    if key_of(text) in ("hydra", "hydra.output_subdir"):
+        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
     depth = deepest = 0
     for character in text if len(text) <= LONGEST else "":
         depth += (character in "([{") - (character in ")]}")

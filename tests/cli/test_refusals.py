@@ -476,6 +476,10 @@ def tree(folder: Path) -> dict[str, bytes]:
         ("steps=6 optimizer=sgd", "is a checkpoint of another run (optimizer: here SGD, there AdamW)"),
         ("steps=6 seed=1 model.width=8", "(model: here DigitNet(width=8), there DigitNet(); seed: here 1, there 0)"),
         ("", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
+        (
+            "steps=6 init_from=/there",
+            "resume has the weights of its checkpoint, and init_from names others; leave out",
+        ),
         ("steps=6 checkpoint.keep=0", "checkpoint.keep is 0, expected a whole number from 1 to 1,000,000"),
     ],
 )
