@@ -172,7 +172,8 @@ def translate_before_job(error: Exception) -> LockstepError | None:
     """What Hydra raises as it comes, before there is a job: a group without a name, a folder it cannot make."""
     if isinstance(error, OSError) and error.filename:
         return InputError(
-            f"{error.filename} cannot be written ({error.strerror}); choose another folder with output_root=FOLDER"
+            f"{error.filename} cannot be written ({error.strerror}); name another folder with output_root=FOLDER, or "
+            "with hydra.run.dir=FOLDER"
         )
     if isinstance(error, yaml.YAMLError):
         return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")

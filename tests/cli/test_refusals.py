@@ -326,6 +326,27 @@ def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> No
     assert f'{conf / "mine.yaml"}", line 3' in said
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "epochs: " + "9" * 5000,
+        "epochs: 0x" + "f" * 5000,
+        "name: " + "[" * 3000 + "]" * 3000,
+        "train: {clip_norm: " + "9" * 400 + "}",
+        "optimizer: {lr: .nan}",
+        "model: {width: 0x" + "f" * 300 + "}",
+        'data_root: "a\\0b"',
+        'init_from: "\\ud800"',
+    ],
+    ids=lambda each: each[:20],
+)
+def test_a_recipe_with_an_absurd_value_is_refused_in_one_short_sentence(tmp_path: Path, line: str) -> None:
+    conf = tmp_path / "more" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
+    assert len(refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")) < 800
+
+
 def pictures(folder: Path, train: str = "ab", val: str = "ab") -> Path:
     """A folder data set with two images per class."""
     for split, classes in (("train", train), ("val", val)):
