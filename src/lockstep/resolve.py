@@ -213,8 +213,8 @@ def _launched_ranks(launcher: Any) -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
-            f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; leave out launcher.ranks, and "
-            f"say torchrun --nproc-per-node={launcher.ranks}"
+            f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; use launcher.ranks=auto, or "
+            f"torchrun --nproc-per-node={launcher.ranks}"
         )
     if type(launcher) not in (AutoLauncher, Inline):
         name = type(launcher).__name__.lower()

@@ -275,7 +275,7 @@ def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() ->
     [
         (
             ("launcher.ranks=4",),
-            "launcher.ranks is 4, but torchrun has started 2; leave out launcher.ranks, and say ",
+            "launcher.ranks is 4, but torchrun has started 2; use launcher.ranks=auto, or torchrun",
         ),
         (("launcher=elastic", "launcher.restarts=3"), "use launcher=auto and torchrun --max-restarts=3"),
         (("launcher=spawn",), "launcher=spawn starts ranks, but torchrun has started them; use launcher=auto"),
