@@ -51,7 +51,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         overrides = [*stored, *(each for each in overrides if config.key_of(each) != "resume")]
     resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
     built = config.build_all(resolved)
-    if "repro=exact" in overrides and isinstance(built.strategy, Strict):
+    if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
         raise InputError(
             "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
         )
