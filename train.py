@@ -24,7 +24,8 @@ def main(composed: DictConfig) -> float | None:
     """Run one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     from lockstep.sweep import guarded
 
-    invocation = config.Invocation.current()
+    with refusals.past_hydra():
+        invocation = config.Invocation.current()
 
     def job() -> float | None:
         with claiming(invocation) as lock:

@@ -30,7 +30,7 @@ from lockstep import fields, hydra_policy
 from lockstep.errors import InputError, did_you_mean
 from lockstep.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
 from lockstep.files import read_yaml, with_checksum
-from lockstep.refusals import UNEXPECTED, check_word, sentence, unreadable
+from lockstep.refusals import UNEXPECTED, check_word, key_of, sentence, unreadable
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
 # module: a config can come from someone else's run folder, and must not be able to name arbitrary code.
@@ -256,11 +256,6 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
 def config_words(command: str) -> list[str]:
     """The words of a run's command that say where its config is from, which a resume has to repeat."""
     return [each for each in shlex.split(command) if each.startswith(("--config-", "hydra.searchpath="))]
-
-
-def key_of(override: str) -> str:
-    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def locate_in(module: str, name: str) -> type[Any] | None:

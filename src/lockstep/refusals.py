@@ -120,12 +120,19 @@ def command_line() -> Iterator[None]:
     stop.over()
 
 
+def key_of(override: str) -> str:
+    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
+    return override.lstrip("+~").partition("=")[0].strip()
+
+
 def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overtax the parser behind it.
+    """Refuse a word of the command line that would overtax the parser behind it, or have Hydra write files.
 
     Raises:
         InputError: it is no Unicode, too long, too deep, or has a number with too many digits.
     """
+    if key_of(text) in ("hydra", "hydra.output_subdir"):
+        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
     depth = deepest = 0
     for character in text if len(text) <= LONGEST else "":
         depth += (character in "([{") - (character in ")]}")
@@ -201,7 +208,8 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
     """What Hydra raises as it comes, before there is a job: a group without a name, a folder it cannot make."""
     if isinstance(error, OSError) and error.filename:
         return InputError(
-            f"{error.filename} cannot be written ({error.strerror}); choose another folder with output_root=FOLDER"
+            f"{error.filename} cannot be written ({error.strerror}); name another folder with output_root=FOLDER, or "
+            "with hydra.run.dir=FOLDER"
         )
     if isinstance(error, yaml.YAMLError):
         return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")

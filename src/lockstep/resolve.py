@@ -52,7 +52,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         job["output_root"] = today["output_root"]
     resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
     built = config.build_all(resolved)
-    if "repro=exact" in overrides and isinstance(built.strategy, Strict):
+    if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
         raise InputError(
             "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
         )
@@ -216,8 +216,8 @@ def _launched_ranks(launcher: Any) -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
-            f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; leave out launcher.ranks, and "
-            f"say torchrun --nproc-per-node={launcher.ranks}"
+            f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; use launcher.ranks=auto, or "
+            f"torchrun --nproc-per-node={launcher.ranks}"
         )
     if type(launcher) not in (AutoLauncher, Inline):
         name = type(launcher).__name__.lower()

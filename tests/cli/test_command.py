@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torchvision.io import write_jpeg
 
 from helpers import Done, command, train
@@ -187,3 +189,37 @@ def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Pa
     assert "Invalid epsilon value: -1.0" in said
     after = {name: text for name, text in tree(finished).items() if not name.endswith((".log", ".error.json"))}
     assert after == {name: text for name, text in before.items() if not name.endswith(".log")}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("hydra.sweep.dir={}/sweep",), "/sweep has no effect without -m; name a folder with hydra.run.dir=FOLDER"),
+        (
+            ("-m", "seed=1,2", "hydra.run.dir={}/run"),
+            "/run has no effect with -m; name a folder with hydra.sweep.dir=",
+        ),
+        (("hydra.output_subdir={}/sub",), "a run folder has its own .hydra, and Hydra writes none; leave it out"),
+    ],
+)
+def test_a_folder_that_the_job_would_not_use_is_refused(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    done = train(*(each.format(tmp_path) for each in words), f"output_root={tmp_path}")
+    assert says in sentence(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_as_the_run_proposes_it_has_the_config_files_of_the_run(tmp_path: Path) -> None:
+    conf = tmp_path / "more conf" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "mine.yaml").write_text("# @package _global_\nsteps: 1\nbatch: 24\n")
+    (conf.parent / "other.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 7\n")
+    where = (f"--config-dir={conf.parent}", "--config-name=other")
+    done = train(*where, "experiment=mine", f"output_root={tmp_path / 'runs'}", "device=cpu")
+    assert done.code == 0, done.err
+    proposed = next(line for line in done.out.splitlines() if "train longer" in line).partition("train.py ")[2]
+    again = train(*shlex.split(proposed))
+    assert again.code == 0, again.err
+    (run,) = (each.parent for each in (tmp_path / "runs").rglob("command.txt"))
+    kept = yaml.safe_load((run / "config.yaml").read_text())
+    assert (kept["seed"], kept["batch"], kept["steps"]) == (7, 24, 2)
+    assert shlex.split((run / "command.txt").read_text())[2:] == shlex.split(proposed)

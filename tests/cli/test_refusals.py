@@ -275,7 +275,7 @@ def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() ->
     [
         (
             ("launcher.ranks=4",),
-            "launcher.ranks is 4, but torchrun has started 2; leave out launcher.ranks, and say ",
+            "launcher.ranks is 4, but torchrun has started 2; use launcher.ranks=auto, or torchrun",
         ),
         (("launcher=elastic", "launcher.restarts=3"), "use launcher=auto and torchrun --max-restarts=3"),
         (("launcher=spawn",), "launcher=spawn starts ranks, but torchrun has started them; use launcher=auto"),
@@ -324,6 +324,27 @@ def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> No
     said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
     assert said.startswith("a config file is not YAML: ")
     assert f'{conf / "mine.yaml"}", line 3' in said
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "epochs: " + "9" * 5000,
+        "epochs: 0x" + "f" * 5000,
+        "name: " + "[" * 3000 + "]" * 3000,
+        "train: {clip_norm: " + "9" * 400 + "}",
+        "optimizer: {lr: .nan}",
+        "model: {width: 0x" + "f" * 300 + "}",
+        'data_root: "a\\0b"',
+        'init_from: "\\ud800"',
+    ],
+    ids=lambda each: each[:20],
+)
+def test_a_recipe_with_an_absurd_value_is_refused_in_one_short_sentence(tmp_path: Path, line: str) -> None:
+    conf = tmp_path / "more" / "experiment"
+    conf.mkdir(parents=True)
+    (conf / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
+    assert len(refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")) < 800
 
 
 def pictures(folder: Path, train: str = "ab", val: str = "ab") -> Path:
@@ -476,6 +497,10 @@ def tree(folder: Path) -> dict[str, bytes]:
         ("steps=6 optimizer=sgd", "is a checkpoint of another run (optimizer: here SGD, there AdamW)"),
         ("steps=6 seed=1 model.width=8", "(model: here DigitNet(width=8), there DigitNet(); seed: here 1, there 0)"),
         ("", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
+        (
+            "steps=6 init_from=/there",
+            "resume has the weights of its checkpoint, and init_from names others; leave out",
+        ),
         ("steps=6 checkpoint.keep=0", "checkpoint.keep is 0, expected a whole number from 1 to 1,000,000"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 
 from helpers import composed
 from lockstep import config, evaluate, fields
+from lockstep.cli.pack import pack
 from lockstep.config import GROUPS, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.errors import InputError
 from lockstep.fields import Choice, Duration, Number, Options, PathText, Text, Time
@@ -112,6 +113,13 @@ def test_all_that_is_out_of_range_is_said_at_once() -> None:
         config.build_all(job)
     said = [line.split()[0] for line in str(caught.value).splitlines()]
     assert said == ["epochs", "train.ema", "optimizer.lr", "optimizer.eps", "schedule.warmup"]
+
+
+def test_the_flags_of_pack_have_the_ranges_of_the_keys_that_they_stand_for() -> None:
+    with pytest.raises(InputError, match=r"^--size is 0, expected a whole number from 1 to 16,384: --size=256$"):
+        pack("photos", "packed", size=0, skip=0)
+    with pytest.raises(InputError, match=r"^--skip is -1, expected a whole number from 0 to 1,000,000,000"):
+        pack("photos", "packed", size=8, skip=-1)
 
 
 def test_a_subclass_keeps_the_rule_of_a_field_whose_default_it_changes() -> None:

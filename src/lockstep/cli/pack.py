@@ -13,6 +13,7 @@ from lockstep.data import packed
 from lockstep.data.folder import Folder
 from lockstep.data.loader import cores
 from lockstep.errors import InputError
+from lockstep.fields import problems
 
 # What the sentences of `dataset=folder` call by its keys.
 WORDS = {"dataset.path: ": "", "dataset.path=FOLDER": "lockstep pack SOURCE TARGET", "dataset.skip=N": "--skip N"}
@@ -25,8 +26,8 @@ def pack(source: str, target: str, *, size: int, skip: int) -> None:
         InputError: there is no such source, too many of its images are broken, or `target` exists.
         StorageError: `target` cannot be written.
     """
-    if size < 1 or skip < 0:
-        raise InputError(f"--size is {size} and --skip is {skip}, expected at least 1 and at least 0")
+    for problem in problems(Folder, {"decode_size": size, "skip": skip}):
+        raise InputError(problem.replace("decode_size", "--size").replace("skip", "--skip"))
     torch.set_num_threads(1)  # every core has an image of its own
     folder = Folder(path=source, decode_size=size, skip=skip)
     try:
