@@ -109,7 +109,9 @@ def command_line() -> Iterator[None]:
         yield
     except SystemExit as raised:
         stop.over()
-        leave(raised.code)
+        if isinstance(raised.code, int):
+            leave(raised.code)
+        raise
     except (Exception, PastHydra, StopNow) as raised:
         stop.over()
         # A library that was interrupted may have made another exception of the stop.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -17,8 +18,8 @@ from lockstep.errors import Interrupted, LockstepError, Stopped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 AGAIN_S = 1.0
-# So long the main thread has to come to its end where there is nothing to save, and the threads when it has.
-GRACE_S, THREADS_S = 3.0, 1.0
+# So long the main thread has to come to its end where there is nothing to save, and then what is done at an exit.
+GRACE_S, LEAVE_S = 3.0, 3.0
 LAUNCHER = "LOCKSTEP_LAUNCHER"  # in the environment of a rank: the process number of our launcher above it
 PARENT = "LOCKSTEP_PARENT"  # in the environment of a command: the process number of ours that it must not outlive
 PR_SET_PDEATHSIG = 1
@@ -161,12 +162,19 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def leave(code: Any) -> NoReturn:
-    """`sys.exit`, in a bounded time: the interpreter waits for its threads, of which one may wait for a disk."""
-    last_resort = threading.Timer(THREADS_S, os._exit, [code if isinstance(code, int) else bool(code)])
+def leave(code: int) -> NoReturn:
+    """End the process once what is registered for its end is done, and in a bounded time.
+
+    Taking the interpreter apart takes seconds with torch in it, and waits for threads, one of which may hang.
+    """
+    last_resort = threading.Timer(LEAVE_S, os._exit, [code])
     last_resort.daemon = True
     last_resort.start()
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:

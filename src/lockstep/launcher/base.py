@@ -15,7 +15,7 @@ from lockstep.fields import Time, ranged, ruled
 from lockstep.files import UnreadableFile
 from lockstep.protocols import Entry
 from lockstep.rundir import RunDir
-from lockstep.signals import NOT_BEGUN
+from lockstep.signals import NOT_BEGUN, StopNow
 from lockstep.world import launched_rank
 
 
@@ -52,9 +52,11 @@ class Inline:
         try:
             self.run(entry, run_dir)
         except BaseException as error:
+            # The handler of a stop was not yet, or no longer, that of the ranks or of what forwards it to them.
+            ended = Stopped(NOT_BEGUN) if isinstance(error, StopNow) else error
             if launched_rank() in (None, 0):
-                run_dir.close(error)
-            raise
+                run_dir.close(ended)
+            raise ended from None
         return run_dir.read_summary().get("objective")
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:

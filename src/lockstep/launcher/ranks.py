@@ -85,7 +85,7 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
 def starting() -> Iterator[None]:
     """Around the start of ranks: tell them who launches them, and hold signals back until they can hear them.
 
-    A rank inherits the held signals, and lets them through when it has its own handlers, some seconds later.
+    A rank inherits the held signals, and lets them through as soon as it has its own handlers.
     """
     os.environ[LAUNCHER] = str(os.getpid())
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
