@@ -7,7 +7,7 @@ and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and
 `checkpoints/none-yet`.
 """
 
-from lockstep.checkpoint.history import candidates, load_newest, mark_not_saved, newest_good, newest_of_run
+from lockstep.checkpoint.history import candidates, load_newest, mark_saved_or_not, newest_good, newest_of_run
 from lockstep.checkpoint.reading import Loaded, check_identity, load, load_weights, restore, weights_file
 from lockstep.checkpoint.validation import MODEL, damage, manifest_text, read_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer, copied_tree
@@ -25,7 +25,7 @@ __all__ = [
     "load_newest",
     "load_weights",
     "manifest_text",
-    "mark_not_saved",
+    "mark_saved_or_not",
     "newest_good",
     "newest_of_run",
     "read_facts",
