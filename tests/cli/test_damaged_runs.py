@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> N
     assert done.code == 0, done.err
     assert "is damaged (state.pt has 0 bytes, expected" in done.out
     assert f"{run.summary} is not the summary of a run; it is written anew" in done.out
-    assert f"{run.metrics} is damaged: line 2, cannot be read and is left out" in done.out
+    assert f"{run.metrics} is damaged: line 2 cannot be read, and is left out" in done.out
     assert json.loads(run.summary.read_text())["status"] == "completed"
     assert checkpoint.damage(newest) == "", "its step was done again"
 
