@@ -342,7 +342,7 @@ def _observers(
     board: list[Sink] = []
     files: list[Sink] = []
     if world.is_main:
-        checkpoint.mark_not_saved(run_dir)
+        checkpoint.mark_saved_or_not(run_dir)
         # A new run that goes on from the checkpoint of another one has none of its figures.
         logged = progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0
         files = [

@@ -285,7 +285,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: RunDir, capsys: pyt
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
     assert checkpoint.newest_of_run(run) is None
-    checkpoint.mark_not_saved(run)
+    checkpoint.mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     (run.path / "events.out.tfevents.1").write_bytes(b"")
     (run.checkpoints / ".step-00000001.tmp").mkdir()  # of a save that was killed
@@ -297,7 +297,7 @@ LOSSES = ("checkpoints", "pointers", "all but the log", "all but the weights", "
 
 @pytest.mark.parametrize("lost", LOSSES)
 def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any(run: RunDir, lost: str) -> None:
-    checkpoint.mark_not_saved(run)
+    checkpoint.mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     event = run.path / "events.out.tfevents.1"
     event.write_bytes(b"")
@@ -331,7 +331,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
 def test_nothing_saved_is_not_said_once_something_is(run: RunDir) -> None:
     saved(run, 1)
     assert not run.none_yet.exists()
-    checkpoint.mark_not_saved(run)
+    run.none_yet.touch()  # as a kill just before leaves it
+    checkpoint.mark_saved_or_not(run)
     assert not run.none_yet.exists()
 
 

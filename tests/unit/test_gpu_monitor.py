@@ -201,3 +201,14 @@ def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
     made = gpu.monitor(wanted=wanted, gpus=gpus, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
     assert type(made) is gpu.NoMonitor
     assert not (tmp_path / "gpu.jsonl").exists()
+
+
+def test_a_damaged_line_of_an_earlier_part_is_left_out_and_the_others_stay(
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.jsonl"
+    whole = '{"time": 1.0, "step": 9, "local_rank": 0, "uuid": "GPU-aa", "util": 50.0}\n'
+    path.write_text(f"{whole}\0\n{whole}{whole[:20]}")
+    gpu.Monitor(uuids=["GPU-aa"], path=path, sinks=[], step=lambda: 0).close()
+    assert path.read_text() == 2 * whole
+    assert f"{path} is damaged: line 2 cannot be read, and is left out" in capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_a_damaged_line_is_left_out_and_said(
     path.write_text(f'{{"step": 1}}\n{content}\n{{"step": 2}}\n')
     JsonLines(path, 2).close()
     assert [line["step"] for line in lines(path)] == [1, 2]
-    assert capsys.readouterr().out == f"warning: {path} is damaged: line 2, cannot be read and is left out\n"
+    assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
 
 
 def test_what_is_missing_of_the_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and
 `checkpoints/none-yet`.
 """
 
-from lockstep.checkpoint.history import candidates, load_newest, mark_not_saved, newest_good, newest_of_run
+from lockstep.checkpoint.history import candidates, load_newest, mark_saved_or_not, newest_good, newest_of_run
 from lockstep.checkpoint.reading import (
     Loaded,
     check_identity,
@@ -34,7 +34,7 @@ __all__ = [
     "load_newest",
     "load_weights",
     "manifest_text",
-    "mark_not_saved",
+    "mark_saved_or_not",
     "newest_good",
     "newest_of_run",
     "read_facts",

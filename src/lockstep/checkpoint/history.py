@@ -61,13 +61,15 @@ def load_newest(run_dir: RunDir) -> Loaded | None:
     return None if found is None else read(found)
 
 
-def mark_not_saved(run_dir: RunDir) -> None:
-    """Have it on the disk, before a run logs its first step, that there is no checkpoint of it yet.
+def mark_saved_or_not(run_dir: RunDir) -> None:
+    """Have it on the disk, before a run logs a step, whether there has been a checkpoint of it.
 
     Raises:
         StorageError: it cannot be written.
     """
-    if not _has_saved(run_dir):
+    if _has_saved(run_dir):
+        run_dir.none_yet.unlink(missing_ok=True)  # left by a kill just after the first checkpoint
+    else:
         write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
 
 

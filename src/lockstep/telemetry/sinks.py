@@ -131,8 +131,8 @@ def reopened(path: Path, after: int, step: Callable[[str], int], header: str = "
 
     write_atomic_parts(path, counting())
     if damaged:
-        lines = f"{len(damaged)} lines, the first of them line" if len(damaged) > 1 else "line"
-        log.warn(f"{path} is damaged: {lines} {damaged[0]}, cannot be read and is left out")
+        more = f" and {len(damaged) - 1} behind it" if len(damaged) > 1 else ""
+        log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
     with storing(path):
         return path.open("a", newline="", buffering=1), last
 
