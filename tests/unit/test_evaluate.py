@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data import folder
+from lockstep.data import listing
 from lockstep.data.augment import CropFlip
 from lockstep.data.loader import Resident, Streaming
 from lockstep.data.pipeline import Pipeline
@@ -164,7 +164,7 @@ def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     found = scores(Mean(), fewer, kind=kind, block=5)
     for name in ("a/3.png", "b/5.png"):
         (tmp_path / "val" / name).unlink()
-    folder._scan.cache_clear()
+    listing.KNOWN.clear()
     assert found["top1"] == pytest.approx(90)
     assert found == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
 
