@@ -6,7 +6,7 @@
 Each case is the whole route of `python train.py OVERRIDES`, in a process that stays, up to where the ranks would be
 launched. It has to end with 0 or 2, without a traceback, and leave nothing where it was refused. Keys come from the
 schema and from every option of every group; values are numbers at and beyond the ends of every range, other types,
-texts, paths and nestings. The cases run in a child that is watched: one that crashes it or takes a minute is found.
+texts, paths and nestings. The cases run in a child that is watched: one that crashes it or hangs is found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 CONF = TRAIN.parent / "conf"
-HANGS_S = 60.0
+STARTS_S, HANGS_S = 600.0, 120.0  # of the imports, and of one case
 FOUND = "found.jsonl"
 ROOM = 2.0**28  # bytes of memory that the cases believe to have
 
@@ -359,12 +359,12 @@ def watched(folder: Path, overrides: int, seed: int) -> str:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             return "" if code == 0 else f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        grown = (folder / FOUND).stat().st_size if (folder / FOUND).exists() else 0
+        grown = (folder / FOUND).stat().st_size
         size, since = grown, since if grown == size else time.monotonic()
-        if time.monotonic() - since > HANGS_S:
+        if time.monotonic() - since > (limit := HANGS_S if grown else STARTS_S):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return f"no end within {HANGS_S:g} s"
+            return f"no end within {limit:g} s"
         time.sleep(0.05)
 
 
@@ -375,11 +375,12 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:
+        (Path(folder) / FOUND).touch()
         crash = watched(Path(folder), arguments.overrides, arguments.seed)
         lines = [json.loads(line) for line in (Path(folder) / FOUND).read_text().splitlines()]
     words, ends = [line["words"] for line in lines[::2]], lines[1::2]
     problems = [(case, end["problem"]) for case, end in zip(words, ends, strict=False) if end["problem"]]
-    problems += [(words[-1], crash)] if crash else []
+    problems += [(words[-1] if words else [], crash)] if crash else []
     codes = Counter(end["code"] for end in ends)
     print(
         f"{sum(map(len, words)):,} overrides in {len(words):,} command lines, {time.monotonic() - began:.0f} s: "
