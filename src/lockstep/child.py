@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ def begin(
         inherited: a file descriptor that is of the parent alone.
     """
     signals.begin(parent)
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # a forked process has that of its launcher
     if inherited is not None:
         os.close(inherited)
     os.environ.update(environment or {})

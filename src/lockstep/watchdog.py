@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from lockstep.errors import Interrupted, LockstepError, RankFailed, Stopped
-from lockstep.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest
+from lockstep.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
 TICK_S = 0.5
 # A process that computes for less than this share of its time only waits.
@@ -113,7 +114,8 @@ class Watchdog(threading.Thread):
         begun = self.stop.begun
         if self.heard.at_once:
             return Interrupted()
-        if self.asked > GRACE_S and not begun:
+        # An import is not interrupted (`StopRequest`), and nothing that imports has to come to its end.
+        if not begun and (self.asked > GRACE_S or (self.asked and importing(_main_frame()))):
             return Stopped(NOT_BEGUN)
         suspended = any(map(_stopped, self.neighbours.values()))
         patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
@@ -166,9 +168,13 @@ def watched(
 
 def _place() -> str:
     """Where the main thread is."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    frame = _main_frame()
     code = frame.f_code
     return f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def _main_frame() -> FrameType:
+    return sys._current_frames()[threading.main_thread().ident or 0]
 
 
 def _stopped(pid: int) -> bool:

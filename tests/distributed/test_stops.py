@@ -121,11 +121,19 @@ def test_a_stop_that_waits_for_a_suspended_rank_goes_back_to_the_last_checkpoint
     assert not processes(folder)
 
 
-def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(tmp_path: Path) -> None:
+def suspended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
+def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *SPAWN, *LONG, "launcher.timeout=3s")
-    os.killpg(process.pid, signal.SIGSTOP)
-    time.sleep(6)
+    process = running(folder, *launcher, *LONG, "launcher.timeout=3s")
+    os.killpg(process.pid, signal.SIGTSTP)  # as Ctrl-Z does; the ranks of `elastic` are not in this group
+    wait_for(lambda: all(suspended(pid) for pid in [process.pid, *ranks(folder, process)]))
+    time.sleep(5)
     before = steps_done(folder)
     os.killpg(process.pid, signal.SIGCONT)
     wait_for(lambda: process.poll() is not None or steps_done(folder) > before + 3)

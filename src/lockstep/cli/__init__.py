@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from lockstep import refusals
+from lockstep import signals
 
 
 def main() -> None:
     """The console command `lockstep`."""
+    signals.begin(says=signals.STOPPED_EARLY)
     parser = argparse.ArgumentParser(prog="lockstep", description="Commands around train.py.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     prove = commands.add_parser(
@@ -39,8 +40,10 @@ def main() -> None:
         given = {name for name in ("source", "target", "size", "skip") if getattr(arguments, name) is not None}
         if not (given >= {"source", "target"} if arguments.check is None else not given):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
+    # Imported here, because --help must not wait for it; what needs torch is further down.
+    from lockstep import refusals
+
     with refusals.command_line(), refusals.past_hydra():
-        # What needs torch is imported here.
         if arguments.command == "prove":
             from lockstep.cli.prove import prove as run_prove
 

@@ -68,17 +68,28 @@ class Forwarding(StopRequest):
 def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
     """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks while the context is open; a second SIGINT kills them.
 
+    With Ctrl-Z they are suspended and go on together with this process, also in sessions of their own.
+
     Raises:
         Interrupted: they were killed so.
     """
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        ranks.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        ranks.send(signal.SIGCONT)
+
     request = Forwarding(ranks)
     with stop_signals(request):
+        before = signal.signal(signal.SIGTSTP, suspend)
         try:
             yield request
         except LockstepError as error:
             if request.at_once:
                 raise Interrupted from error
             raise
+        finally:
+            signal.signal(signal.SIGTSTP, before)
 
 
 @contextmanager
