@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep import config, log
 from lockstep.checkpoint.reading import Loaded, read, whole_weights
 from lockstep.checkpoint.validation import damage
-from lockstep.errors import InputError
+from lockstep.errors import InputError, StorageError
 from lockstep.rundir import RunDir
 from lockstep.storage import write_atomic
 
@@ -64,13 +65,16 @@ def load_newest(run_dir: RunDir) -> Loaded | None:
 def mark_saved_or_not(run_dir: RunDir) -> None:
     """Have it on the disk, before a run logs a step, whether there has been a checkpoint of it.
 
-    Raises:
-        StorageError: it cannot be written.
+    Where that cannot be written the run goes on, as it does when a checkpoint cannot.
     """
     if _has_saved(run_dir):
-        run_dir.none_yet.unlink(missing_ok=True)  # left by a kill just after the first checkpoint
-    else:
+        with suppress(OSError):
+            run_dir.none_yet.unlink(missing_ok=True)  # left by a kill just after the first checkpoint
+        return
+    try:
         write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
+    except StorageError as error:
+        log.warn(f"{error}; a run that is killed before its first checkpoint will not be resumed")
 
 
 def _has_saved(run_dir: RunDir) -> bool:
