@@ -5,6 +5,7 @@ A fresh interpreter for each of some hundred refusals, which imports everything 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -14,15 +15,19 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-import lockstep.resolve  # noqa: F401, what a command needs is imported once, here
-from lockstep import cli
+from lockstep import cli, config, sweep  # noqa: F401, imported once, here
 
 ROOT = Path(__file__).parent.parent
 
 
 def main() -> None:
-    """Answer each line, a list of words, by the exit code and what was written to stdout and stderr."""
+    """Answer each line, a list of words, by the exit code and what was written to stdout and stderr.
+
+    The words of this command itself are modules to import first, for commands that would import them.
+    """
     os.chdir(ROOT)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
     for line in sys.stdin:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             pid = os.fork()
