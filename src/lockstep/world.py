@@ -117,7 +117,7 @@ class Vote:
         own = [int(1e6 * busy) if rank == self.world.rank else 0 for rank in range(self.world.size)]
         self.ballot = torch.tensor([*wishes, *own], dtype=torch.int64)
         self.pending = dist.all_reduce(self.ballot, group=self.world.control, async_op=True)
-        if self.can_wait:
+        if self.can_wait or not self.busy:  # the first is waited for: it tells how long steps are
             heard = [before or now for before, now in zip(heard, self._read(len(wishes)), strict=True)]
         return heard
 

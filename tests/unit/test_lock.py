@@ -79,7 +79,7 @@ import os, pathlib, sys, time
 from lockstep.lock import Lock
 Lock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
-print(child, flush=True)  # each says that it has started, the child by a 0
+os.write(1, f"{child}\\n".encode())  # each says that it has started, the child by a 0
 time.sleep(600)
 """
 
@@ -87,7 +87,7 @@ time.sleep(600)
 def test_a_holder_that_is_killed_leaves_the_lock_free_although_its_child_lives_on(path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
-    child = max(int(holder.stdout.readline()) for _ in "both")
+    child = max(int(holder.stdout.readline()) for _ in range(2))
     try:
         with pytest.raises(InputError, match=f"process {holder.pid} on"):
             Lock().take(path)
