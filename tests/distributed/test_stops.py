@@ -149,7 +149,7 @@ def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launch
     process = start(folder, *launcher, *LONG, launch=launch)
     code, err = ended(process)
     assert (code, "ZeroDivisionError" in err) == (70, True), err
-    wait_for(lambda: not processes(folder), 10)
+    wait_for(lambda: not processes(folder))
 
 
 def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Pat
     wait_for(lambda: children(process.pid))
     process.kill()
     process.communicate()
-    wait_for(lambda: not processes(tmp_path / "run"), 40)
+    wait_for(lambda: not processes(tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -189,7 +189,7 @@ def test_an_interrupted_prove_leaves_no_run(tmp_path: Path, number: signal.Signa
     code, err = ended(process)
     assert code == (75 if number == signal.SIGTERM else -9), err
     assert "Traceback" not in err
-    wait_for(lambda: not processes(Path(mark)), 20)
+    wait_for(lambda: not processes(Path(mark)))
 
 
 def test_an_evaluation_is_left_between_two_of_its_blocks(tmp_path: Path) -> None:
