@@ -70,7 +70,8 @@ def run(
     memory.keep_freed_memory(world, keep=job.train.micro_batches == 1)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
-    torch.use_deterministic_algorithms(False)  # a strict job before this one in the process left it on
+    if torch.are_deterministic_algorithms_enabled():  # a strict job before this one in the process left it on
+        torch.use_deterministic_algorithms(False)  # imports the compiler: not for every job
 
     train, held_out = _splits(job, world)
     if job.train.micro_batches == "auto":
