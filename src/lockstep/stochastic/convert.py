@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.protocols import MicroBatch
 from lockstep.rng import generator_seed, reseed
@@ -48,7 +47,7 @@ class ForwardDraws:
     Fields:
         seed, device: of the run.
         keys: the keyed draws.
-        unknown: modules that draw in a way that is not keyed, and how, such as `gate (aten.exponential_)`.
+        unknown: the names of modules that draw in a way that is not keyed.
     """
 
     seed: int
@@ -72,8 +71,8 @@ class ForwardDraws:
         if not self.unknown:
             return []
         return [
-            f"the model draws random numbers that Lockstep does not know: {', '.join(self.unknown)}; on another "
-            "number of ranks or micro-batches they are others, and so is the run"
+            f"the model draws random numbers in a way that Lockstep does not know ({', '.join(self.unknown)}); on "
+            "another number of ranks or micro-batches they are others, and so is the run"
         ]
 
 
@@ -162,18 +161,19 @@ class _Observer:
         self.sites: dict[nn.Module, list[Site]] = defaultdict(list)
         self.draws = 0
         self.unknown: dict[str, None] = {}
+        self.generators = _states()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        entered = hooks.register_module_forward_pre_hook(lambda module, _: self.stack.append(module))
+        entered = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
         left = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         others: list[tuple[str, Callable[[], Any]]] = [
             ("Python's random", random.getstate),
-            ("NumPy's random", lambda: np.random.get_state(legacy=False)["state"]["key"].tobytes()),
+            ("NumPy's random", lambda: repr(np.random.get_state(legacy=False))),
         ]
         before = [state() for _, state in others]
         try:
-            with KeyedFunctions(self.take), _Generator(self.notice):
+            with KeyedFunctions(self.take):
                 yield
         finally:
             entered.remove()
@@ -182,8 +182,21 @@ class _Observer:
             if state() != was:
                 self.unknown[name] = None
 
+    def _enter(self, module: nn.Module) -> None:
+        self._notice()
+        self.stack.append(module)
+
     def _leave(self) -> None:
+        self._notice()
         self.stack.pop()
+
+    def _notice(self) -> None:
+        """Remember the module that runs now if torch's generators have moved since the last look."""
+        generators = _states()
+        if any(not torch.equal(now, was) for now, was in zip(generators, self.generators, strict=True)):
+            module = self.stack[-1]
+            self.unknown[self.names.get(module) or type(module).__name__] = None
+        self.generators = generators
 
     def take(self, shape: torch.Size) -> Site:
         """A new site of the module that runs now."""
@@ -193,29 +206,6 @@ class _Observer:
         self.draws += 1
         self.sites[self.stack[-1]].append(site)
         return site
-
-    def notice(self, operation: str) -> None:
-        module = self.stack[-1]
-        self.unknown[f"{self.names.get(module) or type(module).__name__} ({operation})"] = None
-
-
-class _Generator(TorchDispatchMode):
-    """Says which operations take numbers from torch's generators."""
-
-    def __init__(self, notice: Callable[[str], None]) -> None:
-        super().__init__()
-        self.notice = notice
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        before = _states()
-        result = func(*args, **(kwargs or {}))
-        if any(not torch.equal(now, was) for now, was in zip(_states(), before, strict=True)):
-            self.notice(str(func.overloadpacket))
-        return result
 
 
 def _states() -> list[Tensor]:
