@@ -263,14 +263,18 @@ def left_behind(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def short_of_training() -> Iterator[None]:
-    """Have jobs end where their ranks would be launched, on a machine without a network and with little memory."""
-    from lockstep import checks
+    """Have jobs end where their ranks would be launched, on a machine without a network and with little memory.
+
+    A command then leaves by an exception: this process stays for the next one.
+    """
+    from lockstep import checks, refusals
     from lockstep.data import sources
     from lockstep.launcher import Inline
 
     def offline(self: object, train: bool, download: bool) -> None:
         raise RuntimeError("no network")
 
+    refusals.leave = sys.exit  # type: ignore[assignment]
     checks.available_memory = lambda: ROOM
     sources._TorchvisionSource._open = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]
