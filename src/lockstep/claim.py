@@ -59,7 +59,7 @@ def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | Non
         return None
     run_dir = RunDir(folder)
     lock.take(run_dir.lock)
-    if set(folder.iterdir()) - {run_dir.lock} and not run_dir.overrides.is_file():
+    if not run_dir.overrides.is_file() and not run_dir.only_prepared:
         raise InputError(
             f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
             "hydra.run.dir=FOLDER"

@@ -133,7 +133,7 @@ def check_word(text: str) -> None:
     Raises:
         InputError: it is no Unicode, too long, too deep, or has a number with too many digits.
     """
-    if key_of(text) in ("hydra", "hydra.output_subdir"):
+    if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
     depth = deepest = 0
     for character in text if len(text) <= LONGEST else "":

@@ -77,8 +77,8 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
             run_dir.config: config.dump(resolved),
             run_dir.command: invocation.command + "\n",
             run_dir.hydra / "hydra.yaml": invocation.hydra,
-            run_dir.hydra / "config.yaml": config.dump(job),
             run_dir.overrides: config.dump_list(overrides),
+            run_dir.composed: config.dump(job),
         }
     )
 

@@ -38,7 +38,7 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     Raises:
         InputError: they do not. A line of them was lost, or a recipe has other values by now.
     """
-    composed = run_dir.hydra / "config.yaml"
+    composed = run_dir.composed
     try:
         kept = _leaves(config.load(composed))
     except InputError as error:

@@ -145,6 +145,11 @@ class RunDir:
         return self.path / "config.yaml"
 
     @property
+    def composed(self) -> Path:
+        """The config as Hydra composed it, before anything of it was resolved or chosen."""
+        return self.hydra / "config.yaml"
+
+    @property
     def overrides(self) -> Path:
         return self.hydra / "overrides.yaml"
 
@@ -233,6 +238,8 @@ class RunDir:
         before = {path: _content(path) for path in texts}
         begun = replace(self, before=before, summary_before=_which(self.summary))
         try:
+            # The overrides are compared with it: a kill between the two must not leave those of another command.
+            self.composed.unlink(missing_ok=True)
             for path, text in texts.items():
                 write_atomic(path, text)
         except StorageError:
@@ -274,11 +281,7 @@ class RunDir:
 
     def _remove(self) -> None:
         """Remove what a job writes before it begins, and the folder if that was all: it may be the user's own."""
-        written = [self.lock, self.config, self.command, self.environment, self.summary, self.log]
-        written += [self.overrides, self.hydra / "config.yaml", self.hydra / "hydra.yaml"]
-        written += [*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")]
-        written.append(self.none_yet)
-        for file in written:
+        for file in self._before_it_begins():
             file.unlink(missing_ok=True)
         for folder in (self.hydra, self.logs, self.checkpoints, self.path):
             with suppress(OSError):  # not empty
@@ -288,6 +291,18 @@ class RunDir:
     def began(self) -> bool:
         """Whether training started in this folder."""
         return self.metrics.exists()
+
+    def _before_it_begins(self) -> set[Path]:
+        """The files that a job writes before it begins."""
+        written = {self.lock, self.config, self.command, self.environment, self.summary, self.log, self.none_yet}
+        written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
+        return written | {*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")}
+
+    @property
+    def only_prepared(self) -> bool:
+        """Whether a job has at most been prepared here: the folder is empty, or its start was killed."""
+        expected = {*self._before_it_begins(), self.hydra, self.logs, self.checkpoints}
+        return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
 
     def mark_latest(self, root: Path) -> None:
         """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""

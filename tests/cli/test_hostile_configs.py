@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from helpers import ROOT, train
 from lockstep import config, hydra_policy, refusals
+from lockstep.config import ConfigFiles
 from lockstep.errors import InputError
 
 WAYS = (("seed=1",), ("-m",), ("--cfg", "job"), ("--cfg", "hydra"), ("--hel",), ("--info",))
@@ -239,7 +240,7 @@ def test_no_kept_override_has_hydra_make_an_object() -> None:
         for key, way in itertools.product(MADE, ("", "+", "++", " ", "  ++", "~", "+model@")):
             asks = "=digitnet" if way == "+model@" else "" if way == "~" else "._target_=shutil.copyfile"
             with pytest.raises((InputError, HydraException)) as raised:
-                config.recompose(["steps=1", f"{way}{'.'.join(key)}{asks}"], ())
+                config.recompose(["steps=1", f"{way}{'.'.join(key)}{asks}"], (), ConfigFiles())
             assert isinstance(refusals.translate(raised.value), InputError)
 
 

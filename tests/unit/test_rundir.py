@@ -266,3 +266,13 @@ def test_latest_that_names_nothing_is_a_mistake_with_a_remedy(tmp_path: Path, co
     os.mkfifo(tmp_path / "latest")
     with pytest.raises(InputError, match=r"latest is a pipe"):
         latest(tmp_path)
+
+
+def test_a_start_that_was_killed_leaves_a_folder_to_start_in_and_a_users_folder_is_none(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    assert run.only_prepared
+    for killed_while_writing in (run.config, run.hydra / ".hydra.yaml.123.tmp", run.lock):
+        killed_while_writing.write_text("")
+        assert run.only_prepared
+    (run.path / "notes.txt").write_text("")
+    assert not run.only_prepared
