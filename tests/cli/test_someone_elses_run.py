@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers import ROOT, command, train_here
+from helpers import ROOT, command, composed, train_here
 
 # Whatever an interpreter imports at its start, or torch and its helpers do; by name, from the folder they are in.
 MODULES = ("yaml", "pickle", "json", "random", "socket", "numpy", "torch", "lockstep", "sitecustomize")
@@ -37,8 +37,10 @@ def sent(finished: Path, tmp_path: Path) -> Path:
 
 
 def keep(run: Path, *overrides: str) -> None:
-    """Have a run folder say that it was made with these overrides."""
-    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=1", "name=test", *overrides]))
+    """Have a run folder say that it was made with these overrides, in both places that are compared."""
+    told = ["steps=1", "name=test", *overrides]
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(told))
+    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(composed(*told)))
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "elastic"])
