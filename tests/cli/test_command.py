@@ -185,8 +185,9 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_comes_to_its_end(finis
 
 def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Path) -> None:
     before = tree(finished)
-    said = sentence(train("resume=latest", "steps=6", "optimizer.eps=-1", f"output_root={finished}", "device=cpu"))
-    assert "Invalid epsilon value: -1.0" in said
+    only_ranks_know = ("strategy=ddp", "launcher.ranks=2", "strategy.static_graph=true", "train.micro_batches=2")
+    said = sentence(train("resume=latest", "steps=6", *only_ranks_know, f"output_root={finished}", "device=cpu"))
+    assert "accumulation changes the graph within a step" in said
     after = {name: text for name, text in tree(finished).items() if not name.endswith((".log", ".error.json"))}
     assert after == {name: text for name, text in before.items() if not name.endswith(".log")}
 
