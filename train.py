@@ -8,9 +8,8 @@ import os
 
 from lockstep import signals
 
-if __name__ == "__main__":  # before the imports, which take a while
-    signals.begin(says=signals.STOPPED_EARLY)
-
+if __name__ == "__main__":
+    signals.begin(says=signals.STOPPED_EARLY)  # before the imports, which take a while
 import hydra
 from omegaconf import DictConfig
 

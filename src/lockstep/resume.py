@@ -11,6 +11,8 @@ from lockstep.errors import InputError
 from lockstep.rundir import RunDir
 
 SHOWN = 4
+# The name is taken from the run itself, and where else to write from today's command.
+NOT_KEPT = ("name", "output_root")
 
 
 def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], list[str]]:
@@ -53,7 +55,7 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
         for key in kept | here
         if (key not in here or key not in kept or kept[key] != here[key])
         and now.get(key) == here.get(key)
-        and key != "name"  # it is taken from the run itself
+        and key not in NOT_KEPT
         and not any(f"{key}.".startswith(f"{each}.") for each in told)
     ]
     if different:

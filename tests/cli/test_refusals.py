@@ -619,6 +619,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Pat
             "(steps was 3 and is None, ",
         ),
         ([], ("steps=6", "model.compile=true", "loader=streaming"), ""),
+        ([], (), ""),
     ],
     ids=str,
 )
@@ -647,6 +648,6 @@ def test_a_run_whose_composed_config_is_gone_goes_on_with_a_warning_and_has_it_a
         (run.hydra / "config.yaml").unlink()
         if damaged is not None:
             (run.hydra / "config.yaml").write_text(damaged)
-        prepared(f"resume={run.path}")
+        prepared(f"resume={run.path}", f"output_root={tmp_path}")
         assert "the overrides of the run cannot be compared with it" in capsys.readouterr().out
         assert (run.hydra / "config.yaml").read_text() == kept
