@@ -106,7 +106,8 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         "installs",
         installs,
     ),
-    "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && .venv/bin/python -m pytest": (
+    "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && "
+    ".venv/bin/python -m pytest -n 2 --dist loadfile": (
         "installs, and runs all tests",
         installs,
     ),
@@ -116,9 +117,9 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "ruff check .": ("CI's", is_in_ci),
     "ruff format --check .": ("CI's", is_in_ci),
     "mypy": ("CI's", is_in_ci),
-    "python -m pytest": ("runs all tests", is_in_ci),
+    "python -m pytest -n 2 --dist loadfile": ("runs all tests", is_in_ci),
     "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 "
-    "python -m pytest -m numerics": ("CI's", is_in_ci),
+    "python -m pytest -n 2 --dist loadfile -m numerics": ("CI's", is_in_ci),
     "python -m pytest tests/unit": ("runs many tests", is_declared),
     'python -m pytest -m "not slow"': ("runs many tests", is_declared),
     "python -m pytest -m gpu": ("needs a GPU", is_declared),
