@@ -345,6 +345,7 @@ def build_all(job: Mapping[str, Any]) -> Job:
             setattr(blocks, group, build(group, job.get(group)))
         except InputError as error:
             problems.append(str(error))
+    problems = problems or list(fields.wide(job))
     if problems:
         raise InputError("\n".join(problems))
     return blocks

@@ -249,6 +249,18 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
                 yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field)}"
 
 
+def wide(node: Any, prefix: str = "") -> Iterator[str]:
+    """A sentence for each whole number of a config that has no 64 bits, whatever a field would make of it."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from wide(value, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(node, list):
+        for value in node:
+            yield from wide(value, prefix)
+    elif isinstance(node, int) and not -(2**63) <= node < 2**63:
+        yield f"{prefix} is {shown(node)}, expected at most 64 bits"
+
+
 def shown(value: Any) -> str:
     """A value as a sentence shows it: cut where it is long, a number of very many digits by their number."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers import composed
+from helpers import built, composed
 from lockstep import config, evaluate, fields
 from lockstep.cli.pack import pack
 from lockstep.config import GROUPS, CheckpointBlock, Job, TelemetryBlock, TrainBlock
@@ -141,3 +141,9 @@ def test_the_views_of_an_evaluation_are_those_that_a_config_may_name() -> None:
     assert isinstance(rule, Choice)
     assert rule.values == evaluate.VIEWS
     assert Text().fits("ä" * 1000)
+
+
+def test_a_whole_number_of_more_than_64_bits_is_refused_where_a_field_would_take_it_for_true() -> None:
+    with pytest.raises(InputError, match=r"^augment.alternate is 9223372036854775808, expected at most 64 bits$"):
+        built("augment=crop_flip", "augment.alternate=9223372036854775808")
+    built("augment=crop_flip", "augment.alternate=1")

@@ -14,7 +14,7 @@ from lockstep.errors import NumericalError, StorageError
 from lockstep.rundir import RunDir
 from lockstep.telemetry import Telemetry, sinks
 
-DIVERGING = ("optimizer=sgd", "optimizer.lr=1e30", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
+DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
 
 
 def test_an_incident_that_the_disk_has_no_room_for_is_a_warning_and_leaves_no_half_of_it(

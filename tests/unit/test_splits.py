@@ -95,7 +95,9 @@ def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None
     Image.fromarray(PIXELS).save(path)
     whole = T.resize(T.pil_to_tensor(Image.fromarray(PIXELS)), [8], antialias=True)
     assert whole.shape == (3, 8, 12)
-    assert torch.equal(decoded(path, size=8), T.center_crop(whole, [8, 8]))
+    difference = decoded(path, size=8).int() - T.center_crop(whole, [8, 8]).int()
+    # Torch's vector instructions keep bytes, and other CPUs floats, whose rounding depends on where an image is cut.
+    assert difference.abs().max() <= 1
 
 
 def test_files_come_in_the_order_asked_for(tmp_path: Path) -> None:
