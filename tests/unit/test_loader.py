@@ -347,10 +347,11 @@ def no_readers_soon() -> bool:
 
 
 def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -> None:
+    assert no_readers_soon(), "of the tests before"
     streaming = loader(folder, Streaming(workers=2))
     given = streaming.train(after=0)
     next(given)
-    assert len(readers()) == 2
+    assert len(readers()) in (1, 2), "the second one is started when the first is busy"
     given.close()  # type: ignore[attr-defined]
     assert no_readers_soon()
     list(streaming.train(after=7))
