@@ -29,7 +29,7 @@ from omegaconf.errors import (
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean, escaped
 from lockstep.fields import shown
-from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, importing, leave, listen
+from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, importing, leave, listen, speaks
 from lockstep.storage import FULL
 from lockstep.terminal import drop
 
@@ -160,6 +160,8 @@ def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoRet
 
 def say(error: LockstepError) -> None:
     """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
+    if isinstance(error, Stopped) and not speaks():
+        return
     try:
         if isinstance(error, RankFailed) and error.details:
             sys.stderr.write(escaped(error.details.rstrip()) + "\n")

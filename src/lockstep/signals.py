@@ -139,6 +139,11 @@ def listen(handler: Any) -> dict[signal.Signals, Any]:
     return {each: signal.signal(each, handler) for each in STOP_SIGNALS}
 
 
+def speaks() -> bool:
+    """Whether this process tells the user of a stop: of the ranks that torchrun starts, and stops, one does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def begin(parent: int | None = None, *, says: str = "") -> None:
     """What a process does first, before imports that take seconds: end with what is above it, and hear a stop.
 
@@ -154,7 +159,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
         die_with_parent(parent)
 
     def leave_early(number: int, frame: FrameType | None) -> None:
-        if says:
+        if says and speaks():
             os.write(2, f"lockstep: {says}\n".encode())
         os._exit(Stopped.exit_code)
 
