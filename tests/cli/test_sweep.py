@@ -59,7 +59,7 @@ def test_each_job_of_a_sweep_has_a_folder_that_says_what_it_is(seeds: tuple[Path
 def test_a_sweep_ends_with_a_table_of_its_jobs(seeds: tuple[Path, Done]) -> None:
     root, done = seeds
     (folder,) = (root / "sweeps").iterdir()
-    assert f"sweep in {folder}" in done.out.replace("\n", "")
+    assert f"sweep in {folder}\n" in done.out
     table = done.out[done.out.index("sweep in") :]
     for number in range(4):
         assert re.search(rf"^│ {number} +│ .*seed={number % 2 + 1} .*│ +\d+\.\d\d +│ done +│$", table, re.MULTILINE)

@@ -114,7 +114,7 @@ class Report(Callback):
         outcomes = [Outcome(**parsed_json(line)) for line in _ledger(folder)[self.earlier :]]
         if not outcomes:
             return
-        table = Table("job", "overrides", "top-1 %", "ended", title=f"sweep in {folder}", title_justify="left")
+        table = Table("job", "overrides", "top-1 %", "ended")
         failed = [each for each in outcomes if each.exit_code]
         for each in outcomes:
             table.add_row(
@@ -123,6 +123,8 @@ class Report(Callback):
                 "" if each.objective is None else f"{each.objective:.2f}",
                 "done" if each.exit_code == 0 else f"failed ({each.exit_code})",
             )
+        # No title of the table: a title is wrapped to its width, and a path cut in two cannot be copied.
+        log.console.print(f"sweep in {folder}", soft_wrap=True)
         log.console.print(table)
         for each in failed:
             log.console.print(f"job {each.number}: {each.error}", soft_wrap=True)
