@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import statistics
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers import losses, records, run_dir, run_until, train
@@ -20,6 +23,7 @@ from lockstep.data.randaugment import randaugment
 from lockstep.data.shards import Shard
 from lockstep.data.splits import ArraySplit
 from lockstep.stochastic import KeyedModel, key_draws
+from lockstep.strategy.batchnorm import convert_sync_batchnorm
 from lockstep.telemetry import gpu
 from lockstep.trainer import Trainer
 from lockstep.world import World
@@ -143,6 +147,53 @@ def test_a_run_with_dropout_and_drop_path_is_that_of_the_cpu(tmp_path: Path) -> 
     there = run(tmp_path / "gpu", *job)
     here = run(tmp_path / "cpu", *job, "device=cpu")
     assert largest_difference(there, here) < 1e-10
+
+
+@pytest.fixture
+def nccl_group() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0"))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl_group")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_synchronised_batch_norm_is_torchs_and_never_waits_for_the_device(
+    dtype: torch.dtype, memory_format: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    x = (2 + 3 * torch.randn(16, 24, 14, 14, device="cuda")).to(dtype, memory_format=memory_format)
+    storage = torch.promote_types(dtype, torch.float32)
+    reference = nn.BatchNorm2d(24).to("cuda", storage)
+    ours = convert_sync_batchnorm(copy.deepcopy(reference))
+    results = []
+    for norm in (reference, ours):
+        entering = x.clone().requires_grad_()
+        norm(entering).sum().backward()  # the first call allocates
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            norm.zero_grad()
+            entering.grad = None
+            output = norm(entering)
+            (output * x.sin()).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        gradients = [each.grad for each in (entering, *norm.parameters())]
+        results.append([output, *gradients, *norm.buffers()])
+    bound = 16 * torch.finfo(dtype).eps
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound * expected.abs().max().item())
+
+
+@pytest.mark.usefixtures("nccl_group")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_synchronised_batch_norm_takes_no_examples(dtype: torch.dtype) -> None:
+    norm = convert_sync_batchnorm(nn.BatchNorm2d(3).cuda())
+    entering = torch.empty(0, 3, 4, 4, device="cuda", dtype=dtype, requires_grad=True)
+    norm(entering).sum().backward()
+    assert norm.weight.grad.tolist() == [0, 0, 0]
+    assert norm.running_var.tolist() == [1, 1, 1]
 
 
 def test_an_epoch_has_the_order_of_the_cpu() -> None:

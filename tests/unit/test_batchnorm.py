@@ -1,4 +1,4 @@
-"""Batch norm over the ranks of the CPU, in a process group of one: there it must be torch's own."""
+"""Synchronised batch norm in a process group of one: there it must be torch's own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
 from lockstep.strategy.batchnorm import (
-    CPUSyncBatchNorm,
-    CPUSyncBatchNormAct,
+    SyncBatchNorm,
+    SyncBatchNormAct,
     convert_sync_batchnorm,
     has_batchnorm,
 )
 
 pytestmark = pytest.mark.numerics
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -40,7 +38,7 @@ def pair(norm: nn.Module) -> tuple[nn.Module, nn.Module]:
                 tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) + 0.5)
     twin = type(norm)(*_arguments(norm)).double()
     twin.load_state_dict(norm.state_dict())
-    return norm, convert_sync_batchnorm(nn.Sequential(twin), CPU)[0]
+    return norm, convert_sync_batchnorm(nn.Sequential(twin))[0]
 
 
 def _arguments(norm: nn.Module) -> tuple[object, ...]:
@@ -67,7 +65,7 @@ def passed(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def assert_alike(norm: nn.Module, x: Tensor) -> None:
     reference, ours = pair(norm)
-    assert isinstance(ours, CPUSyncBatchNorm)
+    assert isinstance(ours, SyncBatchNorm)
     expected, found = passed(reference, x), passed(ours, x)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -101,16 +99,16 @@ def test_float32_keeps_its_digits_where_the_mean_is_large() -> None:
     # The mean of n numbers is off by at most n roundings of one of them, in whatever order they are added: by 0.014
     # here. Mean square minus squared mean has no digits left, and is wrong by 0.8.
     bound = summed * torch.finfo(torch.float32).eps * mean / deviation
-    torch.testing.assert_close(CPUSyncBatchNorm(3).train()(x).double(), expected, rtol=0, atol=bound)
+    torch.testing.assert_close(SyncBatchNorm(3).train()(x).double(), expected, rtol=0, atol=bound)
 
 
 def test_its_gradient_is_the_derivative_of_its_output() -> None:
-    layer = CPUSyncBatchNorm(2).double().train()
+    layer = SyncBatchNorm(2).double().train()
     assert torch.autograd.gradcheck(layer, values(3, 2, 2, 2).requires_grad_())
 
 
 def test_an_empty_input_passes_and_changes_no_statistics() -> None:
-    layer = CPUSyncBatchNorm(3).train()
+    layer = SyncBatchNorm(3).train()
     entering = torch.empty(0, 3, 4, 4, requires_grad=True)
     output = layer(entering)
     output.sum().backward()
@@ -121,7 +119,7 @@ def test_an_empty_input_passes_and_changes_no_statistics() -> None:
 
 
 def test_short_activations_are_counted_in_the_precision_of_the_layer() -> None:
-    layer = CPUSyncBatchNorm(3).train()
+    layer = SyncBatchNorm(3).train()
     x = values(64, 3, 8, 8)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     expected = 0.1 * x.bfloat16().double().mean((0, 2, 3))
@@ -133,15 +131,15 @@ def test_short_activations_are_counted_in_the_precision_of_the_layer() -> None:
 
 def test_an_input_without_channels_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least 2 dimensions, got 1"):
-        CPUSyncBatchNorm(3).eval()(torch.zeros(3))
+        SyncBatchNorm(3).eval()(torch.zeros(3))
 
 
 def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
     torch.manual_seed(0)
     fused = BatchNormAct2d(3, act_layer=nn.SiLU).double()
     twin = BatchNormAct2d(3, act_layer=nn.SiLU).double()
-    converted = convert_sync_batchnorm(nn.Sequential(twin), CPU)[0]
-    assert isinstance(converted, CPUSyncBatchNormAct)
+    converted = convert_sync_batchnorm(nn.Sequential(twin))[0]
+    assert isinstance(converted, SyncBatchNormAct)
     expected, found = passed(fused, values(5, 3, 4, 4)), passed(converted, values(5, 3, 4, 4))
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
@@ -151,10 +149,10 @@ def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
 def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
     keys, parameters = list(model.state_dict()), [id(each) for each in model.parameters()]
-    converted = convert_sync_batchnorm(model, CPU)
+    converted = convert_sync_batchnorm(model)
     layers = [each for each in converted.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
     assert layers
-    assert all(isinstance(each, CPUSyncBatchNorm) for each in layers)
+    assert all(isinstance(each, SyncBatchNorm) for each in layers)
     assert list(converted.state_dict()) == keys
     assert [id(each) for each in converted.parameters()] == parameters
 
@@ -166,15 +164,29 @@ def test_a_converted_model_gives_the_same_logits() -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = model.train()(x)
     model.load_state_dict(state)
-    torch.testing.assert_close(convert_sync_batchnorm(model, CPU)(x), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(convert_sync_batchnorm(model)(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_compiler_traces_it_without_a_break() -> None:
+    def layers() -> nn.Module:
+        return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3, momentum=None)))
+
+    plain, traced = layers().double(), layers().double()
+    expected = passed(plain, values(5, 3, 4, 4))
+    # The tracer alone, without the code that Inductor would make of the graph.
+    found = passed(torch.compile(traced, backend="aot_eager", fullgraph=True), values(5, 3, 4, 4))
+    for name in ("output", "gradient"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(traced.state_dict()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_a_lone_layer_is_converted_too() -> None:
-    assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(3), CPU), CPUSyncBatchNorm)
+    assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(3)), SyncBatchNorm)
 
 
 def test_the_mode_of_a_layer_is_kept() -> None:
-    assert not convert_sync_batchnorm(nn.BatchNorm2d(3).eval(), CPU).training
+    assert not convert_sync_batchnorm(nn.BatchNorm2d(3).eval()).training
 
 
 def test_a_model_is_known_by_its_batch_norm() -> None:

@@ -84,7 +84,7 @@ class Distributed(Single):
         if world.size == 1:
             return model
         if self.sync_batchnorm:
-            model = convert_sync_batchnorm(model, world.device)
+            model = convert_sync_batchnorm(model)
         share_weights(model)
         return self.replicate(model, plan, example)
 

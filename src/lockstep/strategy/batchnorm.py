@@ -1,7 +1,8 @@
-"""Batch norm that counts over all ranks: torch's on CUDA, a small one of our own on the CPU.
+"""Batch norm whose statistics are those of the micro-batch over all ranks, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors. Ours serves the gloo ranks, so that the promise of equal runs on
-any world size holds, and is tested, for models with batch norm too.
+One layer serves gloo and NCCL, so what is tested on the CPU is what runs on GPUs. Unlike torch's `SyncBatchNorm` it
+works on the CPU, lets a rank have no examples in any number format, never waits for the device, and can be traced by
+the compiler.
 """
 
 from __future__ import annotations
@@ -15,52 +16,173 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _SyncNormalize(torch.autograd.Function):
-    """Batch norm with statistics over all ranks. Equations: Ioffe and Szegedy 2015, algorithm 1."""
+    """Batch norm with statistics over all ranks. Equations: Ioffe and Szegedy 2015, algorithm 1.
+
+    The statistics are in float32 for the short formats: two ranks never send each other numbers of different widths.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dims, shape = _reduction(x)
-        # Sums of the values first and of the centred squares second: one all-reduce more than summing
-        # squares at once, and none of its cancellation.
-        total = torch.cat([x.sum(dims), x.new_tensor([x.numel() / max(1, x.shape[1])])])
-        dist.all_reduce(total)
-        count = total[-1]
+        # The compiler fuses plain operations and knows nothing of the kernels for eager CUDA.
+        kernels = CUDAKernels if x.is_cuda and not torch.compiler.is_compiling() else PlainKernels
+        x = _dense(x)
+        local_mean, local_variance = kernels.moments(x, eps) if x.numel() else _zeros(x, 2)
+        local_count = torch.full_like(local_mean[:1], x.numel() // x.shape[1])
+        means, variances, counts = _gathered(local_mean, local_variance, local_count)
+        count = counts.sum()
         # A micro-batch is empty on every rank when the last global batch of an epoch is short enough.
-        divisor = count.clamp(min=1)
-        mean = total[:-1] / divisor
-        square = (x - mean.view(shape)).square_().sum(dims)
-        dist.all_reduce(square)
-        variance = square / divisor
+        shares = counts / count.clamp(min=1)
+        mean = (shares * means).sum(0)
+        variance = (shares * (variances + (means - mean).square())).sum(0)
         scale = torch.rsqrt(variance + eps)
-        normal = (x - mean.view(shape)) * scale.view(shape)
-        ctx.save_for_backward(normal, weight, scale, divisor)
+        ctx.kernels = kernels
+        ctx.save_for_backward(x, weight, mean, scale, counts)
         ctx.mark_non_differentiable(mean, variance, count)
-        return normal * weight.view(shape) + bias.view(shape), mean, variance, count
+        output = kernels.normalize(x, weight, bias, mean, scale, eps) if x.numel() else torch.empty_like(x)
+        return output, mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        normal, weight, scale, divisor = ctx.saved_tensors
-        grad = grads[0]
-        dims, shape = _reduction(grad)
-        grad_bias, grad_weight = grad.sum(dims), (grad * normal).sum(dims)
-        sums = torch.cat([grad_bias, grad_weight])
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight, mean, scale, counts = ctx.saved_tensors
+        grad = _dense(grads[0])
+        # Sums of the gradient, and of the gradient times the centred input, by channel.
+        total, projection = ctx.kernels.sums(grad, x, mean, scale) if x.numel() else _zeros(x, 2)
+        grad_weight, grad_bias = (None, None) if weight is None else (projection * scale, total.clone())
+        sums = torch.cat([total, projection])
         dist.all_reduce(sums)
-        mean_grad, mean_projection = (sums / divisor).chunk(2)
-        centred = grad - mean_grad.view(shape) - normal * mean_projection.view(shape)
-        return centred * (scale * weight).view(shape), grad_weight, grad_bias, None
+        if not x.numel():
+            return torch.empty_like(x), grad_weight, grad_bias, None
+        total, projection = sums.chunk(2)
+        return (
+            ctx.kernels.gradient(grad, x, weight, mean, scale, total, projection, counts),
+            grad_weight,
+            grad_bias,
+            None,
+        )
 
 
-def _reduction(x: Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions that batch norm sums over, and the shape that broadcasts a channel vector."""
-    return [0, *range(2, x.dim())], [1, -1] + [1] * (x.dim() - 2)
+class PlainKernels:
+    """The arithmetic of the layer in plain operations, for any device and for the compiler.
+
+    `x` and gradients have the shape (examples, channels, ...); statistics have (channels,).
+    """
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and (biased) variance by channel."""
+        variance, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
+        return mean, variance
+
+    @staticmethod
+    def normalize(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor, eps: float
+    ) -> Tensor:
+        """`(x - mean) * scale * weight + bias`, in the number format of `x`."""
+        output = (_wide(x) - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
+        return (output if bias is None else output + _channels(bias, x)).to(x.dtype)
+
+    @staticmethod
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The sums of `grad` and of `grad * (x - mean)`."""
+        wide, dims = _wide(grad), _all_but_channels(x)
+        return wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)
+
+    @staticmethod
+    def gradient(
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+        total: Tensor,
+        projection: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
+        """The gradient of the input, given both sums over all ranks and the examples of each, (ranks, 1)."""
+        count = counts.sum()
+        slope = projection * scale.square() / count
+        centred = _wide(grad) - _channels(total / count, x) - (_wide(x) - _channels(mean, x)) * _channels(slope, x)
+        return (centred * _channels(scale if weight is None else scale * weight, x)).to(x.dtype)
 
 
-class CPUSyncBatchNorm(_BatchNorm):
-    """Synchronised batch norm for CPU ranks; keeps the names, the buffers and the evaluation of BatchNorm.
+class CUDAKernels(PlainKernels):
+    """The same by torch's kernels for synchronised batch norm: one pass over the activations each."""
 
-    A rank whose shard is empty takes part in every sum and gets an empty output.
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        mean, scale = torch.batch_norm_stats(x, eps)
+        return mean, (scale.square().reciprocal() - eps).clamp(min=0)
+
+    @staticmethod
+    def normalize(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor, eps: float
+    ) -> Tensor:
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps)
+
+    @staticmethod
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        total, projection, _, _ = torch.batch_norm_backward_reduce(grad, x, mean, scale, None, True, False, False)
+        return total, projection
+
+    @staticmethod
+    def gradient(
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+        total: Tensor,
+        projection: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
+        each = counts.flatten().to(torch.int32)
+        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, total, projection, each)
+
+
+def _gathered(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics of all ranks: means and variances of shape (ranks, channels), counts of shape (ranks, 1)."""
+    own = torch.cat([mean, variance, count])
+    every = own.new_empty((dist.get_world_size(), len(own)))
+    dist.all_gather_into_tensor(every, own[None])
+    means, variances, counts = every.split([len(mean), len(variance), 1], dim=1)
+    return means, variances, counts
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` in one of the memory formats that kernels walk through fast."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
+        return x
+    return x.contiguous()
+
+
+def _wide(x: Tensor) -> Tensor:
+    """`x` in the format that it is counted in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _zeros(x: Tensor, number: int) -> tuple[Tensor, ...]:
+    """So many vectors of a zero for each channel: the sums over no examples."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.zeros((number, x.shape[1]), dtype=dtype, device=x.device).unbind()
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _channels(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector by channel in the shape that broadcasts over `x`."""
+    return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm over the micro-batches of all ranks; keeps the names, the buffers and the evaluation of BatchNorm.
+
+    A rank whose micro-batch is empty takes part in every sum and gets an empty output. A micro-batch that is empty on
+    every rank leaves the running statistics as they are.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -70,29 +192,28 @@ class CPUSyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        # bf16 activations (autocast) are counted in the layer's own precision.
-        own = self.running_mean if self.weight is None else self.weight
-        wide = input if own is None else input.to(own.dtype)
-        ones, zeros = wide.new_ones(self.num_features), wide.new_zeros(self.num_features)
-        output, mean, variance, count = _SyncNormalize.apply(
-            wide,
-            ones if self.weight is None else self.weight,
-            zeros if self.bias is None else self.bias,
-            self.eps,
-        )
-        if self.running_mean is None or self.running_var is None:
-            return output.to(input.dtype)
-        with torch.no_grad():
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked += 1
-            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            if count:
-                self.running_mean.lerp_(mean, momentum)
-                self.running_var.lerp_(variance * (count / (count - 1).clamp(min=1)), momentum)
-        return output.to(input.dtype)
+        output, mean, variance, count = _SyncNormalize.apply(input, self.weight, self.bias, self.eps)
+        if self.running_mean is not None and self.running_var is not None:
+            with torch.no_grad():
+                self._track(mean, variance, count)
+        return output
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Move the running statistics towards those of a batch of `count` values by channel, without a sync."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        counted = count > 0
+        self.num_batches_tracked += counted
+        counted = counted.to(self.running_mean.dtype)
+        # Without a momentum the statistics are the plain means of all batches.
+        weight = counted / self.num_batches_tracked.clamp(min=1) if self.momentum is None else counted * self.momentum
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
 
 
-class CPUSyncBatchNormAct(CPUSyncBatchNorm):
+class SyncBatchNormAct(SyncBatchNorm):
     """The same for timm's fused norm and activation layers (`BatchNormAct2d`)."""
 
     def __init__(self, *args: Any, drop: nn.Module, act: nn.Module, **kwargs: Any) -> None:
@@ -110,31 +231,20 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model` with every batch norm synchronised over the ranks; parameters and state-dict keys are kept."""
-    if device.type == "cuda":
-        from timm.layers import convert_sync_batchnorm as convert
-
-        converted: nn.Module = convert(model)
-        return converted
-    return _convert_cpu(model)
-
-
-def _convert_cpu(module: nn.Module) -> nn.Module:
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """`module` with every batch norm synchronised over the ranks; parameters and state-dict keys are kept."""
     if isinstance(module, _BatchNorm):
         return _replacement(module)
     for name, child in module.named_children():
-        module.add_module(name, _convert_cpu(child))
+        module.add_module(name, convert_sync_batchnorm(child))
     return module
 
 
-def _replacement(norm: _BatchNorm) -> CPUSyncBatchNorm:
+def _replacement(norm: _BatchNorm) -> SyncBatchNorm:
     options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
     act, drop = getattr(norm, "act", None), getattr(norm, "drop", None)
     replaced = (
-        CPUSyncBatchNorm(*options)
-        if act is None or drop is None
-        else CPUSyncBatchNormAct(*options, drop=drop, act=act)
+        SyncBatchNorm(*options) if act is None or drop is None else SyncBatchNormAct(*options, drop=drop, act=act)
     )
     replaced.weight, replaced.bias = norm.weight, norm.bias
     replaced.running_mean, replaced.running_var = norm.running_mean, norm.running_var
