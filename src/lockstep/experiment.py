@@ -74,12 +74,13 @@ def run(
         torch.use_deterministic_algorithms(False)  # imports the compiler: not for every job
 
     train, held_out = _splits(job, world)
+    task = _loader_task(job, (train, held_out), world)
     if job.train.micro_batches == "auto":
-        job.train.micro_batches = memory.choose_micro_batches(job, world)
+        job.train.micro_batches = memory.choose_micro_batches(job, world, held_gb=job.loader.held_gb(task))
     plan = plan_of(job, len(train))
     facts = identity(job, len(train))
     check_same_data(facts, world)
-    reason = _choose_loader(job, (train, held_out), plan, world)
+    job.loader, reason = world.broadcast(job.loader.choose(task))
     mix = _mix(job)
     pipeline = _pipeline(job, world, mix)
     with ThreadPoolExecutor(1) as reader:  # reads, and above all hashes, while the model is built
@@ -223,11 +224,12 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
     return train, job.dataset.eval()
 
 
-def _choose_loader(job: Job, splits: tuple[Split, Split], plan: Plan, world: World) -> str:
-    """Replace what is `auto` about the loader by main's choice; returns why. Collective."""
+def _loader_task(job: Job, splits: tuple[Split, Split], world: World) -> Task:
+    """What a loader has to know of a run to choose."""
     train, held_out = splits
+    plan = plan_of(job, len(train))
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
-    task = Task(
+    return Task(
         world=world,
         splits=splits,
         gigabytes=(len(train) + len(held_out)) * math.prod(job.dataset.image_shape) / GB,
@@ -235,8 +237,6 @@ def _choose_loader(job: Job, splits: tuple[Split, Split], plan: Plan, world: Wor
         boxes=crops_files(job.dataset),
         training_rate=lambda: training_rate(job, world),
     )
-    job.loader, reason = world.broadcast(job.loader.choose(task))
-    return str(reason)
 
 
 def _chosen(job: Job) -> dict[str, Any]:

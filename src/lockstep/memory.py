@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config import Job
-from lockstep.data.loader import available_memory
+from lockstep.data.loader import GB, available_memory
 from lockstep.errors import InputError, LockstepError
 from lockstep.evaluate import evaluate
 from lockstep.trial import exhausted, trial_step
@@ -42,30 +42,33 @@ def keep_freed_memory(world: World, *, keep: bool) -> None:
             libc.malloc_trim(0)  # what an earlier job of this process kept
 
 
-def micro_batches_that_fit(job: Job, world: World, *, least: int = 1) -> int | None:
+def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
     """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
 
-    None if not even single examples do. Local: the ranks may come to different numbers.
+    So much memory of the device (`held_gb`, in GB) is left for what the run keeps there besides. None if not even
+    single examples do. Local: the ranks may come to different numbers.
     """
     shard = math.ceil(int(job.batch) / world.size)
     micro_batches = least
     while True:
         examples = math.ceil(shard / micro_batches)
-        if _fits(job, world, math.ceil(MARGIN * examples)):
+        if _fits(job, world, math.ceil(MARGIN * examples), held_gb):
             return micro_batches
         if examples == 1:
             return None
         micro_batches = min(2 * micro_batches, shard)
 
 
-def choose_micro_batches(job: Job, world: World) -> int:
-    """What `train.micro_batches=auto` becomes: the number that fits on every rank. Collective.
+def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
+    """What `train.micro_batches=auto` becomes: the number that fits on every rank, with `held_gb` of images beside.
+
+    Collective.
 
     Raises:
         InputError: a single example does not fit.
     """
     found = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    found[world.rank] = micro_batches_that_fit(job, world) or 0
+    found[world.rank] = micro_batches_that_fit(job, world, held_gb=held_gb) or 0
     needed = world.sum(found).tolist()
     if 0 in needed:
         raise InputError(
@@ -96,12 +99,14 @@ def explain(error: BaseException, job: Job, world: World, step: int) -> Lockstep
     return LockstepError(f"out of memory at step {step} with micro-batches of {examples} examples; {advice}")
 
 
-def _fits(job: Job, world: World, examples: int) -> bool:
+def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on so many blank examples fits, with all that a run keeps next to it."""
     # The random numbers that initialise this model are not to be missing from the run's own.
     with _bounded(world), torch.random.fork_rng(devices=[]):
         try:
+            held = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
             trial_step(job, world, examples)()
+            del held
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise

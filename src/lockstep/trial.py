@@ -17,8 +17,15 @@ from lockstep.world import World
 FEW, LONG_S = 8, 1.0
 # The first step of a model prepares much and tells little, but a longer one is not waited for again.
 COLD_S = 5.0
-# torch's words on the host, and oneDNN's, which has none of its own for it.
-OUT_OF_HOST_MEMORY = ("can't allocate memory", "could not create a primitive")
+# The words of those who do not raise torch's own class: CUDA, NCCL and Triton; cuBLAS and cuSOLVER; cuDNN; torch's
+# allocator of the host; oneDNN, which has none of its own for it.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "can't allocate memory",
+    "could not create a primitive",
+)
 
 
 def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
@@ -88,5 +95,5 @@ def _seconds(step: Callable[[], None], world: World) -> float:
 def exhausted(error: BaseException) -> bool:
     """Whether an exception says that there was no memory left, on a GPU or on the host."""
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_HOST_MEMORY)
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
     return out_of_memory or said

@@ -29,6 +29,8 @@ def main(path: Path) -> None:
     resolved = config.load(run_dir.config)
     launcher = config.build("launcher", resolved["launcher"])
     timeout = plan.seconds("launcher.timeout", launcher.timeout)
+    if resolved["repro"] == "strict":  # cuBLAS reads it when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launched = world.launched_rank()
     word = Word(run_dir, launched or 0)
     stop = StopRequest()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers import ROOT, Done, built, command, losses, train, train_here
 from lockstep import memory
@@ -94,12 +95,20 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
 
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(memory, "_fits", lambda job, world, examples: tried.append(examples) or examples <= 3)
+    monkeypatch.setattr(memory, "_fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3)
     job = built("batch=20")
     assert memory.micro_batches_that_fit(job, World.solo()) == 16
     assert tried == [24, 12, 6, 4, 3]
-    monkeypatch.setattr(memory, "_fits", lambda job, world, examples: False)
+    monkeypatch.setattr(memory, "_fits", lambda job, world, examples, held: False)
     assert memory.micro_batches_that_fit(job, World.solo()) is None
+
+
+def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
+    """As many bytes as fit beside a step of all examples, and more than that."""
+    job, alone = built("batch=64", "model.width=8"), World.solo()
+    free = memory.available_memory() / memory.GB
+    assert memory.micro_batches_that_fit(job, alone, held_gb=free / 4) == 1
+    assert memory.micro_batches_that_fit(job, alone, held_gb=2 * free) is None
 
 
 @pytest.mark.parametrize(
@@ -108,6 +117,12 @@ def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatc
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), True),
         (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported at some other call"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ],
 )

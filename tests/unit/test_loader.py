@@ -196,6 +196,15 @@ def test_auto_streams_what_is_read_once_and_what_is_read_otherwise_each_time(fol
     assert reason.startswith("other boxes of the files in each epoch; ")
 
 
+def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder) -> None:
+    gpu = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cuda"))
+    assert Resident().held_gb(task(Digits(), gpu)) == 0.5
+    assert Resident().held_gb(task(Digits(), world(0, 2))) == 0  # they are in the host's memory already
+    assert Resident().held_gb(task(folder, world(0, 2))) == 0.25  # one copy for both ranks
+    assert Auto().held_gb(task(folder, world(0, 2))) == 0.25
+    assert Auto(workers=3).held_gb(task(folder)) == Streaming().held_gb(task(folder)) == 0
+
+
 def test_workers_or_reading_ahead_ask_auto_for_streaming() -> None:
     kind, reason = Auto(workers=3).choose(task(Digits()))
     assert (kind, reason) == (Streaming(workers=3), "loader.workers or loader.prefetch is given; as asked")

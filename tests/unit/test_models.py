@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.catalog import timm_models
 from lockstep.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
+from lockstep.models.nets import MaxPoolTo
 from lockstep.models.zoo import Stem, network_options
 
 
@@ -44,9 +45,25 @@ def test_basicnet_refuses_images_that_its_convolutions_would_swallow() -> None:
         BasicNet().build(10, (1, 5, 5))
 
 
-@pytest.mark.parametrize("side", [2, 4, 8, 28])
-def test_digitnet_takes_images_down_to_2x2(side: int) -> None:
+@pytest.mark.parametrize("side", [4, 8, 28])
+def test_digitnet_takes_images_down_to_4x4(side: int) -> None:
     assert logits(DigitNet().build(10, (1, side, side)), 1, side, side).shape == (2, 10)
+
+
+@pytest.mark.parametrize(("cells", "shape"), [(1, (4, 6)), (2, (4, 6)), (2, (7, 5)), (2, (2, 3)), (2, (14, 14))])
+def test_a_map_is_pooled_as_by_an_adaptive_pool_to_the_bit(cells: int, shape: tuple[int, int]) -> None:
+    # Few levels, so that a window has its maximum in several places: the gradient goes to the same of them.
+    features = torch.randint(5, (3, 4, *shape), generator=torch.Generator().manual_seed(0)).float()
+    weights = torch.rand(3, 4, cells, cells, generator=torch.Generator().manual_seed(1))
+    results = []
+    for pool in (nn.AdaptiveMaxPool2d(cells), MaxPoolTo(cells)):
+        entering = features.clone().requires_grad_()
+        pooled = pool(entering)
+        (pooled * weights).sum().backward()
+        results.append((pooled, entering.grad))
+    (expected, gradient), (pooled, found) = results
+    assert torch.equal(pooled, expected)
+    assert torch.equal(found, gradient)
 
 
 def test_digitnet_has_as_many_channels_as_its_width_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,6 +131,23 @@ def test_dp_says_what_holds_it_back() -> None:
     assert "strategy=ddp has none of these" in " ".join(DataParallel().notes(nn.Linear(2, 2), World.solo(), plan()))
 
 
+def test_threads_of_dp_compute_in_the_number_format_of_their_caller() -> None:
+    """DataParallel's threads need GPUs; any other thread has as little of its caller's autocast as they."""
+    replica = DataParallel().wrap(nn.Linear(2, 2), World.solo(), plan(), ())
+    found: list[torch.dtype] = []
+
+    def in_a_thread() -> torch.dtype:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(lambda: replica.module(torch.ones(1, 2)).dtype).result()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(replica(torch.ones(1, 2)).dtype)
+        found.append(in_a_thread())
+    found.append(replica(torch.ones(1, 2)).dtype)
+    found.append(in_a_thread())
+    assert found == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+
+
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_strict_refuses_ranks_that_do_not_divide_its_shards(ranks: int) -> None:
     for fitting in (1, 2, 4):
@@ -145,6 +163,40 @@ def test_strict_takes_the_largest_power_of_two_of_gpus() -> None:
 def test_strict_refuses_shards_that_make_no_tree() -> None:
     with pytest.raises(InputError, match=r"expected a power of two: strategy.shards=4"):
         Strict(shards=3)
+
+
+class Overwriting(nn.Module):
+    """A layer whose operation has no deterministic kernel on the CPU either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.layer(x.clone().put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0])))
+
+
+@pytest.fixture
+def _deterministic() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_strict_refuses_a_model_without_deterministic_kernels_and_names_the_operation() -> None:
+    with pytest.raises(InputError, match=r"but put_, which the model uses, has no .* on cpu; use repro=exact, or a"):
+        Strict().wrap(Overwriting(), World.solo(), plan(micro_batches=4), (torch.zeros(2, 3),))
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_strict_tries_a_model_without_a_trace() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Strict().wrap(model, World.solo(), plan(micro_batches=4), (torch.ones(2, 3),))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(each.grad is None for each in model.parameters())
 
 
 def test_strict_adds_the_gradients_of_neighbours_first() -> None:

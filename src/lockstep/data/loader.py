@@ -67,6 +67,12 @@ class Resident:
         """The loader to use, and why."""
         return self, "as asked"
 
+    def held_gb(self, task: Task) -> float:
+        """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
+        if task.world.device.type != "cpu":
+            return task.gigabytes
+        return task.gigabytes / task.world.local_size if task.splits[0].images is None else 0.0
+
     def order_device(self, world: World) -> torch.device:
         """Where indices are wanted."""
         return world.device
@@ -103,6 +109,10 @@ class Streaming:
 
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
     prefetch: int = ranged(2, least=1, most=1024)
+
+    def held_gb(self, task: Task) -> float:
+        """As for `Resident`: none."""
+        return 0.0
 
     def order_device(self, world: World) -> torch.device:
         """Where indices are wanted."""
@@ -159,19 +169,30 @@ class Auto(Streaming):
     resident_gb: float = ranged(4.0, least=0, most=1e6)
 
     def choose(self, task: Task) -> tuple[Any, str]:
-        room, stored = min(self.resident_gb, free_memory(task.world) / 2), sum(map(len, task.splits))
-        if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
-            against = "loader.workers or loader.prefetch is given"
-        elif task.boxes:
-            against = "other boxes of the files in each epoch"
-        elif task.gigabytes > room:
-            against = f"{task.gigabytes:.1f} GB do not fit in {room:.1f} GB"
-        elif task.splits[0].images is None and task.reads <= stored:
-            against = f"{task.reads:,} images to read, {stored:,} to decode in advance"
-        else:
-            return Resident(), f"{task.gigabytes:.2f} GB fit in {room:.1f} GB"
+        against = self._against_resident(task)
+        if not against:
+            return Resident(), f"{task.gigabytes:.2f} GB fit in {self._room(task):.1f} GB"
         streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(task)
         return streaming, f"{against}; {rates}"
+
+    def held_gb(self, task: Task) -> float:
+        return 0.0 if self._against_resident(task) else Resident().held_gb(task)
+
+    def _room(self, task: Task) -> float:
+        return min(self.resident_gb, free_memory(task.world) / 2)
+
+    def _against_resident(self, task: Task) -> str:
+        """Why the images are not to become resident; empty where they are."""
+        room, stored = self._room(task), sum(map(len, task.splits))
+        if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
+            return "loader.workers or loader.prefetch is given"
+        if task.boxes:
+            return "other boxes of the files in each epoch"
+        if task.gigabytes > room:
+            return f"{task.gigabytes:.1f} GB do not fit in {room:.1f} GB"
+        if task.splits[0].images is None and task.reads <= stored:
+            return f"{task.reads:,} images to read, {stored:,} to decode in advance"
+        return ""
 
 
 def workers_needed(model: float, reader: float, most: int, *, own_cores: bool) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lockstep.errors import InputError
 from lockstep.fields import ranged
@@ -54,6 +55,22 @@ class Network(ABC):
 
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:  # noqa: B027, as above
         """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
+
+
+class MaxPoolTo(nn.Module):
+    """Max pooling of any map to `cells` by `cells`, one or two: what AdaptiveMaxPool2d gives, by MaxPool2d.
+
+    The gradient of the former has no deterministic kernel on CUDA, so `repro=strict` could not train with it.
+    """
+
+    def __init__(self, cells: int) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, features: Tensor) -> Tensor:
+        strides = [size // self.cells for size in features.shape[2:]]
+        windows = [size - (self.cells - 1) * stride for size, stride in zip(features.shape[2:], strides, strict=True)]
+        return F.max_pool2d(features, windows, strides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +125,9 @@ class DigitNet(Network):
             raise InputError(f"model.width is {self.width}, expected a multiple of {NORM_GROUPS}: model.width=32")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        if min(input_shape[1:]) < 2:
+        if min(input_shape[1:]) < 4:
             raise InputError(
-                f"model=digitnet needs images of 2x2 pixels or more, the data set gives "
+                f"model=digitnet needs images of 4x4 pixels or more, the data set gives "
                 f"{input_shape[1]}x{input_shape[2]}; use dataset.input_size=8"
             )
         sizes = (input_shape[0], self.width, 2 * self.width, 4 * self.width)
@@ -120,7 +137,7 @@ class DigitNet(Network):
         layers.insert(6, nn.MaxPool2d(2))
         return nn.Sequential(
             *layers,
-            nn.AdaptiveMaxPool2d(2),
+            MaxPoolTo(2),
             nn.Flatten(),
             nn.Dropout(self.dropout),
             nn.Linear(sizes[-1] * 4, classes),

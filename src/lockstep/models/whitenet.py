@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import InputError
 from lockstep.fields import ranged
-from lockstep.models.nets import Network
+from lockstep.models.nets import MaxPoolTo, Network
 
 PATCH = 2  # side of what is whitened, in pixels
 SAMPLE = 5000  # training images that the whitening is made for,
@@ -62,7 +62,7 @@ class WhiteNet(Network):
             whitening,
             nn.GELU(),
             *blocks,
-            nn.AdaptiveMaxPool2d(1),
+            MaxPoolTo(1),
             nn.Flatten(),
             nn.Linear(self.widths[-1], classes, bias=False),
             _Scaled(),

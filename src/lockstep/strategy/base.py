@@ -47,12 +47,44 @@ class Single:
         return []
 
 
+class ThreadedReplica(nn.DataParallel[nn.Module]):
+    """`torch.nn.DataParallel` whose threads compute in the number format of the thread that calls it.
+
+    Autocast is a thread's own, and torch switches it on in the others without a format: in float16 on CUDA, whatever
+    the caller has.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(Autocasting(model))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        device = inputs[0].device.type
+        assert isinstance(self.module, Autocasting)
+        self.module.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return super().forward(*inputs, **named)
+
+
+class Autocasting(nn.Module):
+    """A module that is run under autocast to `dtype`, if that is not None, in whatever thread."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.dtype: torch.dtype | None = None
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.dtype is None:
+            return self.module(*inputs)
+        with torch.autocast(inputs[0].device.type, self.dtype):
+            return self.module(*inputs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(Single):
     """`torch.nn.DataParallel`: one process that drives all visible GPUs with threads."""
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        return nn.DataParallel(model)
+        return ThreadedReplica(model)
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         devices = torch.cuda.device_count()
@@ -107,6 +139,17 @@ def share_weights(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, src=0)
+
+
+def rehearse(replica: nn.Module, example: tuple[Any, ...], passes: int) -> None:
+    """Forward and backward on `example`, so many times, without a trace in gradients or buffers."""
+    buffers = [buffer.clone() for buffer in replica.buffers()]
+    for _ in range(passes):
+        replica(*example).sum().backward()
+    replica.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in zip(replica.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.errors import InputError
 from lockstep.fields import ranged
 from lockstep.plan import Plan
-from lockstep.strategy.base import Distributed
+from lockstep.strategy.base import Distributed, rehearse
 from lockstep.world import World
 
 
@@ -74,7 +73,9 @@ class DDP(Distributed):
             bucket_cap_mb=self.bucket_mb,
             **NO_BUFFERS,
         )
-        _settle(replica, example)
+        # DDP rebuilds its buckets in the order of the first backward. On three or more ranks the order of a sum
+        # depends on the bucket, so the first step after a resume would otherwise not be the step it was.
+        rehearse(replica, example, passes=2)
         self._register_hook(replica)
         return replica
 
@@ -106,21 +107,6 @@ class DDP(Distributed):
         if last or not isinstance(replica, DistributedDataParallel):
             return nullcontext()
         return replica.no_sync()
-
-
-def _settle(replica: DistributedDataParallel, example: tuple[Any, ...]) -> None:
-    """Two passes that leave no trace, after which DDP's buckets are final.
-
-    DDP rebuilds them in the order of the first backward. On three or more ranks the order of a sum depends
-    on the bucket, so the first step behind a resume would otherwise not be the step it was.
-    """
-    buffers = [buffer.clone() for buffer in replica.buffers()]
-    for _ in range(2):
-        replica(*example).sum().backward()
-    replica.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, before in zip(replica.buffers(), buffers, strict=True):
-            buffer.copy_(before)
 
 
 __all__ = ["DDP", "CommHook"]

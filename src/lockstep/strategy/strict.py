@@ -7,7 +7,6 @@ pairs, first within a rank and then between ranks. Batch norm counts per virtual
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.errors import InputError
 from lockstep.fields import ranged
 from lockstep.plan import Plan
-from lockstep.strategy.base import Single, share_weights
+from lockstep.strategy.base import Single, rehearse, share_weights
 from lockstep.strategy.batchnorm import has_batchnorm
 from lockstep.world import World
 
@@ -120,9 +119,8 @@ class Strict(Single):
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         assert plan.micro_batches * world.size == self.shards
-        # cuBLAS reads this when it makes its first workspace.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        _check_deterministic(model, example)
         if world.size > 1:
             share_weights(model)
         return TreeReplica(model)
@@ -143,6 +141,20 @@ class Strict(Single):
         if has_batchnorm(model):
             return [f"repro=strict: batch norm counts per virtual shard, one of {self.shards} of the global batch"]
         return []
+
+
+def _check_deterministic(model: nn.Module, example: tuple[Any, ...]) -> None:
+    """Refuse a model with an operation that has no deterministic kernel on this device: torch raises in a pass."""
+    try:
+        rehearse(model, example, passes=1)
+    except RuntimeError as error:
+        operation, marked, _ = str(error).partition(" does not have a deterministic implementation")
+        if not marked:
+            raise
+        raise InputError(
+            f"repro=strict has the same bits every time, but {operation}, which the model uses, has no deterministic "
+            f"kernel on {example[0].device.type}; use repro=exact, or a model without it"
+        ) from error
 
 
 @contextmanager
