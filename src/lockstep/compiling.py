@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -19,7 +20,12 @@ AGAIN_S = 10.0
 
 
 def compile_model(
-    model: nn.Module, mode: str, *, speaks: bool, interrupting: Callable[[], AbstractContextManager[None]]
+    model: nn.Module,
+    mode: str,
+    *,
+    threads: int,
+    speaks: bool,
+    interrupting: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Have `model` compiled in place for each shape of batch that it meets, when it meets it.
 
@@ -29,13 +35,17 @@ def compile_model(
     Args:
         model: the network.
         mode: torch.compile's.
+        threads: that Inductor may compile with, unless the environment says so; by itself each rank takes all cores.
         speaks: whether to tell the user.
         interrupting: the context of a compilation, in which a stop may interrupt it.
     """
     # Only who compiles pays for these imports. torch has no other place that tells of a compilation.
     from torch._dynamo import callback
     from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
 
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = threads
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
     callback.callback_handler.clear()  # of an earlier run of this process
     words, context = _Words(speaks), ExitStack()

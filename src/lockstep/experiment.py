@@ -21,7 +21,7 @@ from lockstep.closing import closing
 from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
-from lockstep.data.loader import GB, Task
+from lockstep.data.loader import GB, Task, cores
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.reading import sample
@@ -40,7 +40,7 @@ from lockstep.storage import write_atomic
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.flops import peak_flops, training_flops
-from lockstep.telemetry.gpu import NoMonitor, monitor
+from lockstep.telemetry.gpu import NoMonitor, monitor, watched_gpus
 from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.trainer import Progress, Trainer
 from lockstep.trial import training_rate
@@ -92,6 +92,7 @@ def run(
         compile_model(
             network.model,
             job.model.compile_mode.value,
+            threads=max(1, cores() // world.local_size),
             speaks=world.is_main,
             interrupting=stop.interrupting if interrupts else nullcontext,
         )
@@ -297,7 +298,7 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
     if job.init_from is not None:
         checkpoint.load_weights(model, Path(job.init_from))
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
-    flops = training_flops(model, shape, world.device) if peak else 0.0
+    flops = training_flops(model, shape) if peak else 0.0
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage).to(
         memory_format=job.model.memory_format
     )
@@ -366,7 +367,7 @@ def _observers(
     )
     watcher = monitor(
         wanted=job.telemetry.gpu and world.is_main,
-        gpus=world.local_size if world.device.type == "cuda" else 0,
+        gpus=watched_gpus(network.replica, world),
         path=run_dir.gpu,
         sinks=board,
         step=lambda: recorder.step,

@@ -64,7 +64,7 @@ class BF16(FP32):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def check(self, device: str) -> None:
-        if device == "cuda" and not torch.cuda.is_bf16_supported():
+        if device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise InputError("precision=bf16 is not supported by this GPU; use precision=fp16 or precision=fp32")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import train, weights
+from helpers import command, train, weights
 from lockstep.compiling import _Words
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,16 @@ def test_each_shape_is_compiled_once_and_a_resume_keeps_every_bit(tmp_path: Path
     run("parts", 7)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_many() -> None:
+    program = (
+        "from contextlib import nullcontext; from torch import nn; from lockstep.compiling import compile_model; "
+        "compile_model(nn.Linear(2, 2), 'default', threads=3, speaks=False, interrupting=nullcontext); "
+        "from torch._inductor import config; print(config.compile_threads)"
+    )
+    assert command(sys.executable, "-c", program).out.split() == ["3"]
+    assert command(sys.executable, "-c", program, TORCHINDUCTOR_COMPILE_THREADS="7").out.split() == ["7"]
 
 
 def test_many_short_compilations_get_a_word_every_ten_seconds(

@@ -236,7 +236,7 @@ def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None
 
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
-    uuid = gpu.cuda_uuids(1)[0]
+    (uuid,) = gpu.watched_gpus(nn.Linear(1, 1), World.solo("cuda:0"))
     monitor = gpu.Monitor(uuids=[uuid], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 1)
     figures = gpu.sample(monitor.handles[0])
     query = "--query-gpu=memory.used,temperature.gpu,power.draw"

@@ -13,19 +13,19 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_training_on_an_example_is_three_times_the_published_forward_of_resnet18() -> None:
-    found = training_flops(timm.create_model("resnet18"), (3, 224, 224), CPU)
+    found = training_flops(timm.create_model("resnet18"), (3, 224, 224))
     assert found == pytest.approx(3 * 2 * 1.82e9, rel=0.02)
 
 
 def test_a_linear_layer_is_counted_exactly() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
-    assert training_flops(model, (1, 8, 8), CPU) == 3 * 2 * 64 * 10
+    assert training_flops(model, (1, 8, 8)) == 3 * 2 * 64 * 10
 
 
 def test_counting_leaves_the_model_as_it_was() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    training_flops(model, (1, 8, 8), CPU)
+    training_flops(model, (1, 8, 8))
     assert model.training
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
@@ -39,8 +39,28 @@ def test_counting_leaves_the_model_as_it_was() -> None:
         ("NVIDIA A100-SXM4-80GB", torch.float32, True, 156e12),
         ("NVIDIA A100-SXM4-80GB", torch.float32, False, 19.5e12),
         ("NVIDIA L4", torch.bfloat16, False, 121e12),
-        ("NVIDIA L40S", torch.bfloat16, False, 366e12),
-        ("NVIDIA L40", torch.bfloat16, False, 0),
+        ("NVIDIA L40S", torch.bfloat16, False, 362e12),
+        ("NVIDIA L40", torch.bfloat16, False, 181e12),
+        ("NVIDIA H100 NVL", torch.bfloat16, False, 836e12),
+        ("NVIDIA H200 NVL", torch.float32, True, 418e12),
+        ("NVIDIA GH200 480GB", torch.bfloat16, False, 989e12),
+        ("NVIDIA GH200 144G HBM3e", torch.bfloat16, False, 989e12),
+        ("NVIDIA B200", torch.float16, False, 2250e12),
+        ("NVIDIA A100 80GB PCIe", torch.bfloat16, False, 312e12),
+        ("NVIDIA A100-PCIE-40GB", torch.float32, True, 156e12),
+        ("NVIDIA A10", torch.bfloat16, False, 125e12),
+        ("NVIDIA A10G", torch.bfloat16, False, 70e12),
+        ("NVIDIA H20", torch.bfloat16, False, 148e12),
+        ("Tesla V100-SXM2-16GB", torch.float16, False, 125e12),
+        ("Tesla V100-PCIE-32GB", torch.float16, False, 112e12),
+        ("Tesla T4", torch.float32, False, 8.1e12),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, False, 165e12),
+        ("GeForce RTX 2080 Ti", torch.float16, False, 53.8e12),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, False, 0),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", torch.bfloat16, False, 0),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, False, 0),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, False, 0),
+        ("NVIDIA GeForce RTX 3080 Ti", torch.bfloat16, False, 0),
         ("NVIDIA H200", torch.float64, False, 0),
         ("Some GPU", torch.bfloat16, False, 0),
     ],

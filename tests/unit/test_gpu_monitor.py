@@ -18,8 +18,10 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from torch import nn
 
 from lockstep.telemetry import gpu
+from lockstep.world import World
 
 
 class Machine:
@@ -149,12 +151,37 @@ def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
 ) -> None:
     # CUDA_VISIBLE_DEVICES=1: CUDA's only GPU, number 0, is NVML's number 1.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["bb"][index]))
-    assert gpu.cuda_uuids(1) == ["GPU-bb"]
-    made = gpu.monitor(wanted=True, gpus=1, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    gpus = gpu.watched_gpus(nn.Linear(2, 2), World.solo("cuda:0"))
+    assert gpus == ["GPU-bb"]
+    made = gpu.monitor(wanted=True, gpus=gpus, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
     assert isinstance(made, gpu.Monitor)
     assert made.handles == ["GPU-bb"]
     made.close()
     assert machine.shut
+
+
+@pytest.mark.parametrize("shown", [1, 4])
+def test_each_rank_tells_its_own_gpu_and_main_watches_those_of_its_machine(
+    monkeypatch: pytest.MonkeyPatch, shown: int
+) -> None:
+    """Of four ranks on two machines, main's is the second machine's first, and sees one GPU or all four."""
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=["aa", "bb", "cc", "dd"][:shown][index]),
+    )
+    told = {0: ["GPU-xx"], 1: ["GPU-yy"], 3: ["GPU-bb"]}
+    monkeypatch.setattr(World, "gather", lambda self, own: [told.get(rank, own) for rank in range(4)])
+    here = World(rank=2, local_rank=0, size=4, local_size=2, device=torch.device("cuda:0"), neighbours={3: 1234})
+    assert gpu.watched_gpus(nn.Linear(2, 2), here) == ["GPU-aa", "GPU-bb"]
+
+
+def test_dp_has_all_gpus_of_its_process_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["aa", "bb"][index]))
+    replica = nn.DataParallel(nn.Linear(2, 2))
+    replica.device_ids = [0, 1]  # as where there are two
+    assert gpu.watched_gpus(replica, World.solo("cuda:0")) == ["GPU-aa", "GPU-bb"]
+    assert gpu.watched_gpus(replica, World.solo()) == []
 
 
 @pytest.mark.parametrize("calls", [0, 1, 4, 5])
@@ -184,19 +211,18 @@ def test_closing_does_not_wait_for_the_next_sample(machine: Machine, tmp_path: P
 
 
 def test_without_nvml_the_run_goes_on_with_a_warning(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.absent = True
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="aa"))
-    made = gpu.monitor(wanted=True, gpus=1, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    made = gpu.monitor(wanted=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
     made.start()
     assert made.close() == {}
     assert "NVML is not available" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("wanted", "gpus"), [(False, 2), (True, 0), (False, 0)])
+@pytest.mark.parametrize(("wanted", "gpus"), [(False, ["GPU-aa", "GPU-bb"]), (True, []), (False, [])])
 def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
-    tmp_path: Path, wanted: bool, gpus: int
+    tmp_path: Path, wanted: bool, gpus: list[str]
 ) -> None:
     made = gpu.monitor(wanted=wanted, gpus=gpus, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
     assert type(made) is gpu.NoMonitor

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.world import Vote, World, join, launched_rank
+from lockstep.errors import InputError, Stopped
+from lockstep.world import Vote, World, join, launched_rank, own_gpu
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -60,16 +61,33 @@ def test_a_lone_rank_has_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None
         assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("visible", "numbers"), [(1, [0, 0, 0]), (4, [0, 1, 2])])
+def test_a_rank_that_is_shown_one_gpu_has_that(
+    monkeypatch: pytest.MonkeyPatch, visible: int, numbers: list[int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert [own_gpu(rank) for rank in range(3)] == numbers
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match=r"local rank 2 has no GPU: its process sees 2; start at most 2 ranks"):
+        own_gpu(2)
+
+
 def meet(rank: int, port: int) -> None:
-    """One of two ranks."""
+    """One of two ranks, that is stopped when both have met."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    with join(device="cpu", backend="gloo", timeout=240, threads=1) as world:
-        assert (world.rank, world.local_rank, world.size) == (rank, rank, 2)
-        assert (world.device, torch.get_num_threads()) == (torch.device("cpu"), 1)
-        assert world.sum(torch.tensor([rank + 1])).tolist() == [3]
-        assert set(world.neighbours) == {1 - rank}
-    assert not dist.is_initialized()
+    try:
+        with join(device="cpu", backend="gloo", timeout=240, threads=1) as world:
+            assert (world.rank, world.local_rank, world.size) == (rank, rank, 2)
+            assert (world.device, torch.get_num_threads()) == (torch.device("cpu"), 1)
+            assert world.sum(torch.tensor([rank + 1])).tolist() == [3]
+            assert set(world.neighbours) == {1 - rank}
+            raise Stopped("saved")
+    except Stopped:
+        assert not dist.is_initialized()
 
 
 def test_ranks_join_their_group_and_leave_it() -> None:

@@ -7,41 +7,84 @@ import re
 import torch
 from torch import nn
 
-# Dense peak rates in 1e12 operations per second, from NVIDIA's data sheets: (fp32, tf32, bf16 and fp16).
+from lockstep import log
+
+# Dense peak rates in 1e12 operations per second, from NVIDIA's data sheets and architecture papers (where those give
+# rates with sparsity, half of them): fp32, tf32, and bf16 or fp16 with sums in fp32. By the names that CUDA gives the
+# cards, without their memory. A card that is not here is not known: laptop parts, slices of a card (MIG) and variants
+# for a market have other rates than the card whose name they begin with.
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
+    "GB300": (80, 1250, 2500),
+    "GB200": (80, 1250, 2500),
+    "B300": (75, 1125, 2250),
+    "B200": (75, 1125, 2250),
+    "B100": (60, 875, 1750),
+    "GH200": (67, 494, 989),
     "H200": (67, 494, 989),
-    "H100 PCIe": (51, 378, 756),
+    "H200 NVL": (60, 418, 836),
     "H100": (67, 494, 989),
-    "A100": (19.5, 156, 312),
-    "L40S": (91.6, 183, 366),
-    "L4": (30.3, 60, 121),
+    "H100 NVL": (60, 418, 836),
+    "H100 PCIe": (51, 378, 756),
+    "H800": (67, 494, 989),
+    "H800 PCIe": (51, 378, 756),
+    "H20": (44, 74, 148),
+    "A100-SXM4": (19.5, 156, 312),
+    "A100-PCIE": (19.5, 156, 312),
+    "A100 PCIe": (19.5, 156, 312),
+    "A800-SXM4": (19.5, 156, 312),
+    "A800 PCIe": (19.5, 156, 312),
+    "A40": (37.4, 74.8, 150),
+    "A30": (10.3, 82, 165),
+    "A10": (31.2, 62.5, 125),
     "A10G": (35, 35, 70),
-    "V100": (15.7, 15.7, 125),
+    "A2": (4.5, 9, 18),
+    "L40S": (91.6, 183, 362),
+    "L40": (90.5, 90.5, 181),
+    "L20": (59.8, 59.8, 119.5),
+    "L4": (30.3, 60, 121),
+    "RTX 6000 Ada Generation": (91.1, 182, 364),
+    "RTX A6000": (38.7, 77.4, 155),
+    "V100-SXM2": (15.7, 15.7, 125),
+    "V100-SXM3": (15.7, 15.7, 125),
+    "V100-PCIE": (14, 14, 112),
     "T4": (8.1, 8.1, 65),
+    "RTX 5090": (105, 105, 210),
     "RTX 4090": (82.6, 82.6, 165),
+    "RTX 4080": (48.7, 48.7, 97.5),
     "RTX 3090": (35.6, 35.6, 71),
+    "RTX 3090 Ti": (40, 40, 80),
+    "RTX 2080 Ti": (13.4, 13.4, 53.8),
 }
+# What CUDA's names have besides the card's: the maker and the family in front, the size and kind of its memory.
+BESIDES = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+")
 
 
-def training_flops(model: nn.Module, input_shape: tuple[int, int, int], device: torch.device) -> float:
-    """Floating-point operations of one example's forward and backward pass: three times its forward."""
+def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float:
+    """Floating-point operations of one example's forward and backward pass: three times its forward.
+
+    Counted on tensors without values (torch's meta device): nothing is computed, and `model` is not touched.
+    """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    example = torch.empty((1, *input_shape), device="meta", dtype=next(model.parameters()).dtype)
     training = model.training
     model.eval()
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
-        model(torch.zeros((1, *input_shape), device=device, dtype=next(model.parameters()).dtype))
+        torch.func.functional_call(model, shapes, (example,))
     model.train(training)
     return 3.0 * counter.get_total_flops()
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Peak operations per second of one GPU in a number format; 0 for one that is not in the table."""
+    """Peak operations per second of one GPU in a number format; 0 for one that is not known, which is logged."""
     if device.type != "cuda" or dtype is torch.float64:
         return 0.0
     name = torch.cuda.get_device_name(device)
-    # Whole words: an L40 is no L4.
-    found = (rates for part, rates in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name))
-    rates = next(found, (0.0, 0.0, 0.0))
+    rates = PEAK_TFLOPS.get(BESIDES.sub("", name))
+    if rates is None:
+        log.logger.info("the peak rate of %s is not known, so there is no perf/mfu_pct", name)
+        return 0.0
     return 1e12 * rates[2 if dtype is not torch.float32 else 1 if tf32 else 0]

@@ -5,21 +5,24 @@ GPUs are found by UUID: NVML numbers all the GPUs of a machine, CUDA only the vi
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pynvml
 import torch
+from torch import nn
 
 from lockstep import log
 from lockstep.errors import StorageError
 from lockstep.files import parsed_json
 from lockstep.protocols import Sink
 from lockstep.telemetry.sinks import reopened
+from lockstep.world import World
 
 PERIOD_S = 1.0
 GIGA = 1e9
@@ -119,20 +122,28 @@ def sample(handle: Any) -> dict[str, float]:
     }
 
 
-def cuda_uuids(count: int) -> list[str]:
-    """The UUIDs of the first `count` visible GPUs."""
-    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(count)]
+def watched_gpus(replica: nn.Module, world: World) -> list[str]:
+    """The UUIDs, as NVML spells them, of the GPUs that the ranks of this machine use, by local rank. Collective.
+
+    Each rank tells its own: one process may be shown no other. `torch.nn.DataParallel` uses several.
+    """
+    numbers: Iterable[int] = ()
+    if world.device.type == "cuda":
+        numbers = replica.device_ids if isinstance(replica, nn.DataParallel) else [world.device.index]
+    own = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in numbers]
+    uuids = world.gather(own)
+    return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.neighbours})))
 
 
-def monitor(*, wanted: bool, gpus: int, path: Path, sinks: list[Sink], step: Callable[[], int]) -> NoMonitor:
-    """The monitor of a run; where there is no NVML that is said once and the run goes on."""
+def monitor(*, wanted: bool, gpus: list[str], path: Path, sinks: list[Sink], step: Callable[[], int]) -> NoMonitor:
+    """The monitor of a run over the GPUs with these UUIDs; where there is no NVML that is said once."""
     if not wanted:
         return NoMonitor()
     if not gpus:
         log.logger.info("no GPU is used, so none is watched")
         return NoMonitor()
     try:
-        return Monitor(uuids=cuda_uuids(gpus), path=path, sinks=sinks, step=step)
+        return Monitor(uuids=gpus, path=path, sinks=sinks, step=step)
     except pynvml.NVMLError as error:
         log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
         return NoMonitor()
