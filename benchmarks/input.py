@@ -40,6 +40,7 @@ from lockstep.data.shards import Loader
 from lockstep.data.sources import CIFAR10
 from lockstep.data.splits import ArraySplit, Crop, FileSplit
 from lockstep.plan import Plan
+from lockstep.precision import FP32
 from lockstep.protocols import Source, Split
 from lockstep.world import World
 from measure import Figures, Rows, in_turns, parser, show, write
@@ -100,9 +101,9 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         eval_labels=split.labels,
         train_feed=feed,
         eval_feed=feed,
-        stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2]),
+        stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2], HERE),
     )
-    pipeline = Pipeline.of(source, augment, device=HERE.device, dtype=torch.float32, seed=0)
+    pipeline = Pipeline.of(source, augment, device=HERE.device, precision=FP32(), seed=0)
     workers = getattr(kind, "workers", 0)
     return partial(per_second, lambda: pipeline.train(loader.train(after=0)), len(split), clock_of(workers))
 

@@ -21,6 +21,7 @@ from lockstep.errors import InputError
 from lockstep.models import ResNet34, Timm
 from lockstep.models.nets import CompileMode
 from lockstep.plan import Plan
+from lockstep.precision import BF16Pure
 from lockstep.world import launched_rank, local_size
 
 # Of the ranks on a CPU and of all their threads: what any machine can bear, and for large ones so many a core.
@@ -49,6 +50,11 @@ def check_effects(job: Job) -> None:
         raise InputError(
             "augment.reflect is true, but augment.pad is 0, so nothing is padded; use augment.pad=4 or "
             "augment.reflect=false"
+        )
+    if isinstance(job.precision, BF16Pure) and job.train.ema is not None:
+        raise InputError(
+            f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "
+            "number moves by 1/256 of itself or not at all; use precision=bf16, or leave out train.ema"
         )
     loader = job.loader
     if isinstance(loader, Streaming) and loader.workers == 0 and loader.prefetch != Streaming.prefetch:

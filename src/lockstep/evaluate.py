@@ -47,7 +47,7 @@ def evaluate(
     for images, labels in loader.eval():
         with precision.autocast(world.device):
             looks = [
-                weight * model(look.contiguous(memory_format=pipeline.memory_format)).to(precision.storage)
+                weight * model(look.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
                 for weight, look in seen_from(pipeline.eval(images), views)
             ]
         logits = torch.stack(looks).sum(0)

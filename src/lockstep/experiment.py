@@ -257,7 +257,7 @@ def _mix(job: Job) -> Mix | None:
 
 
 def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *, partners: bool) -> Loader:
-    pixels = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
+    values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
     return Loader(
         world=world,
         plan=plan,
@@ -269,7 +269,7 @@ def _loader(job: Job, train: Split, held_out: Split, plan: Plan, world: World, *
         train_feed=job.loader.feed(train, world),
         eval_feed=job.loader.feed(held_out, world),
         partners=partners,
-        stride=job.loader.stride(plan.batch // world.size, pixels),
+        stride=job.loader.stride(plan.batch // world.size, values, world),
         order_device=job.loader.order_device(world),
         skip=train.skip,
     )
@@ -280,7 +280,7 @@ def _pipeline(job: Job, world: World, mix: Mix | None) -> Pipeline:
         job.dataset,
         job.augment,
         device=world.device,
-        dtype=job.precision.storage,
+        precision=job.precision,
         memory_format=job.model.memory_format,
         seed=job.seed,
         cutout=job.train.cutout,
@@ -294,7 +294,7 @@ def _network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]
     shape = job.dataset.input_shape
     model: nn.Module = job.model.build(job.dataset.classes, shape)
     job.model.initialise(model, images)
-    model = model.to(world.device, precision.storage).to(memory_format=job.model.memory_format)
+    model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
     if job.init_from is not None:
         checkpoint.load_weights(model, Path(job.init_from))
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size

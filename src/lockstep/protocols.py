@@ -50,8 +50,8 @@ class Strategy(Protocol):
 class Precision(Protocol):
     """The number format of the forward and backward pass.
 
-    `storage` is the dtype of parameters and images, `dtype` that of products (by autocast where they differ),
-    `matmul` torch's name for the precision of float32 products.
+    `storage` is the dtype of parameters, `dtype` that of products and images (by autocast where they differ), `sums`
+    that of normalisation and losses, `matmul` torch's name for the precision of float32 products.
     """
 
     @property
@@ -61,7 +61,13 @@ class Precision(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
+    def sums(self) -> torch.dtype: ...
+
+    @property
     def matmul(self) -> str: ...
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """`model` with its parameters in the format of storage."""
 
     def check(self, device: str) -> None:
         """Raise InputError where the device does not have the format."""

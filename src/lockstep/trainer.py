@@ -119,7 +119,7 @@ class Trainer:
             with self.strategy.accumulate(self.replica, last):
                 images, targets = self.pipeline.mixed(micro)
                 with self.precision.autocast(self.world.device):
-                    logits = self.replica(images, self.forward_keys(micro)).to(self.precision.storage)
+                    logits = self.replica(images, self.forward_keys(micro)).to(self.precision.sums)
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
                 self.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)

@@ -32,16 +32,16 @@ def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
     """A whole step of a job on so many blank examples, with all that a run keeps next to it; once for each call."""
     shape = job.dataset.input_shape
     layout = job.model.memory_format
-    storage = job.precision.storage
-    model = job.model.build(job.dataset.classes, shape).to(world.device, storage).to(memory_format=layout)
+    precision = job.precision
+    model = precision.convert(job.model.build(job.dataset.classes, shape).to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
     average = averaged(model, job.train.ema) if job.train.ema is not None else None
-    images = torch.zeros((examples, *shape), device=world.device, dtype=storage).to(memory_format=layout)
+    images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
     labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
 
     def step() -> None:
-        with job.precision.autocast(world.device):
-            loss = F.cross_entropy(model(images).to(storage), labels)
+        with precision.autocast(world.device):
+            loss = F.cross_entropy(model(images).to(precision.sums), labels)
         loss.backward()
         # The buckets of a distributed strategy, or the sum of earlier micro-batches.
         buckets = [each.grad.clone() for each in model.parameters() if each.grad is not None]

@@ -141,6 +141,7 @@ LIMITS = [
 ]
 EFFECTS = [
     ("model.compile_mode=max_autotune", "model.compile_mode is max_autotune, but model.compile is false"),
+    ("precision=bf16_pure train.ema=0.9", "use precision=bf16, or leave out train.ema"),
     ("loader=streaming loader.workers=0 loader.prefetch=9", "loader.prefetch is 9, but loader.workers is 0"),
     ("augment.pad=0 augment.reflect=true", "augment.reflect is true, but augment.pad is 0, so nothing is padded"),
     (

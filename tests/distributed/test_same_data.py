@@ -31,7 +31,7 @@ from lockstep.data.splits import Crop
 from lockstep.evaluate import evaluate
 from lockstep.models import DigitNet
 from lockstep.plan import Plan
-from lockstep.precision import FP64
+from lockstep.precision import FP32, FP64
 from lockstep.protocols import Augment, Source, Split
 from lockstep.rng import permutation
 from lockstep.rundir import RunDir
@@ -86,7 +86,7 @@ def boxes_of_files(folder: Path) -> Data:
 def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> Log:
     """(step, epoch, index, hash of the pixels) of every example behind a step, in global order."""
     split = data.split
-    form = {"device": torch.device("cpu"), "dtype": torch.float32}
+    form = {"device": torch.device("cpu"), "precision": FP32()}
     pipeline = Pipeline.of(data.source, data.augment, seed=3, mix=data.mix, **form)
     log: Log = []
     for rank in range(ranks):
@@ -180,7 +180,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
                 train_feed=Resident().feed(train, here),
                 eval_feed=Resident().feed(held_out, here),
             ),
-            pipeline=Pipeline.of(source, CropFlip(), device=here.device, dtype=torch.float64, seed=0),
+            pipeline=Pipeline.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
             precision=FP64(),
             world=here,
         )

@@ -74,7 +74,7 @@ def scores(
             eval_feed=chosen.feed(held_out, world),
             skip=train.skip,
         ),
-        pipeline=Pipeline.of(source, CropFlip(), device=world.device, dtype=format_.storage, seed=0),
+        pipeline=Pipeline.of(source, CropFlip(), device=world.device, precision=format_, seed=0),
         precision=format_,
         world=world,
         views=views,

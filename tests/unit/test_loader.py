@@ -196,13 +196,25 @@ def test_auto_streams_what_is_read_once_and_what_is_read_otherwise_each_time(fol
     assert reason.startswith("other boxes of the files in each epoch; ")
 
 
-def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder) -> None:
+def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cuda"))
-    assert Resident().held_gb(task(Digits(), gpu)) == 0.5
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (16 * GB, 80 * GB))
+    # The images, and a sixteenth of what is free for those that are augmented together.
+    assert Resident().held_gb(task(Digits(), gpu)) == 0.5 + 1
     assert Resident().held_gb(task(Digits(), world(0, 2))) == 0  # they are in the host's memory already
     assert Resident().held_gb(task(folder, world(0, 2))) == 0.25  # one copy for both ranks
     assert Auto().held_gb(task(folder, world(0, 2))) == 0.25
     assert Auto(workers=3).held_gb(task(folder)) == Streaming().held_gb(task(folder)) == 0
+
+
+@pytest.mark.parametrize(("free_gb", "steps"), [(160, 43), (80, 33), (8, 3), (0.1, 1)])
+def test_on_a_gpu_the_steps_of_an_epoch_are_read_together_as_far_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, free_gb: float, steps: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free_gb * GB, 80 * GB))
+    gpu = World.solo("cuda")
+    assert Resident().stride(2000, 3 * 32 * 32, gpu) == steps
+    assert Streaming().stride(2000, 3 * 32 * 32, gpu) == 1
 
 
 def test_workers_or_reading_ahead_ask_auto_for_streaming() -> None:

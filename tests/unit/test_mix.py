@@ -18,6 +18,7 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.data.shards import LEFT_OUT, Loader, Shard
 from lockstep.data.sources import Digits
 from lockstep.plan import Plan
+from lockstep.precision import FP32, FP64
 from lockstep.rng import MIX, permutation, sample_keys, uniform
 from lockstep.world import World
 
@@ -29,8 +30,10 @@ KINDS = {"mixup": (0.4, 0.0), "cutmix": (0.0, 1.0), "both": (0.4, 1.0)}
 SEED = 5
 
 
-def pipeline(mix: Mix | None, dtype: torch.dtype = torch.float32) -> Pipeline:
-    return Pipeline.of(Digits(), CropFlip(), device=torch.device("cpu"), dtype=dtype, seed=SEED, mix=mix)
+def pipeline(mix: Mix | None, precision: FP32 | None = None) -> Pipeline:
+    return Pipeline.of(
+        Digits(), CropFlip(), device=torch.device("cpu"), precision=precision or FP32(), seed=SEED, mix=mix
+    )
 
 
 def mixing(kind: str, **options: Any) -> Mix:
@@ -38,14 +41,14 @@ def mixing(kind: str, **options: Any) -> Mix:
     return Mix(classes=10, mixup=mixup, cutmix=cutmix, **options)
 
 
-def plain_loop(mix: Mix, dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
+def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
     """The images and targets of a global batch, one example after another."""
     split, epoch = Digits().train(), PLAN.epoch(step)
     start = PLAN.position(step) * PLAN.batch
     batch = permutation(SEED, epoch, PLAN.examples)[start : start + PLAN.batch]
 
     def augmented(index: Tensor) -> Tensor:
-        return pipeline(None, dtype).augmented(split.images[index][None], epoch, index[None])[0]
+        return pipeline(None, precision).augmented(split.images[index][None], epoch, index[None])[0]
 
     images, targets = [], []
     for index, following in zip(batch, [*batch[1:], batch[0]], strict=True):
@@ -61,10 +64,10 @@ def plain_loop(mix: Mix, dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]
             image = image.clone()
             image[:, rows, columns] = other[:, rows, columns]
         else:
-            image = share.to(dtype) * image + (1 - share.to(dtype)) * other
-        one, two = (F.one_hot(split.labels[each], 10).to(dtype) for each in (index, following))
+            image = share.to(precision.sums) * image + (1 - share.to(precision.sums)) * other
+        one, two = (F.one_hot(split.labels[each], 10).to(precision.sums) for each in (index, following))
         images.append(image)
-        targets.append(share.to(dtype) * one + (1 - share.to(dtype)) * two)
+        targets.append(share.to(precision.sums) * one + (1 - share.to(precision.sums)) * two)
     return torch.stack(images), torch.stack(targets)
 
 
@@ -87,12 +90,12 @@ def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) 
     return list(path.train(made.train(after=0)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", [FP32(), FP64()], ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(kind: str, dtype: torch.dtype) -> None:
+def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(kind: str, precision: FP32) -> None:
     mix = mixing(kind)
-    expected = [plain_loop(mix, dtype, step) for step in range(1, 5)]
-    path = pipeline(mix, dtype)
+    expected = [plain_loop(mix, precision, step) for step in range(1, 5)]
+    path = pipeline(mix, precision)
     for ranks, parts, loader in [
         *((ranks, parts, Resident()) for ranks in (1, 2, 3, 4) for parts in (1, 4)),
         (3, 4, Streaming(workers=0)),
@@ -101,7 +104,7 @@ def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(k
         for step, whole in enumerate(expected):
             pieces = [path.mixed(micro) for each in by_rank for micro, _ in each[step].micro_batches(parts)]
             for place in (0, 1):
-                assert all(piece[place].dtype == dtype for piece in pieces)
+                assert all(piece[place].dtype == precision.dtype for piece in pieces)
                 assert torch.equal(torch.cat([piece[place] for piece in pieces]), whole[place])
 
 
@@ -167,7 +170,7 @@ def test_with_both_on_half_of_the_samples_take_each() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_weighted_sum_of_the_losses_of_both_labels(kind: str) -> None:
-    path = pipeline(mixing(kind, label_smoothing=0.1), torch.float64)
+    path = pipeline(mixing(kind, label_smoothing=0.1), FP64())
     shard = shards(path, 1, Resident(), 0)[0]
     _, targets = path.mixed(shard)
     logits = torch.randn(10, 10, dtype=torch.float64)

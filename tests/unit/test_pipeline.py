@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as T
 from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.sources import CIFAR10, Digits, Fake, Folder
+from lockstep.precision import BF16, FP32, FP64, BF16Pure
 
 pytestmark = pytest.mark.numerics
 
@@ -19,7 +20,7 @@ AUGMENTS = [Nothing(), CropFlip(), RandomResizedCrop()]
 
 
 def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
-    chosen = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, **options}
+    chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, **options}
     return Pipeline.of(source, augment or Nothing(), **chosen)
 
 
@@ -32,14 +33,15 @@ def images(n: int, *shape: int) -> Tensor:
     return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", [FP32(), FP64()], ids=repr)
 @pytest.mark.parametrize("source", [CIFAR10(), Digits(), Fake(size=8)], ids=repr)
-def test_normalisation_is_that_of_torchvision(source: Any, dtype: torch.dtype) -> None:
+def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> None:
+    dtype = precision.dtype
     batch = images(5, *source.image_shape)
     expected = T.normalize(batch.to(dtype) / 255, list(source.mean), list(source.std))
     for made in (
-        train(pipeline(source, dtype=dtype), batch, torch.arange(5), 0),
-        pipeline(source, dtype=dtype).eval(batch),
+        train(pipeline(source, precision=precision), batch, torch.arange(5), 0),
+        pipeline(source, precision=precision).eval(batch),
     ):
         assert made.dtype == dtype
         # Two or three roundings of numbers up to 1 / std.
@@ -47,22 +49,31 @@ def test_normalisation_is_that_of_torchvision(source: Any, dtype: torch.dtype) -
         torch.testing.assert_close(made, expected, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("precision", [BF16(), BF16Pure()], ids=repr)
+def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precision: FP32) -> None:
+    batch, indices = images(5, 3, 32, 32), torch.arange(5)
+    wide = train(pipeline(CIFAR10()), batch, indices)
+    short = pipeline(CIFAR10(), precision=precision)
+    assert torch.equal(train(short, batch, indices), wide.bfloat16())
+    assert torch.equal(short.eval(batch), wide)  # several views of it are still to be made
+
+
 @pytest.mark.parametrize("size", [80, 12])
 def test_images_are_resized_as_torchvision_does_it(size: int) -> None:
     source = CIFAR10(input_size=size)
     batch = images(3, 3, 32, 32)
     expected = T.resize(batch.double(), [size, size], antialias=True)
-    made = pipeline(source, dtype=torch.float64).eval(batch)
+    made = pipeline(source, precision=FP64()).eval(batch)
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(made, train(pipeline(source, dtype=torch.float64), batch, torch.arange(3), 0))
+    assert torch.equal(made, train(pipeline(source, precision=FP64()), batch, torch.arange(3), 0))
 
 
 def test_evaluation_sees_the_centre() -> None:
     source = Folder(path="nowhere", decode_size=64, input_size=56, crop=0.875)
     batch = images(2, 3, 64, 64)
     expected = T.normalize(T.center_crop(batch, [56, 56]).double() / 255, list(source.mean), list(source.std))
-    torch.testing.assert_close(pipeline(source, dtype=torch.float64).eval(batch), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pipeline(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_evaluation_is_not_augmented() -> None:

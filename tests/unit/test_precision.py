@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import InputError
-from lockstep.precision import BF16, FP16, FP32, FP64, TF32
+from lockstep.precision import BF16, FP16, FP32, FP64, TF32, BF16Pure
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,7 @@ def test_a_gpu_without_bf16_is_told_what_to_use(monkeypatch: pytest.MonkeyPatch)
         (TF32(), torch.float32, torch.float32),
         (FP64(), torch.float64, torch.float64),
         (BF16(), torch.float32, torch.bfloat16),
+        (BF16Pure(), torch.bfloat16, torch.bfloat16),
         (FP16(), torch.float32, torch.float16),
     ],
     ids=repr,
@@ -64,7 +65,7 @@ def test_products_and_parameters_have_the_formats_of_the_precision(
     precision: FP32, storage: torch.dtype, products: torch.dtype
 ) -> None:
     assert (precision.storage, precision.dtype) == (storage, products)
-    layer = nn.Linear(4, 4).to(precision.storage)
+    layer = precision.convert(nn.Linear(4, 4))
     with precision.autocast(CPU):
         assert layer(torch.ones(2, 4, dtype=storage)).dtype == products
     assert layer.weight.dtype == storage

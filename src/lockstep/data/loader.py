@@ -32,8 +32,11 @@ GB = 1e9
 TRIED, TRIED_AT_ONCE, TRIAL_S = 256, 16, 0.3
 # Workers are to be so much faster than what they feed: images differ.
 HEADROOM = 1.25
-# Of the images that are gathered and augmented together, at most: as float32 they are 4 MB.
-STRIDE_PIXELS = 2**20
+# Values of the images that are gathered and augmented together, at most. On a CPU as many as stay in its cache: as
+# float32 they are 4 MB. On a GPU a call costs more than many values do; there they take, with what is made of them on
+# the way (a float32, a place of eight bytes and a few bytes), a small part of the memory.
+STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
+BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +73,19 @@ class Resident:
     def held_gb(self, task: Task) -> float:
         """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
         if task.world.device.type != "cpu":
-            return task.gigabytes
+            return task.gigabytes + STRIDE_SHARE * free_memory(task.world)
         return task.gigabytes / task.world.local_size if task.splits[0].images is None else 0.0
 
     def order_device(self, world: World) -> torch.device:
         """Where indices are wanted."""
         return world.device
 
-    def stride(self, shard: int, pixels: int) -> int:
-        """The steps to read together, for shards of so many images of so many pixels."""
-        return max(1, STRIDE_PIXELS // max(1, shard * pixels))
+    def stride(self, shard: int, values: int, world: World) -> int:
+        """The steps to read together, for shards of so many images of so many values (pixels times channels)."""
+        room = STRIDE_VALUES
+        if world.device.type != "cpu":
+            room = min(STRIDE_VALUES_GPU, int(STRIDE_SHARE * free_memory(world) * GB / BYTES_OF_A_VALUE))
+        return max(1, room // max(1, shard * values))
 
     def feed(self, split: Split, world: World) -> Feed:
         threads = max(1, cores() // world.local_size)
@@ -118,7 +124,7 @@ class Streaming:
         """Where indices are wanted."""
         return torch.device("cpu")
 
-    def stride(self, shard: int, pixels: int) -> int:
+    def stride(self, shard: int, values: int, world: World) -> int:
         """The steps to read together: workers read ahead as it is."""
         return 1
 

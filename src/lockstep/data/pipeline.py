@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lockstep.data.folder import crops_files
 from lockstep.data.mix import Mix
 from lockstep.data.shards import Shard, Stride
-from lockstep.protocols import Augment, BoxAugment, Source
+from lockstep.protocols import Augment, BoxAugment, Precision, Source
 from lockstep.rng import CUTOUT, MIX, Draws, sample_keys, uniform
 
 
@@ -20,6 +20,7 @@ from lockstep.rng import CUTOUT, MIX, Draws, sample_keys, uniform
 class Pipeline:
     """The path of a batch of one data set, the same for both loaders.
 
+    Images are normalised in the format of `scale` and `shift`, and given in `dtype`, the format of the step.
     `cutout` is the side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
     """
 
@@ -28,6 +29,7 @@ class Pipeline:
     eval_crop: float
     scale: Tensor
     shift: Tensor
+    dtype: torch.dtype
     memory_format: torch.memory_format
     seed: int
     cutout: int = 0
@@ -40,7 +42,7 @@ class Pipeline:
         augment: Augment,
         *,
         device: torch.device,
-        dtype: torch.dtype,
+        precision: Precision,
         memory_format: torch.memory_format = torch.contiguous_format,
         seed: int,
         cutout: int = 0,
@@ -48,7 +50,8 @@ class Pipeline:
     ) -> Pipeline:
         """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
         mean, std = (
-            torch.tensor(each, device=device, dtype=dtype).view(1, -1, 1, 1) for each in (source.mean, source.std)
+            torch.tensor(each, device=device, dtype=precision.sums).view(1, -1, 1, 1)
+            for each in (source.mean, source.std)
         )
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
@@ -59,6 +62,7 @@ class Pipeline:
             eval_crop=source.eval_crop,
             scale=1 / (255 * std),
             shift=-mean / std,
+            dtype=precision.dtype,
             memory_format=memory_format,
             seed=seed,
             cutout=cutout,
@@ -79,17 +83,17 @@ class Pipeline:
             return micro.images, micro.labels
         keys = sample_keys(self.seed, micro.epoch, micro.indices, MIX)
         images, targets = self.mix.apply(micro.images, micro.known_labels, keys)
-        return images.contiguous(memory_format=self.memory_format), targets
+        return images.to(self.dtype, memory_format=self.memory_format), targets
 
     def augmented(self, images: Tensor, epoch: int, indices: Tensor) -> Tensor:
-        """uint8 (n, C, H, W) as the model takes them in an epoch of training: floats (n, C, h, w)."""
+        """uint8 (n, C, H, W) as the model takes them in an epoch of training: (n, C, h, w)."""
         if len(images) == 0:
-            return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype)
+            return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype if self.mix else self.dtype)
         height, width = self.input_shape[1:]
         seen = self._finish(self.augment.apply(images, Draws(self.seed, epoch, indices), (height, width)))
         if self.cutout:
             seen.masked_fill_(self._cut_out(epoch, indices), 0)
-        return seen
+        return seen if self.mix else seen.to(self.dtype)  # blends are made in the wider format
 
     def _cut_out(self, epoch: int, indices: Tensor) -> Tensor:
         """A square around a uniform centre for each image, cut at the border: bool (n, 1, h, w)."""
@@ -104,7 +108,7 @@ class Pipeline:
         return (within(height, 0)[:, :, None] & within(width, 1)[:, None, :])[:, None]
 
     def eval(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised floats."""
+        """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised, in the format of `scale`."""
         height, width = images.shape[-2:]
         keep_h, keep_w = round(height * self.eval_crop), round(width * self.eval_crop)
         top, left = (height - keep_h) // 2, (width - keep_w) // 2
