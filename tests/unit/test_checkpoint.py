@@ -53,7 +53,7 @@ class Parts:
             self.optimizer.state_dict(),
             self.scaler.state_dict(),
         )
-        return [checkpoint.copied_tree(dict(state)) for state in states]
+        return [checkpoint.HostCopies().of(dict(state)) for state in states]
 
 
 def parts(seed: int = 0, optimizer: Any = None) -> Parts:
@@ -442,7 +442,7 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
     for step, best in ((1, True), (2, False), (3, True), (4, False)):
         made = parts(step)
         made.train(2)
-        averages.append(checkpoint.copied_tree(made.ema.module.state_dict()))
+        averages.append(checkpoint.HostCopies().of(made.ema.module.state_dict()))
         save(target, step, made, best=best)
     target.close()
     assert same(load_file(run.weights), averages[2])
@@ -470,7 +470,7 @@ def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str)
 def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: RunDir, full_disk: FullDisk) -> None:
     target, best = writer(run), parts(1)
     best.train(2)
-    expected = checkpoint.copied_tree(dict(best.ema.module.state_dict()))
+    expected = checkpoint.HostCopies().of(dict(best.ema.module.state_dict()))
     with full_disk(100):
         save(target, 1, best, best=True)
         target.wait()
@@ -486,7 +486,7 @@ def test_the_best_weights_whose_export_alone_failed_are_exported_by_the_next_sav
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, whole = writer(run), Path.replace
-    expected = checkpoint.copied_tree(dict(parts().ema.module.state_dict()))
+    expected = checkpoint.HostCopies().of(dict(parts().ema.module.state_dict()))
 
     def refusing(path: Path, to: Path) -> Path:
         if to == run.weights:

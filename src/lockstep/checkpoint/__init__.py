@@ -17,17 +17,18 @@ from lockstep.checkpoint.reading import (
     restore,
     weights_file,
 )
+from lockstep.checkpoint.staging import HostCopies
 from lockstep.checkpoint.validation import MODEL, damage, manifest_text, read_facts
-from lockstep.checkpoint.writing import RETRY_S, Checkpointer, copied_tree
+from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 
 __all__ = [
     "MODEL",
     "RETRY_S",
     "Checkpointer",
+    "HostCopies",
     "Loaded",
     "candidates",
     "check_identity",
-    "copied_tree",
     "damage",
     "difference",
     "load",

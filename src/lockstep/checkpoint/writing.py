@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep import log
 from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
+from lockstep.checkpoint.staging import HostCopies, alone, mapped
 from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
@@ -39,24 +41,6 @@ from lockstep.rundir import MANIFEST, RunDir
 from lockstep.storage import sync, write_atomic
 
 RETRY_S = 30.0  # after a save that failed
-
-
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, contiguous and unshared, as safetensors wants them."""
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-
-
-def copied_tree(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copied_tree(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copied_tree(item) for item in value]
-    return value
 
 
 @dataclass
@@ -82,6 +66,7 @@ class Checkpointer:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[None] | None = None
     failure: str = ""
+    copies: HostCopies = field(default_factory=HostCopies)
     # The best weights so far, in host memory, from their save until the run folder has them.
     unexported: dict[str, Tensor] | None = None
 
@@ -122,11 +107,14 @@ class Checkpointer:
             return
         self.wait()
         self.saved_at = time.monotonic()
-        weights = {MODEL: _copied(model.state_dict())}
-        state = {"optimizer": copied_tree(optimizer_state(optimizer, model)), "scaler": scaler.state_dict()}
+        if self.unexported is not None:  # its save failed, and its memory is about to be used again
+            self.unexported = {name: tensor.clone() for name, tensor in self.unexported.items()}
+        weights = {MODEL: model.state_dict()}
+        state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
-            weights[EMA] = _copied(ema.module.state_dict())
+            weights[EMA] = ema.module.state_dict()
             state["ema_updates"] = int(ema.n_averaged)
+        weights, state = self.copies.of([weights, state])
         if progress["best_step"] == progress["step"]:
             self.unexported = weights.get(EMA, weights[MODEL])
         facts = {"format": 1, "identity": dict(self.identity), "progress": dict(progress)}
@@ -163,17 +151,15 @@ class Checkpointer:
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         folder.mkdir(exist_ok=True)
         for torn in folder.glob(".*.tmp"):  # what a kill left behind
-            if torn.is_dir():
-                shutil.rmtree(torn, ignore_errors=True)
-            else:
-                torn.unlink(missing_ok=True)
+            with suppress(OSError):
+                _delete(torn)
         name = f"step-{progress['step']:08d}"
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
             temporary.mkdir()
             for file, tensors in weights.items():
                 save_file(tensors, temporary / file)
-            torch.save(state, temporary / STATE)
+            torch.save(mapped(state, alone), temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary))
             # After a power cut too, the log has all steps of the checkpoint, and the checkpoint all its files.

@@ -1,0 +1,77 @@
+"""Copies of a state in host memory, where a GPU is played by the host: the buffer and its parts are real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lockstep.checkpoint import staging
+from lockstep.checkpoint.staging import HostCopies, alone, mapped
+
+
+@pytest.fixture
+def _staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_on_gpu", lambda tensor: True)
+
+
+def state() -> dict[str, Any]:
+    """Tensors of all kinds that a state has: scalars, empty ones, short formats, another memory order."""
+    torch.manual_seed(0)
+    return {
+        "step": torch.tensor(7),
+        "weights": [torch.randn(3, 5), torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)],
+        "short": {"bf16": torch.randn(7).bfloat16(), "mask": torch.tensor([True, False, True])},
+        "none": torch.empty(0, 3),
+        "lr": 0.1,
+    }
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    mapped(tree, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert found["lr"] == expected["lr"]
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+        assert one.is_contiguous()
+
+
+@pytest.mark.usefixtures("_staged")
+def test_staged_copies_are_equal_and_lie_in_one_buffer_that_is_used_again() -> None:
+    copies, original = HostCopies(), state()
+    first = copies.of(original)
+    assert_equal(first, original)
+    assert len({each.untyped_storage().data_ptr() for each in leaves(first) if each.numel()}) == 1
+    changed = mapped(original, lambda tensor: tensor.clone().zero_())
+    second = copies.of(changed)
+    assert_equal(second, changed)
+    assert_equal(first, changed)  # overwritten
+
+
+def test_copies_of_the_hosts_own_tensors_stay_what_they_are() -> None:
+    copies, original = HostCopies(), state()
+    first = copies.of(original)
+    assert_equal(first, original)
+    copies.of(mapped(original, lambda tensor: tensor.clone().zero_()))
+    assert_equal(first, original)
+    assert not {each.data_ptr() for each in leaves(first)} & {
+        each.data_ptr() for each in leaves(original) if each.numel()
+    }
+
+
+@pytest.mark.usefixtures("_staged")
+def test_staged_copies_are_written_each_alone(tmp_path: Path) -> None:
+    copied = HostCopies().of({"large": torch.zeros(100_000), "small": torch.ones(10)})
+    torch.save(mapped({"small": copied["small"]}, alone), tmp_path / "state.pt")
+    assert (tmp_path / "state.pt").stat().st_size < 10_000
+    save_file(copied, tmp_path / "weights.safetensors")
+    assert_equal({**load_file(tmp_path / "weights.safetensors"), "lr": 1}, {**copied, "lr": 1})
