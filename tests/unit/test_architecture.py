@@ -42,7 +42,10 @@ LAYERS: tuple[frozenset[str], ...] = (
         | {"stochastic", "health", "watchdog", "claim", "resume"}
     ),
     frozenset({"trainer", "evaluate"}),
-    frozenset({"experiment", "report", "identity", "checks", "incident", "memory", "trial", "compiling"}),
+    frozenset(
+        {"experiment", "build_data", "build_model", "build_observers", "run_record"}
+        | {"report", "identity", "checks", "incident", "memory", "trial", "compiling"}
+    ),
     frozenset({"launcher", "resolve"}),
     frozenset({"worker", "sweep", "cli"}),
 )
@@ -61,13 +64,22 @@ WITHIN: dict[tuple[str, str], str] = {
     ("log", "rundir"): "the log is a file of the run",
     ("closing", "log"): "what else goes wrong at the end of a run is said",
     ("trainer", "evaluate"): "the loop evaluates",
-    ("experiment", "identity"): "the root hands the identity to the checkpoints",
-    ("experiment", "report"): "the root says what runs",
+    ("experiment", "build_data"): "the root has the data made",
+    ("experiment", "build_model"): "and the model",
+    ("experiment", "build_observers"): "and what watches both",
+    ("experiment", "run_record"): "and says and writes what the run is",
     ("experiment", "memory"): "the root says what would have fitted",
-    ("experiment", "compiling"): "the root has the model compiled",
-    ("experiment", "trial"): "the root tries what the loader has to feed",
+    ("build_data", "identity"): "the data is part of what a run is",
+    ("build_data", "memory"): "micro-batches are chosen with the data beside them",
+    ("build_data", "trial"): "what the loader has to feed is found by trying",
+    ("build_model", "compiling"): "a model is compiled where it is made",
+    ("build_observers", "build_model"): "the figures are those of the network",
+    ("build_observers", "report"): "TensorBoard shows the hyperparameters that the report has",
+    ("run_record", "build_data"): "the banner shows the data",
+    ("run_record", "build_model"): "and the network",
+    ("run_record", "report"): "and is the report's",
+    ("run_record", "incident"): "what is needed to look at bad numbers is kept",
     ("memory", "trial"): "what fits is found by trying",
-    ("experiment", "incident"): "the root keeps what is needed to look at bad numbers",
     ("report", "identity"): "the banner describes components as the identity does",
     ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",
 }
@@ -76,7 +88,11 @@ WITHIN: dict[tuple[str, str], str] = {
 ASKS_FOR_MAIN: dict[str, str] = {
     "world": "defines it",
     "log": "one voice on the terminal",
-    "experiment": "gives main its sinks, its writer of checkpoints and the result file",
+    "experiment": "gives main its writer of checkpoints",
+    "build_data": "has one process of each machine prepare the files",
+    "build_model": "lets main tell of a compilation",
+    "build_observers": "gives main its sinks",
+    "run_record": "gives main its record",
     "launcher": "one run folder and one summary for ranks that exist already",
 }
 

@@ -1,0 +1,130 @@
+"""The model of a run with everything that holds its parameters, and the checkpoint that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpointer, Loaded
+from lockstep.compiling import compile_model
+from lockstep.config import Job
+from lockstep.data.loader import cores
+from lockstep.optim import averaged
+from lockstep.plan import Plan
+from lockstep.protocols import Precision, Strategy
+from lockstep.rundir import RunDir
+from lockstep.signals import StopRequest
+from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
+from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.trainer import Progress
+from lockstep.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The model of a run and all that holds its parameters.
+
+    Fields:
+        model: the raw module; `replica` the wrapped one, which is called in training.
+        draws: what the model draws in a forward pass.
+        ema: the average of the weights, where one is kept.
+        flops: floating-point operations of one example's forward and backward pass; 0 where no peak is known.
+        peak: operations per second of all devices of the job; 0 where it is not known.
+    """
+
+    model: nn.Module
+    replica: nn.Module
+    draws: ForwardDraws
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: AveragedModel | None
+    flops: float
+    peak: float
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained or frozen."""
+        return sum(each.numel() for each in self.model.parameters())
+
+
+def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:
+    """The network of a job on its device, wrapped by its strategy. Collective.
+
+    Args:
+        images: gives so many training images (n, C, H, W), for a model that is initialised from data.
+
+    Raises:
+        InputError: the model cannot be built for the data, or the weights of `init_from` do not fit it.
+    """
+    precision: Precision = job.precision
+    strategy: Strategy = job.strategy
+    shape = job.dataset.input_shape
+    model: nn.Module = job.model.build(job.dataset.classes, shape)
+    job.model.initialise(model, images)
+    model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
+    if job.init_from is not None:
+        checkpoint.load_weights(model, Path(job.init_from))
+    peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
+    flops = training_flops(model, shape) if peak else 0.0
+    blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
+    blank = blank.to(memory_format=job.model.memory_format)
+    draws = key_draws(model, blank[:1], job.seed)
+    replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
+    return Network(
+        model=model,
+        replica=replica,
+        draws=draws,
+        optimizer=job.optimizer.build(model),
+        scaler=precision.scaler(world.device),
+        ema=averaged(model, job.train.ema) if job.train.ema is not None else None,
+        flops=flops,
+        peak=peak,
+    )
+
+
+def interrupts_compiling(job: Job, world: World) -> bool:
+    """Whether a stop interrupts a compilation where it is.
+
+    Several ranks may compile, or not, each for itself, and a stop has to find them at the same place.
+    """
+    return job.model.compile and world.size == 1
+
+
+def compile_network(job: Job, network: Network, world: World, stop: StopRequest) -> None:
+    """Compile the model in place, if the job asks for it."""
+    if job.model.compile:
+        compile_model(
+            network.model,
+            job.model.compile_mode.value,
+            threads=max(1, cores() // world.local_size),
+            speaks=world.is_main,
+            interrupting=stop.interrupting if interrupts_compiling(job, world) else nullcontext,
+        )
+
+
+def load_state(job: Job, run_dir: RunDir) -> Loaded | None:
+    """The run folder's own newest good checkpoint, or else that of `resume=`."""
+    own = checkpoint.load_newest(run_dir)
+    return checkpoint.load(Path(job.resume)) if own is None and job.resume is not None else own
+
+
+def restore(job: Job, network: Network, checkpointer: Checkpointer, loaded: Loaded | None) -> tuple[Progress, str]:
+    """The progress to go on from and where it came from: a checkpoint, `init_from=`, or nothing for a fresh start."""
+    if loaded is None:
+        return Progress(), f"weights of {job.init_from}" if job.init_from else ""
+    checkpoint.check_identity(checkpointer.identity, loaded.path)
+    progress = checkpoint.restore(
+        loaded,
+        model=network.model,
+        ema=network.ema,
+        optimizer=network.optimizer,
+        scaler=network.scaler,
+    )
+    return Progress(**progress), str(loaded.path)
