@@ -8,7 +8,7 @@ from typing import Any
 from lockstep import config, log
 from lockstep.config import Invocation
 from lockstep.errors import InputError
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, replaceable
 
 SHOWN = 4
 # The name is taken from the run itself, and where else to write from today's command.
@@ -38,12 +38,14 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     `job` is that of `resumed_job` for the same command. What today's overrides say is theirs to say.
 
     Raises:
-        InputError: they do not. A line of them was lost, or a recipe has other values by now.
+        InputError: they do not: a line of them was lost, or a recipe has other values by now. Or what is in the
+            place of the kept config cannot be replaced.
     """
     composed = run_dir.composed
     try:
         kept = _leaves(config.load(composed))
     except InputError as error:
+        replaceable(composed)  # or the job ends here, with that alone said
         log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
         return
     added = _added(today)

@@ -36,8 +36,12 @@ def slug(text: str) -> str:
     return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
 
 
-def _content(path: Path) -> bytes | None:
-    """What is in a file; None where there is none."""
+def replaceable(path: Path) -> bytes | None:
+    """What is in a file that is about to be replaced, so that it can be put back; None where there is none.
+
+    Raises:
+        UnreadableFile: it is no plain file, or too large to be kept in memory.
+    """
     try:
         return files.read_bytes(path, 64 * files.MB)
     except UnreadableFile as error:
@@ -235,7 +239,7 @@ class RunDir:
         Raises:
             StorageError: one cannot be written; all are as they were.
         """
-        before = {path: _content(path) for path in texts}
+        before = {path: replaceable(path) for path in texts}
         begun = replace(self, before=before, summary_before=_which(self.summary))
         try:
             # The overrides are compared with it: a kill between the two must not leave those of another command.
@@ -259,7 +263,7 @@ class RunDir:
         for path, content in self.before.items():
             if content is None:
                 path.unlink(missing_ok=True)
-            elif content != _content(path):
+            elif content != replaceable(path):
                 write_atomic(path, content)
 
     def close(self, error: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,19 @@ def test_a_run_that_lost_its_checkpoints_is_refused_and_as_it_was(run: RunDir, f
     command = done.err.partition("python train.py ")[2]
     assert "steps=4 name=test checkpoint.every=2 model=linear" in command
     assert tree(run.path) == before
+
+
+@pytest.mark.parametrize("fault", ["holes", "a pipe"])
+def test_a_kept_config_that_cannot_be_put_back_is_refused_in_one_sentence(run: RunDir, fault: str) -> None:
+    if fault == "holes":
+        os.truncate(run.composed, 2**40)
+    else:
+        run.composed.unlink()
+        os.mkfifo(run.composed)
+    done = train(f"resume={run.path}", "steps=8", "device=cpu", f"output_root={run.path.parent}")
+    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
+    assert "written anew" not in done.out
+    assert f"{run.composed} {'has 1,099,511,627,776 bytes' if fault == 'holes' else 'is a pipe'}" in done.err
 
 
 def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> None:

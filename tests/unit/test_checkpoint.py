@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.reading import whole_weights
 from lockstep.errors import InputError, StorageError
 from lockstep.optim import SGD, AdamW, Timm, averaged
 from lockstep.rundir import RunDir
@@ -465,6 +466,16 @@ def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str)
     run.weights.write_bytes(b"none")
     writer(run).mend(0)
     assert run.weights.read_bytes() == b"none", "step 0 is no best one"
+
+
+def test_a_file_of_holes_in_the_place_of_weights_is_not_read_to_its_end(run: RunDir) -> None:
+    (best,) = saved(run, 4)
+    expected = run.weights.read_bytes()
+    os.truncate(run.weights, 2**42)
+    writer(run).mend(4)
+    assert run.weights.read_bytes() == expected
+    os.truncate(best / "model.safetensors", 2**42)
+    assert not whole_weights(best)
 
 
 def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: RunDir, full_disk: FullDisk) -> None:

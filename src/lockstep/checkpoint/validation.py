@@ -54,9 +54,7 @@ def manifest(path: Path) -> dict[str, str]:
     match read_json(path / MANIFEST):
         case {"bytes": dict(sizes), "sha256": dict(digests), "self": str(own)} if sizes.keys() == digests.keys():
             ours = {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}
-            if ours and all(
-                isinstance(each, str) and re.fullmatch("[0-9a-f]{64}", each) for each in digests.values()
-            ):
+            if ours and all(map(_is_digest, digests.values())):
                 if own != _own_hash(sizes, digests):
                     raise ValueError(f"{MANIFEST} does not match its own sha256")
                 _check_sizes(path, sizes)

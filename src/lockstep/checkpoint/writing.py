@@ -79,11 +79,13 @@ class Checkpointer:
             digests = manifest(best)
         except (UnreadableFile, ValueError):  # none, or damaged
             return
-        # Mostly the weights are there, and the whole checkpoint need not be read once more to see it.
-        whole = exported.exists() and sha256(exported) == digests.get(EMA, digests[MODEL])
-        if not whole and not damage(best):
+        name = EMA if EMA in digests else MODEL
+        # Mostly the weights are there, and the whole checkpoint need not be read once more to see it. Their size is
+        # compared first: a few bytes on a disk can be terabytes of zeros.
+        same_size = exported.exists() and exported.stat().st_size == (best / name).stat().st_size
+        if not (same_size and sha256(exported) == digests[name]) and not damage(best):
             write_atomic(self.run_dir.best, best.name)
-            self._export(partial(shutil.copyfile, best / (EMA if EMA in digests else MODEL)))
+            self._export(partial(shutil.copyfile, best / name))
 
     def overdue(self) -> bool:
         """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
