@@ -349,8 +349,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class Average(AveragedModel):
     """An exponential moving average of a model's parameters and buffers.
 
-    Of torch's own it changes the update alone: one kernel over all tensors. Torch's gathers their lists anew at each
-    step and copies its counter to the device, which waits for the device.
+    Of torch's own it changes the update alone: one kernel over all floats and one over all counters. Torch's gathers
+    their lists anew at each step and copies its counter to the device, which waits for the device.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -365,8 +365,8 @@ class Average(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         weight = 1 - self.decay if self.n_averaged > 0 else 1.0
         torch._foreach_lerp_([mine for mine, _ in self.floats], [theirs for _, theirs in self.floats], weight)
-        for mine, theirs in self.counters:
-            mine.copy_(theirs)
+        if self.counters:  # torch takes no empty list
+            torch._foreach_copy_([mine for mine, _ in self.counters], [theirs for _, theirs in self.counters])
         self.n_averaged += 1
 
 
