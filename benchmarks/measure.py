@@ -13,10 +13,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
 
 console = Console(highlight=False, width=118)
 Figures = dict[str, float]
@@ -37,6 +40,36 @@ def timed(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+class Stopwatch:
+    """Seconds of a device's work between `start` and `stop`, added up, and how many graphs were compiled meanwhile.
+
+    The device is waited for at both ends: its clock is that of what it has done, not of what it was given to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds, self.compilations = 0.0, 0
+
+    def start(self) -> None:
+        self.began, self.compiled = self._now(), self._compilations()
+
+    def stop(self) -> None:
+        self.seconds += self._now() - self.began
+        self.compilations += self._compilations() - self.compiled
+
+    def _now(self) -> float:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _compilations(self) -> int:
+        from torch._dynamo.utils import counters  # torch has no public count
+
+        return counters["stats"]["unique_graphs"]
 
 
 def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
@@ -75,7 +108,7 @@ def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
     for name, figures in rows.items():
         first = next(iter(figures.values()))
         cells = (
-            "" if each is None else f"{each:,.3g}" + f"  {each / first:.2f}x" * ratios
+            "" if each is None else f"{each:,.3g}" + (f"  {each / first:.2f}x" if ratios else "")
             for each in map(figures.get, columns)
         )
         table.add_row(name, *cells)

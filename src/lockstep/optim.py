@@ -177,7 +177,8 @@ class Muon(_Optimizer):
     The update of a convolution or linear layer is its Nesterov momentum with all singular values brought near one
     (Jordan et al. 2024, kellerjordan.github.io/posts/muon); the last linear layer, biases, norms and embeddings take
     Nesterov steps. Weight decay is apart from the gradient and by `lr`, so that all parameters decay alike.
-    torch's own Muon takes no convolutions, and timm's steps by Adam elsewhere.
+    torch's own Muon takes no convolutions, and timm's steps by Adam elsewhere. On a GPU updates are made orthogonal
+    in bfloat16, unless the model is float64.
 
     Fields:
         lr: of the matrices: how far a step moves each singular value.
@@ -241,41 +242,80 @@ class _Muon(torch.optim.Optimizer):
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, gradients)
             updates = list(torch._foreach_add(gradients, buffers, alpha=group["momentum"]))
+            kept = 1 - group["lr"] * group["weight_decay"]
             if group["orthogonal"]:
                 updates = orthogonalised(updates, group["iterations"])
-                if group["fixed_norm"]:
-                    factors = torch._foreach_reciprocal(torch._foreach_norm(params))
-                    torch._foreach_mul_(factors, [len(each) ** 0.5 for each in params])
-                    torch._foreach_mul_(params, factors)
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            if group["orthogonal"] and group["fixed_norm"]:
+                torch._foreach_mul_(params, _factors_to_orthogonal_norm(params, kept))
+            elif kept != 1:
+                torch._foreach_mul_(params, kept)
             torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+def _factors_to_orthogonal_norm(params: list[Tensor], factor: float) -> tuple[Tensor, ...]:
+    """What brings each of `params` (o, ...) to `factor` times the norm of an orthogonal matrix of as many rows.
+
+    They stay on the device: as Python numbers they would make the host wait for it.
+    """
+    factors = torch._foreach_reciprocal(torch._foreach_norm(params))
+    torch._foreach_mul_(factors, [factor * len(each) ** 0.5 for each in params])
+    return tuple(factors)
 
 
 def orthogonalised(updates: list[Tensor], iterations: int) -> list[Tensor]:
     """Each of `updates` (o, ...), taken for a matrix (o, n), with its singular values brought to about one.
 
-    By the quintic iteration of Newton and Schulz with Jordan's coefficients, which stops between 0.7 and 1.2.
-    Matrices of one shape are multiplied together.
+    The results have the type of the updates and their order in memory, so that adding them to parameters copies
+    nothing. Matrices of one shape are multiplied together, on a GPU in bfloat16 as Jordan does; float64 stays.
     """
     found: list[Tensor] = list(updates)
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[int, int, torch.dtype], list[int]] = {}
     for number, each in enumerate(updates):
-        alike.setdefault((len(each), each[0].numel()), []).append(number)
-    for (rows, columns), numbers in alike.items():
-        x = torch.stack([updates[number].reshape(rows, columns) for number in numbers])
-        x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-        if rows > columns:
-            x = x.mT
-        for _ in range(iterations):
-            a = x @ x.mT
-            b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)
-            x = torch.baddbmm(x, b, x, beta=3.4445)
-        if rows > columns:
-            x = x.mT
-        for number, matrix in zip(numbers, x, strict=True):
-            found[number] = matrix.reshape(updates[number].shape)
+        alike.setdefault((len(each), each[0].numel(), each.dtype), []).append(number)
+    for (rows, columns, dtype), numbers in alike.items():
+        first = updates[numbers[0]]
+        inner = torch.bfloat16 if first.is_cuda and dtype != torch.float64 else dtype
+        matrices = first.new_empty((len(numbers), rows, columns), dtype=inner)
+        torch._foreach_copy_(list(matrices.unbind()), [_as_matrix(updates[number]) for number in numbers])
+        results = newton_schulz(matrices, iterations).to(dtype).contiguous()
+        for number, result in zip(numbers, results, strict=True):
+            found[number] = _in_order_of(updates[number], result)
     return found
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """A tensor (o, ...) as (o, n), with its columns as they lie in memory: their order changes no singular value."""
+    return (tensor.permute(0, 2, 3, 1) if _channels_last(tensor) else tensor).flatten(1)
+
+
+def _in_order_of(tensor: Tensor, matrix: Tensor) -> Tensor:
+    """A view of a matrix (o, n), such as `_as_matrix` makes, with the shape of `tensor` and its order in memory."""
+    if _channels_last(tensor):
+        return matrix.view(tensor.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+    return matrix.view(tensor.shape)
+
+
+def newton_schulz(matrices: Tensor, iterations: int) -> Tensor:
+    """Matrices (b, o, n) with their singular values brought to about one, in their own type.
+
+    By the quintic iteration of Newton and Schulz with Jordan's coefficients, which stops between 0.7 and 1.2.
+    """
+    x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    for _ in range(iterations):
+        # x becomes (3.4445 - 4.775 a + 2.0315 a^2) x. No addend is a factor too: `torch.baddbmm` would copy it first.
+        a = x @ x.mT
+        polynomial = -4.7750 * a
+        polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)
+        polynomial.baddbmm_(a, a, alpha=2.0315)
+        x = polynomial @ x
+    return x.mT if tall else x
 
 
 @functools.cache
@@ -309,8 +349,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class Average(AveragedModel):
     """An exponential moving average of a model's parameters and buffers.
 
-    Of torch's own it changes the update alone: one kernel over all tensors. Torch's gathers their lists anew at each
-    step and copies its counter to the device, which waits for the device.
+    Of torch's own it changes the update alone: one kernel over all floats and one over all counters. Torch's gathers
+    their lists anew at each step and copies its counter to the device, which waits for the device.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -325,8 +365,8 @@ class Average(AveragedModel):
     def update_parameters(self, model: nn.Module) -> None:
         weight = 1 - self.decay if self.n_averaged > 0 else 1.0
         torch._foreach_lerp_([mine for mine, _ in self.floats], [theirs for _, theirs in self.floats], weight)
-        for mine, theirs in self.counters:
-            mine.copy_(theirs)
+        if self.counters:  # torch takes no empty list
+            torch._foreach_copy_([mine for mine, _ in self.counters], [theirs for _, theirs in self.counters])
         self.n_averaged += 1
 
 

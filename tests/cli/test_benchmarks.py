@@ -1,17 +1,50 @@
-"""The benchmarks that need other hardware than CI has: that they run, and say so where they cannot."""
+"""The benchmarks that need other hardware than CI has: that they run, and what they compare with."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from helpers import command
+from helpers import ROOT, command
+from lockstep.models.whitenet import LOGIT_SCALE, WhiteNet
 
 pytestmark = pytest.mark.slow
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`benchmarks/cifar10_reference.py`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("cifar10_reference")
+
+
+def small(record: ModuleType, device: str) -> Any:
+    """Three epochs and one, two steps each: with and without the first layer's bias."""
+    torch.manual_seed(0)
+    images, labels = torch.randint(256, (40, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (40,))
+    examples = (images.to(device), labels.to(device))
+    channels = {"mean": [0.5] * 3, "std": [0.25] * 3}
+    return record.Reference(examples, examples, **channels, epochs=4, batch=20, compiled=False)
+
+
+def fit(record: ModuleType, reference: Any) -> None:
+    """Its training, with all rates alike."""
+    reference.model.reset()
+    batches = record.Batches(*reference.train, 20)
+    sgd = torch.optim.SGD(
+        [each for each in reference.model.parameters() if each.dim() < 4], momentum=0.85, fused=True
+    )
+    muon = record.FilterMuon(list(reference.model.filters.parameters()), reference.orthogonal)
+    reference.fit(batches, sgd, [0.01], muon)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -30,3 +63,78 @@ def test_the_gpu_benchmark_compares_lockstep_with_a_raw_loop(tmp_path: Path) -> 
     rows = json.loads(kept.read_text())["resnet10t at 32, batch 4"]
     assert rows.keys() == {"fp32", "fp32, channels_last"}
     assert all(row["raw, img/s"] > 0 and row["lockstep, img/s"] > 0 for row in rows.values())
+
+
+def test_the_speed_benchmark_compares_lockstep_with_the_record(tmp_path: Path) -> None:
+    kept = tmp_path / "speedrun.json"
+    small = ("--device", "cpu", "--fake", "80", "--batch", "40", "--epochs", "1", "--seeds", "0", "1")
+    done = command(sys.executable, "benchmarks/cifar10_speedrun.py", *small, "--json", str(kept))
+    assert done.code == 0, done.err
+    found = json.loads(kept.read_text())
+    assert {name: len(runs) for name, runs in found["runs"].items()} == {"reference": 2, "lockstep": 2}
+    seconds = found["1 epochs"]["seconds"]
+    assert seconds["ratio"] == pytest.approx(seconds["lockstep"] / seconds["reference"])
+    assert all(0 <= run["top1"] <= 100 and run["seconds"] > 0 for runs in found["runs"].values() for run in runs)
+
+
+def test_the_record_trains_without_asking_the_device_for_a_value(record: ModuleType) -> None:
+    reference = small(record, "cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # its tensors have no values, and an error is what asks for one
+        fit(record, reference)
+        with pytest.raises(DataDependentOutputException):
+            reference.evaluate()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_record_trains_on_a_gpu_without_waiting_for_it(record: ModuleType) -> None:
+    reference = small(record, "cuda")
+    fit(record, reference)  # what is loaded at the first use may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fit(record, reference)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert reference.model.head.weight.dtype == torch.float16
+    assert all(each.isfinite().all() for each in reference.model.parameters())
+
+
+def test_the_record_crops_each_image_at_a_place_of_its_own(record: ModuleType) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(50, 3, 8, 8)
+    batches = record.Batches(images, torch.zeros(50), 50)
+    padded, cropped = batches.padded, batches._cropped()
+    places = [
+        [
+            (top, left)
+            for top in range(5)
+            for left in range(5)
+            if torch.equal(crop, whole[top : top + 8, left : left + 8])
+        ]
+        for whole, crop in zip(padded, cropped, strict=True)
+    ]
+    assert all(len(each) == 1 for each in places)
+    assert {top for ((top, _),) in places} == {left for ((_, left),) in places} == set(range(5))
+
+
+@pytest.mark.numerics
+def test_the_records_network_is_the_recipes(record: ModuleType) -> None:
+    torch.manual_seed(0)
+    theirs = record.Network(torch.float64).double()
+    theirs.reset()
+    ours = WhiteNet().build(10, (3, 32, 32)).double()
+    for mine, published in zip(ours.parameters(), [*in_order(theirs)], strict=True):
+        mine.data.copy_(published)
+    ours[-2].weight.data.mul_(1 / 256 / LOGIT_SCALE)
+    for norm in (each for each in ours.modules() if isinstance(each, torch.nn.BatchNorm2d)):
+        norm.eps = 1e-12
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-9, atol=1e-9)
+
+
+def in_order(network: Any) -> Any:
+    """The parameters of the record's network, layer by layer."""
+    yield from network.whitening.parameters()
+    for layer, norm in zip(network.filters, network.norms, strict=True):
+        yield from (*layer.parameters(), *norm.parameters())
+    yield from network.head.parameters()

@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.optim import Muon, orthogonalised, set_learning_rate
+from lockstep.optim import Muon, newton_schulz, orthogonalised, set_learning_rate
 
 pytestmark = pytest.mark.numerics
 
@@ -51,6 +51,42 @@ def test_matrices_of_one_shape_do_not_see_each_other() -> None:
     for update, found in zip(updates, together, strict=True):
         torch.testing.assert_close(found, orthogonalised([update], 5)[0], rtol=1e-11, atol=1e-11)
     assert not together[3].any()
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 3, 3), (40, 4, 3, 3), (6, 1, 3, 3), (6, 4, 1, 1)])
+def test_an_update_keeps_its_order_in_memory_which_changes_no_number(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    update = torch.randn(shape, dtype=torch.float64)
+    turned = update.contiguous(memory_format=torch.channels_last)
+    (plain,), (moved,) = orthogonalised([update], 5), orthogonalised([turned], 5)
+    assert plain.is_contiguous()
+    assert moved.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(moved, plain, rtol=1e-11, atol=1e-11)
+
+
+def test_an_update_in_an_order_of_its_own_has_the_same_numbers() -> None:
+    torch.manual_seed(0)
+    update = torch.randn((6, 8), dtype=torch.float64)
+    torch.testing.assert_close(
+        orthogonalised([update.mT.contiguous().mT], 5)[0], orthogonalised([update], 5)[0], rtol=1e-11, atol=1e-11
+    )
+
+
+def test_a_channels_last_network_takes_the_steps_of_any_other() -> None:
+    one, other = network(), network().to(memory_format=torch.channels_last)
+    for model in (one, other):
+        train(model, Muon(lr=0.1, weight_decay=0.1, fixed_norm=True).build(model), lr=0.1)
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 40), (2, 40, 16), (2, 64, 216)])
+def test_the_iteration_in_bfloat16_ends_as_near_to_one(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    found = newton_schulz(torch.randn(shape).bfloat16(), 5)
+    singular = torch.linalg.svdvals(found.double())
+    assert found.dtype == torch.bfloat16
+    assert 0.6 < singular.min() <= singular.max() < 1.3
 
 
 def test_inner_convolutions_and_linear_layers_are_matrices_and_the_last_one_is_the_head() -> None:
@@ -106,6 +142,16 @@ def test_with_a_fixed_norm_matrices_are_as_long_as_orthogonal_ones_before_the_st
     train(model, Muon(lr=1e-9, fixed_norm=True).build(model), steps=1)
     for at in (0, 3, 5):
         assert model[at].weight.norm().item() == pytest.approx(len(model[at].weight) ** 0.5, rel=1e-8)
+
+
+def test_a_fixed_norm_and_decay_go_together() -> None:
+    model = network()
+    options = {"lr": 0.1, "fixed_norm": True, "weight_decay": 0.5, "decay_all": True}
+    for each in model.parameters():
+        each.register_hook(torch.zeros_like)
+    train(model, Muon(**options).build(model), steps=1, lr=0.1)
+    for at in (0, 3, 5):
+        assert model[at].weight.norm().item() == pytest.approx(0.95 * len(model[at].weight) ** 0.5, rel=1e-12)
 
 
 def test_frozen_matrices_stay() -> None:

@@ -165,6 +165,25 @@ def test_the_average_follows_parameters_and_running_statistics() -> None:
     assert not torch.equal(first["1.running_mean"], model.state_dict()["1.running_mean"])
 
 
+def test_the_average_has_the_models_counters() -> None:
+    model = network()
+    ema = averaged(model, 0.9)
+    one_step(model, SGD(lr=0.1).build(model))
+    ema.update_parameters(model)
+    assert ema.module[1].num_batches_tracked == model[1].num_batches_tracked == 1
+
+
+def test_a_model_without_counters_is_averaged_too() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    ema = averaged(model, 0.5)
+    before = model.weight.detach().clone()
+    ema.update_parameters(model)
+    with torch.no_grad():
+        model.weight.add_(2)
+    ema.update_parameters(model)
+    torch.testing.assert_close(ema.module.weight.detach(), before + 1)
+
+
 def test_the_average_is_that_of_torch() -> None:
     model = network()
     ours, theirs = (
