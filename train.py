@@ -15,22 +15,22 @@ from omegaconf import DictConfig
 
 from lockstep import config, refusals
 from lockstep.claim import claim, claiming
-from lockstep.threads import settle
+from lockstep.threads import configure_native_threads
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(composed: DictConfig) -> float | None:
     """Run one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    from lockstep.sweep import guarded
+    from lockstep.sweep import run_sweep_job
 
-    with refusals.past_hydra():
+    with refusals.bypass_hydra_errors():
         invocation = config.Invocation.current()
 
     def job() -> float | None:
         with claiming(invocation) as lock:
             if "RANK" not in os.environ:  # a folder that is in use is said before torch is imported
                 claim(config.to_dict(composed), invocation, lock)
-            settle()
+            configure_native_threads()
             # Imported here, because they need torch, and --help and --cfg job must not wait for it.
             from lockstep import worker
             from lockstep.launcher import once
@@ -40,7 +40,7 @@ def main(composed: DictConfig) -> float | None:
                 launcher = config.build("launcher", config.load(run_dir.config)["launcher"])
                 return launcher.launch(worker.main, run_dir)
 
-    return guarded(job, invocation)
+    return run_sweep_job(job, invocation)
 
 
 if __name__ == "__main__":

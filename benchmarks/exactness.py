@@ -35,13 +35,13 @@ from lockstep.health import check_replicas
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
 from lockstep.plan import Plan
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 from lockstep.rundir import RunDir
 from lockstep.signals import StopRequest
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.keys import forward_keys
 from lockstep.watchdog import watched
-from lockstep.world import Vote, World, join
+from lockstep.world import StopConsensus, World, join
 from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
 
 ROOT = Path(__file__).parent.parent
@@ -54,14 +54,14 @@ def augmentation() -> Rows:
     """Microseconds per sample of a batch; first of five random numbers for each alone."""
     generator = torch.Generator()
 
-    class Drawn(Draws):
+    class Drawn(SampleRNG):
         """Numbers of a plain generator."""
 
         def uniform(self, n: int) -> Tensor:
             return torch.rand(len(self.indices), generator=generator)
 
     def keyed_alone() -> None:
-        draws = Draws(0, 0, torch.arange(BATCH))
+        draws = SampleRNG(0, 0, torch.arange(BATCH))
         for n in range(5):
             draws.uniform(n)
 
@@ -71,7 +71,7 @@ def augmentation() -> Rows:
 
     def keyed(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
         height, width = images.shape[2:]
-        transform.apply(images, Draws(0, 0, torch.arange(BATCH)), (height, width))
+        transform.apply(images, SampleRNG(0, 0, torch.arange(BATCH)), (height, width))
 
     def plain(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
         height, width = images.shape[2:]
@@ -188,17 +188,17 @@ def rank_entry(folder: Path) -> None:
         watched(world.rank, timeout=60, stop=StopRequest(), file=stacks, leave_word=lambda *_: None) as dog,
     ):
         model = timm.create_model("resnet50d")
-        figures = scaled(step_costs(world, model, dog.alive), 1e6)
+        figures = scaled(step_costs(world, model, dog.heartbeat), 1e6)
         if world.is_main:
             Path(folder, "step.json").write_text(json.dumps(figures))
 
 
-def step_costs(world: World, model: nn.Module, alive: Callable[[], None]) -> Figures:
+def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) -> Figures:
     """Seconds of what a step, or a log point, has besides training."""
     with torch.no_grad():
         for each in model.parameters():
             each.fill_(0.5)
-    vote = Vote(world)
+    vote = StopConsensus(world)
 
     def voted() -> float:
         time.sleep(STEP_S)  # the sum of the step before goes on meanwhile
@@ -208,7 +208,7 @@ def step_costs(world: World, model: nn.Module, alive: Callable[[], None]) -> Fig
         calls = 10_000
         began = time.perf_counter()
         for _ in range(calls):
-            alive()
+            heartbeat()
         return (time.perf_counter() - began) / calls
 
     def compared() -> float:

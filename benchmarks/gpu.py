@@ -142,7 +142,7 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     try:
         rates = in_turns(cases, arguments.repeats)
     except (RuntimeError, LockstepError) as error:
-        if not memory.exhausted(error):
+        if not memory.is_out_of_memory(error):
             raise
         return {}
     found = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}

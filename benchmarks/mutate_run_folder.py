@@ -177,7 +177,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
     def command() -> None:
         with (
             refusals.command_line(),
-            refusals.past_hydra(),
+            refusals.bypass_hydra_errors(),
             initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
             claiming(called) as lock,
         ):
@@ -189,7 +189,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
 
 def bits(folder: Path) -> str:
     """A hash of everything in the newest checkpoint."""
-    found = checkpoint.newest_good(RunDir(folder).checkpoints, say=lambda sentence: None)
+    found = checkpoint.latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
     if found is None:
         return "none"
     loaded = checkpoint.load(found)

@@ -279,7 +279,7 @@ def lockstep(name: str, *overrides: str) -> Epoch:
                 experiment.run(
                     World.solo(),
                     run,
-                    alive=lambda: ends.append(time.perf_counter()),
+                    heartbeat=lambda: ends.append(time.perf_counter()),
                 )
             # A save shows life too: of the first epoch, in whose background part the second one begins.
             return ends[2 * STEPS + 1] - ends[STEPS]

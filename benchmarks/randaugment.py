@@ -15,7 +15,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lockstep.data.randaugment import randaugment
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 from measure import Rows, in_turns, parser, report, scaled, timed
 
 BATCHES = {32: 512, 224: 64}  # by the side of an image
@@ -29,7 +29,7 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
     there, indices, transform = images.to(device), torch.arange(batch, device=device), v2.RandAugment()
 
     def ours() -> None:
-        randaugment(there, Draws(0, 0, indices), ops=2, magnitude=9)
+        randaugment(there, SampleRNG(0, 0, indices), ops=2, magnitude=9)
         if device.type == "cuda":
             torch.cuda.synchronize()
 

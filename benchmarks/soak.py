@@ -94,7 +94,7 @@ class Record:
 
     @classmethod
     def of(cls, run: RunDir) -> Record:
-        found = checkpoint.newest_good(run.checkpoints)
+        found = checkpoint.latest_valid(run.checkpoints)
         assert found is not None, f"{run.path} has no checkpoint"
         loaded = checkpoint.load(found)
         parts = (loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])
@@ -264,7 +264,7 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
     found = checkpoint.candidates(run.checkpoints)
     if run.path.exists():
         tally.resumes["from a checkpoint" if found else "from scratch"] += 1
-        tally.faults += [f"{each}: {reason}" for each in found if (reason := checkpoint.damage(each))]
+        tally.faults += [f"{each}: {reason}" for each in found if (reason := checkpoint.find_corruption(each))]
     over = bool(found) and checkpoint.read_facts(found[0])["progress"]["step"] == steps
     started = time.time()
     process = start(run.path, tally.ranks, steps)

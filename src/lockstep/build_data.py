@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep import memory
 from lockstep.config import Job
 from lockstep.data.folder import crops_files
-from lockstep.data.loader import GB, Task
+from lockstep.data.loader import GB, LoaderContext
 from lockstep.data.mix import Mix
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.reading import sample
@@ -111,11 +111,11 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
     return train, job.dataset.eval()
 
 
-def _loader_task(job: Job, train: Split, val: Split, world: World) -> Task:
+def _loader_task(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
     """What a loader has to know of a run to choose."""
     plan = plan_of(job, len(train))
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
-    return Task(
+    return LoaderContext(
         world=world,
         splits=(train, val),
         gigabytes=(len(train) + len(val)) * math.prod(job.dataset.image_shape) / GB,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer, Loaded
+from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.loader import cores
-from lockstep.optim import averaged
+from lockstep.optim import make_ema
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Strategy
 from lockstep.rundir import RunDir
@@ -83,7 +83,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
         draws=draws,
         optimizer=job.optimizer.build(model),
         scaler=precision.scaler(world.device),
-        ema=averaged(model, job.train.ema) if job.train.ema is not None else None,
+        ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
         flops=flops,
         peak=peak,
     )
@@ -109,13 +109,15 @@ def compile_network(job: Job, network: Network, world: World, stop: StopRequest)
         )
 
 
-def load_state(job: Job, run_dir: RunDir) -> Loaded | None:
+def load_state(job: Job, run_dir: RunDir) -> LoadedCheckpoint | None:
     """The run folder's own newest good checkpoint, or else that of `resume=`."""
     own = checkpoint.load_newest(run_dir)
     return checkpoint.load(Path(job.resume)) if own is None and job.resume is not None else own
 
 
-def restore(job: Job, network: Network, checkpointer: Checkpointer, loaded: Loaded | None) -> tuple[Progress, str]:
+def restore(
+    job: Job, network: Network, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
+) -> tuple[Progress, str]:
     """The progress to go on from and where it came from: a checkpoint, `init_from=`, or nothing for a fresh start."""
     if loaded is None:
         return Progress(), f"weights of {job.init_from}" if job.init_from else ""

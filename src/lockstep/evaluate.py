@@ -61,7 +61,7 @@ def evaluate(
     world.sum(loss)
     top1, top5, count, broken = world.sum(counts).tolist()
     assert count + broken == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
-    loader.left_out()
+    loader.count_skipped()
     if count == 0:
         raise InputError("dataset: no image of the evaluation split can be decoded; see the warnings")
     return {"loss": loss.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}

@@ -24,11 +24,11 @@ from lockstep.world import World
 
 
 def run(
-    world: World, run_dir: RunDir, *, stop: StopRequest | None = None, alive: Callable[[], None] = lambda: None
+    world: World, run_dir: RunDir, *, stop: StopRequest | None = None, heartbeat: Callable[[], None] = lambda: None
 ) -> None:
     """Train the job of `run_dir` as one rank of `world`, or go on with it, until `stop` is asked for.
 
-    `alive` is called as it advances.
+    `heartbeat` is called as it advances.
 
     Raises:
         InputError: the data, the model or the checkpoint do not fit.
@@ -55,7 +55,7 @@ def run(
         every_s=data.plan.save_every_s,
     )
     progress, origin = restore(job, network, checkpointer, loading.result())
-    checkpointer.mend(progress.best_step)
+    checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, network, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data: only then is it a run
@@ -78,7 +78,7 @@ def run(
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
-        alive=alive,
+        heartbeat=heartbeat,
         label_smoothing=job.train.label_smoothing,
         eval_views=job.train.eval_views,
         clip_norm=job.train.clip_norm,
@@ -94,7 +94,7 @@ def run(
     ):
         trainer.fit()
     figures = {**telemetry.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
-    record.complete(progress, figures, skipped=loader.left_out())
+    record.complete(progress, figures, skipped=loader.count_skipped())
 
 
 def configure_torch(job: Job, world: World) -> None:
@@ -123,6 +123,6 @@ def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> It
         world.barrier()
         raise
     except (RuntimeError, MemoryError) as error:
-        if memory.exhausted(error):
-            raise memory.explain(error, job, world, trainer.progress.step + 1) from None
+        if memory.is_out_of_memory(error):
+            raise memory.oom_advice(error, job, world, trainer.progress.step + 1) from None
         raise

@@ -17,7 +17,7 @@ from lockstep.config import Job
 from lockstep.data.loader import GB, available_memory
 from lockstep.errors import InputError, LockstepError
 from lockstep.evaluate import evaluate
-from lockstep.trial import exhausted, trial_step
+from lockstep.trial import is_out_of_memory, trial_step
 from lockstep.world import World
 
 # A step later in the run may need a little more than the first: the allocator's memory is in pieces by then.
@@ -78,7 +78,7 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
     return max(needed)
 
 
-def explain(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
+def oom_advice(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
     """The error of a rank that ran out of memory while training, with what would have fitted."""
     assert isinstance(job.train.micro_batches, int)
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
@@ -108,7 +108,7 @@ def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
             trial_step(job, world, examples)()
             del held
         except (RuntimeError, MemoryError) as error:
-            if not exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             traceback.clear_frames(error.__traceback__)
             return False

@@ -370,7 +370,7 @@ class Average(AveragedModel):
         self.n_averaged += 1
 
 
-def averaged(model: nn.Module, decay: float) -> AveragedModel:
+def make_ema(model: nn.Module, decay: float) -> AveragedModel:
     """An exponential moving average of the model's parameters and buffers, which begins as they are after a step."""
     return Average(model, decay)
 

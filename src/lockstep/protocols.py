@@ -34,14 +34,14 @@ class Strategy(Protocol):
         step.
         """
 
-    def divisor(self, world: World) -> int:
+    def grad_divisor(self, world: World) -> int:
         """By what `reduce` divides the sum of the ranks' gradients."""
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
 
     def reduce(self, replica: nn.Module) -> None:
-        """After the last backward: every rank's gradient is the sum over the ranks by `divisor` when this returns."""
+        """Called after the last backward: leaves each rank the sum over the ranks, divided by `grad_divisor`."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: where equal runs end, what holds it back."""
@@ -228,7 +228,7 @@ class Optimizer(Protocol):
     def build(self, model: nn.Module) -> torch.optim.Optimizer: ...
 
 
-class Draws(Protocol):
+class SampleRNG(Protocol):
     """The random numbers of a batch of examples, each float32 (b,) in [0, 1)."""
 
     @property
@@ -238,14 +238,14 @@ class Draws(Protocol):
     def uniform(self, n: int) -> Tensor:
         """Number `n` of each example in this epoch."""
 
-    def lasting(self, n: int) -> Tensor:
+    def epoch_invariant(self, n: int) -> Tensor:
         """Number `n` of each example, the same in all epochs."""
 
 
 class Augment(Protocol):
     """Random changes of training images, a pure function of (seed, epoch, sample index)."""
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         """Change a batch.
 
         Args:
@@ -259,7 +259,7 @@ class Augment(Protocol):
 class BoxAugment(Augment, Protocol):
     """An augmentation whose first part can be left to who reads the files: a box of each whole image."""
 
-    def boxes(self, draws: Draws, sizes: Tensor) -> Tensor:
+    def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
 
     @property

@@ -80,7 +80,7 @@ class _StopEarly(StopRequest):
 
 
 @contextmanager
-def past_hydra() -> Iterator[None]:
+def bypass_hydra_errors() -> Iterator[None]:
     """Wrap what a job raises for `command_line` to unwrap: all else that arrives there is of the command line."""
     try:
         yield

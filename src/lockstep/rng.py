@@ -92,7 +92,7 @@ def reseed(device: torch.device, seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class Draws:
+class SampleRNG:
     """The random numbers of a batch of examples: each example's own, a pure function of (seed, epoch, index).
 
     `indices` is int64 (b,).
@@ -111,6 +111,6 @@ class Draws:
         """Number `n` of each example in this epoch: float32 (b,) in [0, 1)."""
         return uniform(self.keys, n)
 
-    def lasting(self, n: int) -> Tensor:
+    def epoch_invariant(self, n: int) -> Tensor:
         """Number `n` of each example, the same in all epochs: float32 (b,) in [0, 1)."""
         return uniform(draw(key(self.seed, LASTING), self.indices), n)

@@ -11,7 +11,7 @@ import os
 SPINS = "5000"
 
 
-def settle() -> None:
+def configure_native_threads() -> None:
     """Import NumPy without threads of its own, and have those of torch give their cores up when they wait.
 
     What the user's environment says of it stays.

@@ -22,8 +22,8 @@ from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
 from lockstep.protocols import MicroBatch, Precision, Schedule, Strategy
 from lockstep.signals import StopNow, StopRequest
-from lockstep.telemetry import OpenWindow, Telemetry
-from lockstep.world import Vote, World
+from lockstep.telemetry import Telemetry, WindowState
+from lockstep.world import StopConsensus, World
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Progress:
     score: float | None = None
     best: float | None = None
     best_step: int = 0
-    window: OpenWindow | None = None
+    window: WindowState | None = None
 
 
 @dataclass(kw_only=True)
@@ -62,17 +62,17 @@ class Trainer:
     checkpointer: Checkpointer
     telemetry: Telemetry
     stop: StopRequest
-    alive: Callable[[], None]
+    heartbeat: Callable[[], None]
     label_smoothing: float = 0.0
     eval_views: int = 1
     clip_norm: float | None = None
     ema: AveragedModel | None = None
     cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
-    vote: Vote = field(init=False)
+    vote: StopConsensus = field(init=False)
 
     def __post_init__(self) -> None:
-        self.vote = Vote(self.world)
+        self.vote = StopConsensus(self.world)
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -89,7 +89,7 @@ class Trainer:
                     scalars = self.step(shard)
                 step = self.progress.step = shard.step
                 self.stop.begin()
-                self.alive()
+                self.heartbeat()
                 self.progress.score = None
                 if self.plan.due("log", step):
                     self.log(step, scalars)
@@ -114,7 +114,7 @@ class Trainer:
         set_learning_rate(self.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
         # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
         # cut into shards and micro-batches.
-        scale = self.strategy.divisor(self.world) / shard.count
+        scale = self.strategy.grad_divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
             with self.strategy.accumulate(self.replica, last):
                 images, targets = self.pipeline.mixed(micro)
@@ -146,11 +146,11 @@ class Trainer:
         window = self.telemetry.flush(step, scalars)
         # A loss scaler answers a loss that overflows by skipping the step, until it has nothing left to halve.
         tolerated = self.scaler.is_enabled() and scalars["optim/scale"] >= 1
-        if window.suspect is not None and not tolerated:
+        if window.first_bad_step is not None and not tolerated:
             raise NumericalError(
                 f"the loss is {window.loss:.4g} between steps {window.first} and {step}, first at step "
-                f"{window.suspect}; {REMEDIES}",
-                step=window.suspect,
+                f"{window.first_bad_step}; {REMEDIES}",
+                step=window.first_bad_step,
             )
         check_replicas(self.model, self.world, step)
 
@@ -199,7 +199,7 @@ class Trainer:
         Raises:
             StopNow: on every rank.
         """
-        self.alive()
+        self.heartbeat()
         if self.world.any(self.stop.heard):
             raise StopNow
 
@@ -244,4 +244,4 @@ class Trainer:
                 scaler=self.scaler,
                 progress=vars(self.progress),
             )
-        self.alive()
+        self.heartbeat()

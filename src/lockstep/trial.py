@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from lockstep.config import Job
-from lockstep.optim import averaged
+from lockstep.optim import make_ema
 from lockstep.world import World
 
 # A model's rate is tried with few examples first, and with all where such a step would take no longer than this.
@@ -35,7 +35,7 @@ def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
     precision = job.precision
     model = precision.convert(job.model.build(job.dataset.classes, shape).to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
-    average = averaged(model, job.train.ema) if job.train.ema is not None else None
+    average = make_ema(model, job.train.ema) if job.train.ema is not None else None
     images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
     labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
 
@@ -70,7 +70,7 @@ def training_rate(job: Job, world: World) -> float | None:
             if tried < examples and seconds * examples / tried < LONG_S:
                 tried, seconds = examples, _seconds(trial_step(job, world, examples), world)
         except (RuntimeError, MemoryError) as error:
-            if not exhausted(error):
+            if not is_out_of_memory(error):
                 raise
             return None
         finally:
@@ -92,7 +92,7 @@ def _seconds(step: Callable[[], None], world: World) -> float:
     return seconds
 
 
-def exhausted(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that there was no memory left, on a GPU or on the host."""
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)

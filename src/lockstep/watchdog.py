@@ -35,7 +35,7 @@ LeaveWord = Callable[[LockstepError, Mapping[int, str]], None]
 
 
 @contextmanager
-def stacks(log: Path) -> Iterator[TextIO]:
+def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
     """Have a crash in native code, and a peer that asks by SIGUSR2, leave the stacks of all threads in `log`."""
     enabled = faulthandler.is_enabled()
     with log.open("a") as file:
@@ -64,7 +64,7 @@ class Watchdog(threading.Thread):
         leave_word: says why and where a rank was ended.
         pipe: from which the numbers of signals are read.
 
-    `neighbours` has the process number of each other rank of this machine, as soon as they are known.
+    `local_peer_pids` has the process number of each other rank of this machine, as soon as they are known.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Watchdog(threading.Thread):
         self.file = file
         self.leave_word = leave_word
         self.pipe = pipe
-        self.neighbours: Mapping[int, int] = {}
+        self.local_peer_pids: Mapping[int, int] = {}
         self.signs = 0
         self.over = threading.Event()
         self.heard = StopRequest()
@@ -85,7 +85,7 @@ class Watchdog(threading.Thread):
         self.idle = 0.0  # seconds without computing either
         self.asked = 0.0  # seconds since a stop was asked for
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Show life. Called in every step: costs an addition."""
         self.signs += 1
 
@@ -117,7 +117,7 @@ class Watchdog(threading.Thread):
         # An import is not interrupted (`StopRequest`), and nothing that imports has to come to its end.
         if not begun and (self.asked > GRACE_S or (self.asked and importing(_main_frame()))):
             return Stopped(NOT_BEGUN)
-        suspended = any(map(_stopped, self.neighbours.values()))
+        suspended = any(map(_stopped, self.local_peer_pids.values()))
         patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
         if min(self.asked, self.idle) > min(patience, self.timeout) and not self.stop.leaving:
             return Stopped(
@@ -132,10 +132,10 @@ class Watchdog(threading.Thread):
         """Say where this rank was, have its neighbours leave their stacks, and leave."""
         try:
             places = {self.rank: _place()}
-            places |= {rank: "was stopped by a signal" for rank, pid in self.neighbours.items() if _stopped(pid)}
+            places |= {rank: "was stopped by a signal" for rank, pid in self.local_peer_pids.items() if _stopped(pid)}
             faulthandler.dump_traceback(self.file)
             self.leave_word(error, places)
-            for pid in self.neighbours.values():
+            for pid in self.local_peer_pids.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR2)
                     os.kill(pid, signal.SIGCONT)

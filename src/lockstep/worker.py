@@ -32,11 +32,11 @@ def main(path: Path) -> None:
     if resolved["repro"] == "strict":  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     launched = world.launched_rank()
-    word = Word(run_dir, launched or 0)
+    word = RankErrorFile(run_dir, launched or 0)
     stop = StopRequest()
     with (
         log.rank_logging(run_dir, word.rank, separate=launched is not None),
-        watchdog.stacks(run_dir.rank_log(word.rank)) as file,
+        watchdog.dump_stacks_on_signal(run_dir.rank_log(word.rank)) as file,
         word.of_an_error(),
         full_disk(run_dir.path),
         # A rank that a launcher started leaves behind this: what it still hears comes too late.
@@ -49,11 +49,11 @@ def main(path: Path) -> None:
             threads=launcher.threads,
         ) as joined,
     ):
-        dog.neighbours = joined.neighbours
-        experiment.run(joined, run_dir, stop=stop, alive=dog.alive)
+        dog.local_peer_pids = joined.local_peer_pids
+        experiment.run(joined, run_dir, stop=stop, heartbeat=dog.heartbeat)
 
 
-class Word:
+class RankErrorFile:
     """What a rank leaves for the launcher, with the time, so that it can tell cause from effect."""
 
     def __init__(self, run_dir: RunDir, rank: int) -> None:

@@ -27,8 +27,8 @@ LONG_S = 0.1
 class World:
     """A rank's identity, fixed for the life of the process.
 
-    `control` is a gloo group for small words between the ranks (`Vote`): it never touches the device.
-    `neighbours` has the process number of each other rank of this machine.
+    `control` is a gloo group for small words between the ranks (`StopConsensus`): it never touches the device.
+    `local_peer_pids` has the process number of each other rank of this machine.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class World:
     local_size: int
     device: torch.device
     control: Any = None
-    neighbours: Mapping[int, int] = field(default_factory=dict)
+    local_peer_pids: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def solo(cls, device: torch.device | str = "cpu") -> World:
@@ -93,7 +93,7 @@ class World:
                 dist.broadcast(buffer, src=0)
 
 
-class Vote:
+class StopConsensus:
     """Words that any rank can say and all hear at the same step, without making the step wait.
 
     The sum that is started at one step is read at the next, so a word takes effect one step later and the
@@ -189,7 +189,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
             device=on_device,
             control=control,
-            neighbours=_neighbours(control),
+            local_peer_pids=_neighbours(control),
         )
     except Stopped:
         dist.destroy_process_group()

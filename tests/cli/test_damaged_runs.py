@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> N
     assert f"{run.summary} is not the summary of a run; it is written anew" in done.out
     assert f"{run.metrics} is damaged: line 2 cannot be read, and is left out" in done.out
     assert json.loads(run.summary.read_text())["status"] == "completed"
-    assert checkpoint.damage(newest) == "", "its step was done again"
+    assert checkpoint.find_corruption(newest) == "", "its step was done again"
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:

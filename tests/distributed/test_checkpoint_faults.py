@@ -70,7 +70,7 @@ forks.set_forkserver_preload(["lockstep.experiment", "torch._dynamo"])  # an opt
 def saving(path: Path) -> None:
     """Go on from the newest checkpoint, and save without end."""
     run = RunDir(path)
-    found = checkpoint.newest_good(run.checkpoints)
+    found = checkpoint.latest_valid(run.checkpoints)
     target, step = writer(run, keep=2), loaded_step(found) if found else 0
     while True:
         step += 1
@@ -100,7 +100,7 @@ def test_a_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path, d
         before = newest(run)
         assert killed(saving, run.path, lambda: newest(run) != before, dice.uniform(0, 0.03))  # noqa: B023
         found = checkpoint.candidates(run.checkpoints)
-        assert [checkpoint.damage(path) for path in found] == [""] * len(found)
+        assert [checkpoint.find_corruption(path) for path in found] == [""] * len(found)
         assert loaded_step(found[0]) > last
         last = loaded_step(found[0])
     target = writer(run, keep=2)
@@ -140,7 +140,7 @@ def test_the_newest_whole_checkpoint_is_loaded_whatever_happened_to_a_later_one(
         shutil.copytree(whole.checkpoints, folder)
         capsys.readouterr()
         spoil(folder / "step-00000003", dice)
-        found = checkpoint.newest_good(folder)
+        found = checkpoint.latest_valid(folder)
         assert found is not None
         assert loaded_step(found) == 2
         assert capsys.readouterr().out.count("is damaged") == 1
@@ -187,7 +187,7 @@ def test_saving_goes_on_once_the_disk_is_well_again(
     for step in (2, 3):
         save(target, step)
         target.wait()
-    found = checkpoint.newest_good(small_disk.checkpoints)
+    found = checkpoint.latest_valid(small_disk.checkpoints)
     assert found is not None
     assert loaded_step(found) == 1
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1

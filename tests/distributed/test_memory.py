@@ -127,4 +127,4 @@ def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
     ],
 )
 def test_running_out_of_memory_is_told_from_other_errors(error: Exception, out: bool) -> None:
-    assert memory.exhausted(error) is out
+    assert memory.is_out_of_memory(error) is out

@@ -30,7 +30,7 @@ IN_BLOCKS = (*COMMON, "train.eval_batch=20")
 
 def state(run: Path) -> dict[str, object]:
     """Everything of the newest checkpoint, in a form that compares."""
-    found = checkpoint.newest_good(run / "checkpoints")
+    found = checkpoint.latest_valid(run / "checkpoints")
     assert found is not None
     loaded = checkpoint.load(found)
     optimizer = loaded.state["optimizer"]["state"]

@@ -165,7 +165,7 @@ SIZES = [(1, 1), (1, 256), (7, 1), (7, 3), (1003, 50), (1003, 256)]
 def scores(here: World, n: int, block: int) -> dict[str, float]:
     """A fixed network's scores on `n` examples."""
     source = Fake(examples=4 * n, classes=10, channels=1, size=8)
-    train, held_out = source.train(), source.eval()
+    train, val = source.train(), source.eval()
     torch.manual_seed(0)
     return dict(
         evaluate(
@@ -176,9 +176,9 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
                 seed=0,
                 eval_batch=block,
                 train_labels=train.labels,
-                eval_labels=held_out.labels,
+                eval_labels=val.labels,
                 train_feed=Resident().feed(train, here),
-                eval_feed=Resident().feed(held_out, here),
+                eval_feed=Resident().feed(val, here),
             ),
             pipeline=Pipeline.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
             precision=FP64(),

@@ -192,7 +192,7 @@ def words(folder: Path, name: str) -> list[tuple[int, str]]:
 
 
 def last_is_finite(run: Path) -> bool:
-    found = checkpoint.newest_good(run / "checkpoints")
+    found = checkpoint.latest_valid(run / "checkpoints")
     assert found is not None
     return all(bool(tensor.isfinite().all()) for tensor in load_file(found / "model.safetensors").values())
 
@@ -213,7 +213,7 @@ def test_bad_numbers_end_all_ranks_alike_and_leave_what_shows_them(
     assert said[0][0] == 76
     assert sentence in said[0][1]
     assert last_is_finite(ended / name)
-    newest = checkpoint.newest_good(ended / name / "checkpoints")
+    newest = checkpoint.latest_valid(ended / name / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000005"
     facts = json.loads((ended / name / "incident" / "incident.json").read_text())
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_found_by_the_next_log_point_and_never_saved(ended: Pat
     assert len(set(said)) == 1
     assert said[0][0] == 70
     assert "the weights of rank 1 differ from the others' at step 10" in said[0][1]
-    newest = checkpoint.newest_good(ended / "flipped_bit" / "checkpoints")
+    newest = checkpoint.latest_valid(ended / "flipped_bit" / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000005"
 

@@ -33,7 +33,7 @@ DDP = (*COMMON, *DIGITS, "precision=bf16", "strategy=ddp")
 
 def fingerprint(run: Path) -> str:
     """A hash over parameters, buffers, average, optimizer, scaler and counters of the newest checkpoint."""
-    found = checkpoint.newest_good(run / "checkpoints")
+    found = checkpoint.latest_valid(run / "checkpoints")
     assert found is not None
     digest = hashlib.sha256()
     loaded = checkpoint.load(found)

@@ -223,8 +223,8 @@ def test_no_step_waits_for_the_device(
 def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:
     images = torch.randint(256, (200, 3, 40, 40), dtype=torch.uint8)
     indices = torch.arange(200)
-    expected = randaugment(images, rng.Draws(0, 0, indices), ops=2, magnitude=9)
-    there, draws = images.cuda(), rng.Draws(0, 0, indices.cuda())
+    expected = randaugment(images, rng.SampleRNG(0, 0, indices), ops=2, magnitude=9)
+    there, draws = images.cuda(), rng.SampleRNG(0, 0, indices.cuda())
     randaugment(there, draws, ops=2, magnitude=9)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms as v1
 
-from lockstep.data.augment import CropFlip, Nothing, RandAugment, RandAugmentResized, RandomResizedCrop
+from lockstep.data.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
 from lockstep.errors import InputError
 from lockstep.protocols import Augment
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 
 pytestmark = pytest.mark.numerics
 
 ALL: list[Augment] = [
-    Nothing(),
+    NoAugment(),
     CropFlip(),
     CropFlip(reflect=True, alternate=True),
     CropFlip(pad=1, flip=0.0),
@@ -35,13 +35,13 @@ def images(n: int, *shape: int) -> Tensor:
     return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def draws(n: int) -> Draws:
-    return Draws(3, 1, torch.arange(100, 100 + n))
+def draws(n: int) -> SampleRNG:
+    return SampleRNG(3, 1, torch.arange(100, 100 + n))
 
 
-def some(of: Draws, chosen: Tensor | slice) -> Draws:
+def some(of: SampleRNG, chosen: Tensor | slice) -> SampleRNG:
     """The draws of some of the examples."""
-    return Draws(of.seed, of.epoch, of.indices[chosen])
+    return SampleRNG(of.seed, of.epoch, of.indices[chosen])
 
 
 @pytest.mark.parametrize("augment", ALL, ids=repr)
@@ -61,9 +61,9 @@ def test_a_sample_is_changed_alike_in_any_batch_of_any_samples(
     augment: Augment, chosen: list[int], seed: int, epoch: int
 ) -> None:
     stored, indices = images(12, 2, 9, 11), torch.arange(12)
-    whole = augment.apply(stored, Draws(seed, epoch, indices), (7, 7))
+    whole = augment.apply(stored, SampleRNG(seed, epoch, indices), (7, 7))
     batch = torch.tensor(chosen)
-    assert torch.equal(augment.apply(stored[batch], Draws(seed, epoch, batch), (7, 7)), whole[batch])
+    assert torch.equal(augment.apply(stored[batch], SampleRNG(seed, epoch, batch), (7, 7)), whole[batch])
 
 
 @pytest.mark.parametrize("augment", ALL, ids=repr)
@@ -73,14 +73,16 @@ def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
     assert torch.equal(augment.apply(batch[turned], some(each, turned), (16, 16)), straight[turned])
 
 
-def naive_crop_flip(image: Tensor, own: Draws, made: CropFlip) -> Tensor:
+def naive_crop_flip(image: Tensor, own: SampleRNG, made: CropFlip) -> Tensor:
     """One image, step by step: pad, crop, mirror."""
     height, width = image.shape[-2:]
     top, left = (int(own.uniform(n) * (2 * made.pad + 1)) for n in (0, 1))
     mode = "reflect" if made.reflect else "constant"
     padded = F.pad(image[None].float(), [made.pad] * 4, mode=mode)[0].to(torch.uint8)
     crop = padded[:, top : top + height, left : left + width]
-    mirror = bool(own.lasting(0) < made.flip) != (own.epoch == 1) if made.alternate else own.uniform(2) < made.flip
+    mirror = (
+        bool(own.epoch_invariant(0) < made.flip) != (own.epoch == 1) if made.alternate else own.uniform(2) < made.flip
+    )
     return crop.flip(-1) if mirror else crop
 
 
@@ -95,7 +97,7 @@ def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[in
 
 def test_reflection_goes_to_and_fro_in_an_image_that_is_smaller_than_the_padding() -> None:
     image = torch.tensor([[[[10, 20, 30]]]], dtype=torch.uint8)
-    each = Draws(0, 0, torch.arange(500))
+    each = SampleRNG(0, 0, torch.arange(500))
     seen = CropFlip(pad=5, reflect=True, flip=0.0).apply(image.expand(500, 1, 1, 3), each, (1, 3))
     row = [30, 20, 10, 20, 30, 20, 10, 20, 30, 20, 10, 20, 30]
     left = (each.uniform(1) * 11).long().tolist()
@@ -108,7 +110,7 @@ def test_alternating_mirrors_an_image_in_every_second_epoch() -> None:
     row = torch.arange(4, dtype=torch.uint8).expand(200, 1, 1, 4)
     made = CropFlip(pad=0, alternate=True)
     seen = torch.stack(
-        [made.apply(row, Draws(0, epoch, torch.arange(200)), (1, 4))[:, 0, 0, 0] for epoch in range(4)]
+        [made.apply(row, SampleRNG(0, epoch, torch.arange(200)), (1, 4))[:, 0, 0, 0] for epoch in range(4)]
     )
     assert torch.equal(seen[0], seen[2])
     assert torch.equal(seen[1], 3 - seen[0])

@@ -23,7 +23,7 @@ from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.reading import whole_weights
 from lockstep.errors import InputError, StorageError
-from lockstep.optim import SGD, AdamW, Timm, averaged
+from lockstep.optim import SGD, AdamW, Timm, make_ema
 from lockstep.rundir import RunDir
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
@@ -61,7 +61,7 @@ def parts(seed: int = 0, optimizer: Any = None) -> Parts:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 3))
-    return Parts(model, (optimizer or AdamW()).build(model), averaged(model, 0.9), scaler)
+    return Parts(model, (optimizer or AdamW()).build(model), make_ema(model, 0.9), scaler)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -200,7 +200,7 @@ def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
 
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
     (path,) = saved(run, 1)
-    assert checkpoint.damage(path) == ""
+    assert checkpoint.find_corruption(path) == ""
     assert {each.name for each in path.iterdir()} == set(FILES)
     assert {each.name for each in run.checkpoints.iterdir()} == {path.name, "last", "best"}
 
@@ -221,30 +221,30 @@ def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
     bits = 8 * (path / name).stat().st_size
     for bit in {*range(0, bits, max(1, bits // 200)), *range(64), *range(bits - 64, bits)}:
         flip(path / name, bit)
-        assert checkpoint.damage(path), f"bit {bit} of {name}"
+        assert checkpoint.find_corruption(path), f"bit {bit} of {name}"
         flip(path / name, bit)
-    assert checkpoint.damage(path) == ""
+    assert checkpoint.find_corruption(path) == ""
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_cut_short_is_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     (path / name).write_bytes((path / name).read_bytes()[:-8])
-    assert checkpoint.damage(path)
+    assert checkpoint.find_corruption(path)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     (path / name).unlink()
-    assert name in checkpoint.damage(path)
+    assert name in checkpoint.find_corruption(path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', '{"sha256": {}}', "null", "[" * 100_000])
 def test_a_manifest_that_is_none_is_damage(run: RunDir, content: str) -> None:
     (path,) = saved(run, 1)
     (path / "manifest.json").write_text(content)
-    assert checkpoint.damage(path)
+    assert checkpoint.find_corruption(path)
 
 
 def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
@@ -261,17 +261,17 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = saved(run, 9, 10, 11)
-    assert checkpoint.newest_good(run.checkpoints) == third
+    assert checkpoint.latest_valid(run.checkpoints) == third
     flip(third / "state.pt", 100)
     (second / "facts.json").unlink()
-    assert checkpoint.newest_good(run.checkpoints) == first
+    assert checkpoint.latest_valid(run.checkpoints) == first
     said = capsys.readouterr().out.splitlines()
     assert said[0] == (
         f"warning: checkpoint {third} is damaged (state.pt does not match its sha256); trying the one before it"
     )
     assert f"checkpoint {second} is damaged" in said[1]
     flip(first / "ema.safetensors", 100)
-    assert checkpoint.newest_good(run.checkpoints) is None
+    assert checkpoint.latest_valid(run.checkpoints) is None
 
 
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,7 +341,7 @@ def test_a_flipped_bit_in_the_facts_is_damage_and_no_other_run(run: RunDir) -> N
     first, second = saved(run, 1, 2)
     content = (second / "facts.json").read_text()
     (second / "facts.json").write_text(content.replace('"batch": 64', '"batch": 65'))
-    assert checkpoint.damage(second) == "facts.json does not match its sha256"
+    assert checkpoint.find_corruption(second) == "facts.json does not match its sha256"
     assert checkpoint.newest_of_run(run) == first
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json does not match its sha256\)"):
         checkpoint.check_identity(IDENTITY, second)
@@ -354,7 +354,7 @@ def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any
     shutil.copytree(second, tmp_path / "copy")
     assert checkpoint.load(tmp_path / "copy").facts["progress"]["step"] == 2
     second.rename(run.checkpoints / "step-00000007")
-    assert checkpoint.damage(run.checkpoints / "step-00000007") == "its facts are those of step 2"
+    assert checkpoint.find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
     assert checkpoint.newest_of_run(run) == first
 
 
@@ -363,8 +363,8 @@ def test_a_huge_file_of_holes_is_not_read(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     with (path / name).open("r+b") as file:
         file.truncate(2**42)
-    assert name in checkpoint.damage(path)
-    assert "bytes, expected" in checkpoint.damage(path)
+    assert name in checkpoint.find_corruption(path)
+    assert "bytes, expected" in checkpoint.find_corruption(path)
 
 
 def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:
@@ -380,8 +380,8 @@ def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDi
 
 
 def test_a_folder_without_checkpoints_has_no_good_one(tmp_path: Path) -> None:
-    assert checkpoint.newest_good(tmp_path) is None
-    assert checkpoint.newest_good(tmp_path / "none") is None
+    assert checkpoint.latest_valid(tmp_path) is None
+    assert checkpoint.latest_valid(tmp_path / "none") is None
 
 
 def test_the_newest_and_the_best_are_kept(run: RunDir) -> None:
@@ -425,7 +425,7 @@ def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     saved(run, 2, keep=1)
     monkeypatch.undo()
     assert "step-00000002 cannot be read back (state.pt does not match its sha256); no" in capsys.readouterr().out
-    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000001"
+    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000001"
     saved(run, 3, keep=1)
     assert steps_left(run) == [3]
 
@@ -435,7 +435,7 @@ def test_a_damaged_checkpoint_of_a_later_step_takes_no_ones_place(run: RunDir) -
     flip(last / "state.pt", 99)
     saved(run, 3, keep=1)
     assert steps_left(run) == [9, 3]
-    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000003"
+    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000003"
 
 
 def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
@@ -458,13 +458,13 @@ def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str)
         run.weights.write_bytes(b"older weights")
     else:
         run.weights.unlink()
-    writer(run, writes=False).mend(4)
+    writer(run, writes=False).repair_export(4)
     assert run.weights.exists() is (left == "older")
-    writer(run).mend(4)
+    writer(run).repair_export(4)
     assert run.weights.read_bytes() == expected
     assert run.best.read_text() == best.name
     run.weights.write_bytes(b"none")
-    writer(run).mend(0)
+    writer(run).repair_export(0)
     assert run.weights.read_bytes() == b"none", "step 0 is no best one"
 
 
@@ -472,7 +472,7 @@ def test_a_file_of_holes_in_the_place_of_weights_is_not_read_to_its_end(run: Run
     (best,) = saved(run, 4)
     expected = run.weights.read_bytes()
     os.truncate(run.weights, 2**42)
-    writer(run).mend(4)
+    writer(run).repair_export(4)
     assert run.weights.read_bytes() == expected
     os.truncate(best / "model.safetensors", 2**42)
     assert not whole_weights(best)
@@ -541,7 +541,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
         save(target, 1)
         target.wait()
     assert "a checkpoint could not be written" in capsys.readouterr().out
-    assert checkpoint.newest_good(run.checkpoints) is None
+    assert checkpoint.latest_valid(run.checkpoints) is None
     with pytest.raises(StorageError, match="the last checkpoint could not be written"):
         target.close()
 
@@ -555,10 +555,10 @@ def test_a_failed_write_leaves_the_checkpoint_before_it_and_the_next_one_is_trie
     with full_disk(100):
         save(target, 2)
         target.wait()
-    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000001"
+    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000001"
     save(target, 3)
     target.close()
-    assert checkpoint.newest_good(run.checkpoints) == run.checkpoints / "step-00000003"
+    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000003"
 
 
 def test_a_folder_that_went_away_is_a_storage_error(run: RunDir) -> None:
@@ -677,14 +677,14 @@ def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) ->
     (path,) = saved(run, 1)
     sizes, digests = listed(path)
     resealed(path, bytes={**sizes, name: 3}, sha256={**digests, name: "0" * 64})
-    assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
+    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("digest", [None, 3, "", "0" * 63, "z" * 64, ["0" * 64]])
 def test_a_digest_that_is_none_is_damage(run: RunDir, digest: object) -> None:
     (path,) = saved(run, 1)
     resealed(path, sha256={**listed(path)[1], "state.pt": digest})
-    assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
+    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("name", ["facts.json", "state.pt", "model.safetensors"])
@@ -693,7 +693,7 @@ def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> 
     sizes, digests = listed(path)
     del sizes[name], digests[name]
     resealed(path, bytes=sizes, sha256=digests)
-    assert checkpoint.damage(path) == "manifest.json does not list the files of a checkpoint"
+    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 def test_averaged_weights_that_the_manifest_does_not_vouch_for_are_not_read(run: RunDir) -> None:
@@ -709,17 +709,17 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(run: RunDir, tmp_path
     (path,) = saved(run, 1)
     (path / name).rename(tmp_path / name)
     (path / name).symlink_to(tmp_path / name)
-    assert checkpoint.damage(path) == f"{name} is a symbolic link, expected a plain file"
+    assert checkpoint.find_corruption(path) == f"{name} is a symbolic link, expected a plain file"
     (path / name).unlink()
     os.mkfifo(path / name)
-    assert checkpoint.damage(path) == f"{name} is a pipe, expected a plain file"
+    assert checkpoint.find_corruption(path) == f"{name} is a pipe, expected a plain file"
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_path: Path) -> None:
     first, second = saved(run, 1, 2)
     second.rename(tmp_path / "elsewhere")
     second.symlink_to(tmp_path / "elsewhere")
-    assert checkpoint.newest_good(run.checkpoints) == first
+    assert checkpoint.latest_valid(run.checkpoints) == first
     with pytest.raises(InputError, match="the folder is a symbolic link"):
         checkpoint.load(second)
 
@@ -750,10 +750,10 @@ def test_a_progress_of_other_types_is_damage_and_no_traceback(run: RunDir, chang
     first, second = saved(run, 1, 2)
     facts = {"format": 1, "identity": IDENTITY, "progress": {**progress(2), **change}}
     rewritten(second, "facts.json", json.dumps(facts).encode())
-    assert checkpoint.damage(second) == "facts.json does not say what a checkpoint says"
+    assert checkpoint.find_corruption(second) == "facts.json does not say what a checkpoint says"
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):
         checkpoint.check_identity(IDENTITY, second)
-    assert checkpoint.newest_good(run.checkpoints) == first
+    assert checkpoint.latest_valid(run.checkpoints) == first
 
 
 def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Path) -> None:

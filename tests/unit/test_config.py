@@ -123,7 +123,7 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("dataset", "lockstep.data.sources.Path"),
         ("dataset", "lockstep.data.sources.ArraySplit"),
         ("loader", "lockstep.data.loader.World"),
-        ("loader", "lockstep.data.loader.Task"),
+        ("loader", "lockstep.data.loader.LoaderContext"),
         ("loader", "lockstep.data.loader.cores"),
         ("loader", "lockstep.data.loader.ThreadPoolExecutor"),
         ("optimizer", "lockstep.optim._Optimizer"),

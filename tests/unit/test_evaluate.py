@@ -59,7 +59,7 @@ def scores(
     views: int = 1,
 ) -> Any:
     world, chosen = World.solo(), kind or Resident()
-    train, held_out = source.train(), source.eval()
+    train, val = source.train(), source.eval()
     format_ = precision or FP64()
     return evaluate(
         model,
@@ -69,9 +69,9 @@ def scores(
             seed=0,
             eval_batch=block,
             train_labels=train.labels.clone(),
-            eval_labels=held_out.labels.clone(),
+            eval_labels=val.labels.clone(),
             train_feed=chosen.feed(train, world),
-            eval_feed=chosen.feed(held_out, world),
+            eval_feed=chosen.feed(val, world),
             skip=train.skip,
         ),
         pipeline=Pipeline.of(source, CropFlip(), device=world.device, precision=format_, seed=0),

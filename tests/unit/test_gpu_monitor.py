@@ -172,7 +172,7 @@ def test_each_rank_tells_its_own_gpu_and_main_watches_those_of_its_machine(
     )
     told = {0: ["GPU-xx"], 1: ["GPU-yy"], 3: ["GPU-bb"]}
     monkeypatch.setattr(World, "gather", lambda self, own: [told.get(rank, own) for rank in range(4)])
-    here = World(rank=2, local_rank=0, size=4, local_size=2, device=torch.device("cuda:0"), neighbours={3: 1234})
+    here = World(rank=2, local_rank=0, size=4, local_size=2, device=torch.device("cuda:0"), local_peer_pids={3: 1234})
     assert gpu.watched_gpus(nn.Linear(2, 2), here) == ["GPU-aa", "GPU-bb"]
 
 

@@ -19,9 +19,9 @@ from PIL import Image
 
 from lockstep.data.augment import RandomResizedCrop
 from lockstep.data.folder import Folder
-from lockstep.data.loader import GB, Auto, Resident, Streaming, Task, cores, workers_needed
+from lockstep.data.loader import GB, Auto, LoaderContext, Resident, Streaming, cores, workers_needed
 from lockstep.data.order import share
-from lockstep.data.shards import LEFT_OUT, Loader, Shard
+from lockstep.data.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.sources import Digits
 from lockstep.data.splits import Crop
 from lockstep.errors import InputError
@@ -53,16 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def loader(source: Source, kind: Any, where: World | None = None, *, partners: bool = False) -> Loader:
     here = where or world()
-    train, held_out = source.train(), source.eval()
+    train, val = source.train(), source.eval()
     return Loader(
         world=here,
         plan=PLAN,
         seed=0,
         eval_batch=4,
         train_labels=train.labels.clone(),
-        eval_labels=held_out.labels.clone(),
+        eval_labels=val.labels.clone(),
         train_feed=kind.feed(train, here),
-        eval_feed=kind.feed(held_out, here),
+        eval_feed=kind.feed(val, here),
         partners=partners,
         skip=train.skip,
     )
@@ -170,10 +170,10 @@ def test_ranks_together_evaluate_every_example_once() -> None:
     assert torch.equal(torch.cat(seen).sort().values, Digits().eval().labels.sort().values)
 
 
-def task(source: Source, where: World | None = None, **given: Any) -> Task:
+def task(source: Source, where: World | None = None, **given: Any) -> LoaderContext:
     """What a loader is told of a run over `source`, whose model takes 100 images per second."""
     asked = {"gigabytes": 0.5, "reads": 1000, "boxes": False, "training_rate": lambda: 100.0}
-    return Task(world=where or world(), splits=(source.train(), source.eval()), **{**asked, **given})
+    return LoaderContext(world=where or world(), splits=(source.train(), source.eval()), **{**asked, **given})
 
 
 def test_auto_keeps_small_data_on_the_device_and_streams_large_data() -> None:
@@ -318,13 +318,13 @@ def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
     ours, whole = (loader(each, kind, partners=partners) for each in (source, folder))
     for one, other in zip(shards(ours), shards(whole), strict=True):
         broken = torch.isin(one.indices, torch.tensor([3, 25]))
-        assert torch.equal(one.known_labels, other.known_labels.masked_fill(broken, LEFT_OUT))
+        assert torch.equal(one.known_labels, other.known_labels.masked_fill(broken, IGNORE_INDEX))
         assert torch.equal(one.images, other.images.masked_fill(broken[:, None, None, None], 0))
         assert (one.count, len(one.labels)) == (other.count, len(other.labels))
     for _ in range(2):
         found = torch.cat([labels for _, labels in ours.eval()])
-        assert found.tolist() == [0] * 5 + [1] * 4 + [LEFT_OUT]
-    assert ours.left_out() == 3
+        assert found.tolist() == [0] * 5 + [1] * 4 + [IGNORE_INDEX]
+    assert ours.count_skipped() == 3
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3
     for index, name in {3: "train/a/03.png", 25: "train/b/00.png", 9: "val/b/04.png"}.items():

@@ -15,7 +15,7 @@ from lockstep.data.augment import CropFlip
 from lockstep.data.loader import Resident, Streaming
 from lockstep.data.mix import Mix, beta, box
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.shards import LEFT_OUT, Loader, Shard
+from lockstep.data.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.sources import Digits
 from lockstep.plan import Plan
 from lockstep.precision import FP32, FP64
@@ -189,7 +189,10 @@ def test_the_loss_is_the_weighted_sum_of_the_losses_of_both_labels(kind: str) ->
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind: str, smoothing: float) -> None:
-    images, labels = torch.rand(6, 1, 8, 8, dtype=torch.float64), torch.tensor([1, 2, LEFT_OUT, LEFT_OUT, 3, 4])
+    images, labels = (
+        torch.rand(6, 1, 8, 8, dtype=torch.float64),
+        torch.tensor([1, 2, IGNORE_INDEX, IGNORE_INDEX, 3, 4]),
+    )
     mix = mixing(kind, label_smoothing=smoothing)
     mixed, targets = mix.apply(images, labels, sample_keys(0, 0, torch.arange(6), MIX))
     assert torch.equal(mixed[1], images[1])

@@ -22,7 +22,7 @@ from PIL import Image
 from helpers import ROOT, Case, Done, command, gang, records, train_here
 from lockstep.data import packed
 from lockstep.data.folder import Folder
-from lockstep.data.loader import Auto, Resident, Task, cores
+from lockstep.data.loader import Auto, LoaderContext, Resident, cores
 from lockstep.data.packed import Packed
 from lockstep.errors import InputError, StorageError
 from lockstep.world import World
@@ -125,7 +125,7 @@ def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
 def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
     source = Packed(path=str(target))
     splits = (source.train(), source.eval())
-    task = Task(
+    task = LoaderContext(
         world=World.solo(), splits=splits, gigabytes=1.0, reads=10**9, boxes=False, training_rate=lambda: None
     )
     chosen, reason = Auto(resident_gb=0.5).choose(task)

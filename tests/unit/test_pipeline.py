@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
-from lockstep.data.augment import CropFlip, Nothing, RandomResizedCrop
+from lockstep.data.augment import CropFlip, NoAugment, RandomResizedCrop
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.sources import CIFAR10, Digits, Fake, Folder
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 
 pytestmark = pytest.mark.numerics
 
-AUGMENTS = [Nothing(), CropFlip(), RandomResizedCrop()]
+AUGMENTS = [NoAugment(), CropFlip(), RandomResizedCrop()]
 
 
 def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
     chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, **options}
-    return Pipeline.of(source, augment or Nothing(), **chosen)
+    return Pipeline.of(source, augment or NoAugment(), **chosen)
 
 
 def train(made: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:

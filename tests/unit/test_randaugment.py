@@ -17,7 +17,7 @@ from torchvision.transforms.autoaugment import _apply_op
 from lockstep.data import randaugment
 from lockstep.data.augment import CropFlip, RandAugment, RandAugmentResized, RandomResizedCrop
 from lockstep.data.randaugment import operate
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 
 pytestmark = pytest.mark.numerics
 
@@ -28,8 +28,8 @@ NAMES = (
 )
 
 
-def draws(n: int) -> Draws:
-    return Draws(3, 1, torch.arange(n))
+def draws(n: int) -> SampleRNG:
+    return SampleRNG(3, 1, torch.arange(n))
 
 
 def images(shape: tuple[int, int, int]) -> Tensor:

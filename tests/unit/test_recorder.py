@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lockstep.plan import Plan
-from lockstep.telemetry import OpenWindow, Telemetry, Window
+from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.world import World
@@ -68,7 +68,7 @@ class Step:
 
 
 def recorder(
-    sink: Kept, *, step: int = 0, window: OpenWindow | None = None, flops: float = 0.0, peak: float = 0.0
+    sink: Kept, *, step: int = 0, window: WindowState | None = None, flops: float = 0.0, peak: float = 0.0
 ) -> Telemetry:
     return Telemetry(
         world=World.solo(),
@@ -114,10 +114,10 @@ def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None
     for step, loss in ((4, 1.0), (5, bad), (6, 1.0), (7, bad)):
         telemetry.step = step
         count(telemetry, [loss], [True])
-    assert telemetry.flush(7, {}).suspect == 5
+    assert telemetry.flush(7, {}).first_bad_step == 5
     telemetry.step = 8
     count(telemetry, [1.0], [True])
-    assert telemetry.flush(8, {}).suspect is None
+    assert telemetry.flush(8, {}).first_bad_step is None
 
 
 def test_a_window_starts_behind_the_one_before() -> None:

@@ -51,16 +51,16 @@ def write_mnist(root: Path, **changed: np.ndarray) -> Path:
 
 
 def test_digits_has_1442_examples_to_train_on_and_355_to_evaluate() -> None:
-    train, held_out = Digits().train(), Digits().eval()
+    train, val = Digits().train(), Digits().eval()
     assert train.images.shape == (1442, 1, 8, 8)
-    assert held_out.images.shape == (355, 1, 8, 8)
+    assert val.images.shape == (355, 1, 8, 8)
     assert train.images.dtype == torch.uint8
     assert train.labels.dtype == torch.int64
 
 
 def test_digits_holds_out_a_fifth_of_each_class() -> None:
-    train, held_out = (torch.bincount(split.labels) for split in (Digits().train(), Digits().eval()))
-    assert torch.equal(held_out, (train + held_out) // 5)
+    train, val = (torch.bincount(split.labels) for split in (Digits().train(), Digits().eval()))
+    assert torch.equal(val, (train + val) // 5)
 
 
 def test_digits_is_every_image_of_scikit_learn_once() -> None:
@@ -106,9 +106,9 @@ def test_mnist_reads_the_real_files(tmp_path: Path) -> None:
             shutil.copyfileobj(packed, file)
     source = MNIST(root=str(tmp_path))
     source.prepare()
-    train, held_out = source.train(), source.eval()
+    train, val = source.train(), source.eval()
     assert train.images.shape == (60_000, 1, 28, 28)
-    assert held_out.images.shape == (10_000, 1, 28, 28)
+    assert val.images.shape == (10_000, 1, 28, 28)
     assert train.labels[:5].tolist() == [5, 0, 4, 1, 9]
     pixels = train.images.double() / 255
     assert pixels.mean().item() == pytest.approx(MNIST.mean[0], abs=1e-4)

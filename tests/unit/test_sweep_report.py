@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import train_here
 from lockstep.config import Invocation
 from lockstep.errors import InputError, NumericalError, RankFailed
-from lockstep.sweep import LEDGER, Report, guarded
+from lockstep.sweep import LEDGER, Report, run_sweep_job
 
 
 def job_of(folder: Path, number: int = 0) -> Invocation:
@@ -38,7 +38,7 @@ def _at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_rank_of_a_sweep_keeps_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    guarded(fails(RankFailed("rank 1 failed: KeyError: 3", "Traceback ...\nKeyError: 3")), job_of(tmp_path, 7))
+    run_sweep_job(fails(RankFailed("rank 1 failed: KeyError: 3", "Traceback ...\nKeyError: 3")), job_of(tmp_path, 7))
     assert capsys.readouterr().err == "Traceback ...\nKeyError: 3\nlockstep: job 7: rank 1 failed: KeyError: 3\n"
     assert json.loads((tmp_path / LEDGER).read_text())["error"] == "rank 1 failed: KeyError: 3"
 
@@ -47,7 +47,7 @@ def test_a_failed_rank_of_a_sweep_keeps_its_traceback(tmp_path: Path, capsys: py
 def test_another_error_of_a_sweep_is_said_with_its_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
-    guarded(fails(error), job_of(tmp_path))
+    run_sweep_job(fails(error), job_of(tmp_path))
     assert capsys.readouterr().err == f"lockstep: job 0: {error}\n"
 
 
@@ -56,13 +56,13 @@ def test_a_second_sweep_in_a_folder_reports_its_own_jobs_only(
 ) -> None:
     first, second = Report(), Report()
     first.on_multirun_start(settings(tmp_path))
-    guarded(fails(InputError("the first one failed")), job_of(tmp_path))
+    run_sweep_job(fails(InputError("the first one failed")), job_of(tmp_path))
     with pytest.raises(SystemExit) as left:
         first.on_multirun_end(settings(tmp_path))
     assert left.value.code == 2
     capsys.readouterr()
     second.on_multirun_start(settings(tmp_path))
-    guarded(lambda: 90.0, job_of(tmp_path))
+    run_sweep_job(lambda: 90.0, job_of(tmp_path))
     second.on_multirun_end(settings(tmp_path))
     assert "the first one failed" not in capsys.readouterr().out
     assert len((tmp_path / LEDGER).read_text().splitlines()) == 2

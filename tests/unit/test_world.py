@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.errors import InputError, Stopped
-from lockstep.world import Vote, World, join, launched_rank, own_gpu
+from lockstep.world import StopConsensus, World, join, launched_rank, own_gpu
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -31,7 +31,7 @@ def test_only_rank_0_is_main() -> None:
 
 
 def test_alone_a_wish_is_heard_at_once() -> None:
-    vote = Vote(World.solo())
+    vote = StopConsensus(World.solo())
     assert [vote(False, True), vote(True, False)] == [[False, True], [True, False]]
     vote.close()
 
@@ -84,7 +84,7 @@ def meet(rank: int, port: int) -> None:
             assert (world.rank, world.local_rank, world.size) == (rank, rank, 2)
             assert (world.device, torch.get_num_threads()) == (torch.device("cpu"), 1)
             assert world.sum(torch.tensor([rank + 1])).tolist() == [3]
-            assert set(world.neighbours) == {1 - rank}
+            assert set(world.local_peer_pids) == {1 - rank}
             raise Stopped("saved")
     except Stopped:
         assert not dist.is_initialized()

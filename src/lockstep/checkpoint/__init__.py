@@ -7,9 +7,9 @@ and scaler; loads with `weights_only=True`), `facts.json` (what the run was, and
 `checkpoints/none-yet`.
 """
 
-from lockstep.checkpoint.history import candidates, load_newest, mark_saved_or_not, newest_good, newest_of_run
+from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run
 from lockstep.checkpoint.reading import (
-    Loaded,
+    LoadedCheckpoint,
     check_identity,
     difference,
     load,
@@ -18,7 +18,7 @@ from lockstep.checkpoint.reading import (
     weights_file,
 )
 from lockstep.checkpoint.staging import HostCopies
-from lockstep.checkpoint.validation import MODEL, damage, manifest_text, read_facts
+from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text, read_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 
 __all__ = [
@@ -26,17 +26,17 @@ __all__ = [
     "RETRY_S",
     "Checkpointer",
     "HostCopies",
-    "Loaded",
+    "LoadedCheckpoint",
     "candidates",
     "check_identity",
-    "damage",
     "difference",
+    "find_corruption",
+    "latest_valid",
     "load",
     "load_newest",
     "load_weights",
     "manifest_text",
     "mark_saved_or_not",
-    "newest_good",
     "newest_of_run",
     "read_facts",
     "restore",

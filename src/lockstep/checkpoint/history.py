@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep import config, log
-from lockstep.checkpoint.reading import Loaded, read, whole_weights
-from lockstep.checkpoint.validation import damage
+from lockstep.checkpoint.reading import LoadedCheckpoint, read, whole_weights
+from lockstep.checkpoint.validation import find_corruption
 from lockstep.errors import InputError, StorageError
 from lockstep.rundir import RunDir
 from lockstep.storage import write_atomic
@@ -30,11 +30,11 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(named, key=lambda each: int(each.name[5:]), reverse=True)
 
 
-def newest_good(folder: Path, say: Say = log.warn) -> Path | None:
+def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
     """The newest checkpoint of a `checkpoints` folder that passes its hashes; says of each that does not."""
     found = candidates(folder)
     for number, path in enumerate(found, start=1):
-        if not (reason := damage(path)):
+        if not (reason := find_corruption(path)):
             return path
         rest = "trying the one before it" if number < len(found) else "there is none before it"
         say(f"checkpoint {path} is damaged ({reason}); {rest}")
@@ -48,7 +48,7 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
         InputError: it has saved some, and none of them is whole.
     """
     damaged: list[str] = []
-    found = newest_good(run_dir.checkpoints, damaged.append)
+    found = latest_valid(run_dir.checkpoints, damaged.append)
     if found is None and _has_saved(run_dir):
         raise InputError(_lost(run_dir))
     for sentence in damaged:
@@ -56,7 +56,7 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
     return found
 
 
-def load_newest(run_dir: RunDir) -> Loaded | None:
+def load_newest(run_dir: RunDir) -> LoadedCheckpoint | None:
     """Read what `newest_of_run` finds, with its words and its errors."""
     found = newest_of_run(run_dir)
     return None if found is None else read(found)
@@ -89,7 +89,7 @@ def _has_saved(run_dir: RunDir) -> bool:
 def _lost(run_dir: RunDir) -> str:
     """What is damaged, what can still be used, and what to type."""
     found = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {damage(path)}" for path in found] or ["there is none, and there was one"]
+    reasons = [f"{path.name}: {find_corruption(path)}" for path in found] or ["there is none, and there was one"]
     whole = next((path for path in (*found, run_dir.path) if whole_weights(path)), None)
     usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
     try:

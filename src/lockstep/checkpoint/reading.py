@@ -20,8 +20,8 @@ from lockstep.checkpoint.validation import (
     MODEL,
     STATE,
     Facts,
-    damage,
     damaged,
+    find_corruption,
     manifest,
     read_facts,
     sha256,
@@ -34,7 +34,7 @@ SHOWN = 4  # of the differences between two runs
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that passed its hashes, on the CPU."""
 
     path: Path
@@ -44,21 +44,21 @@ class Loaded:
     state: dict[str, Any]
 
 
-def load(path: Path) -> Loaded:
+def load(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint to the CPU.
 
     Raises:
         InputError: it is damaged.
     """
-    if reason := damage(path):
+    if reason := find_corruption(path):
         raise damaged(path, reason)
     return read(path)
 
 
-def read(path: Path) -> Loaded:
+def read(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint without damage."""
     try:
-        return Loaded(
+        return LoadedCheckpoint(
             path=path,
             facts=read_facts(path),
             model=load_file(path / MODEL),
@@ -167,7 +167,7 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None
 
 
 def restore(
-    loaded: Loaded,
+    loaded: LoadedCheckpoint,
     *,
     model: nn.Module,
     ema: AveragedModel | None,

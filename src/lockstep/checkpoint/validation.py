@@ -74,7 +74,7 @@ def _check_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} has {found} bytes, expected {size}")
 
 
-def damage(path: Path) -> str:
+def find_corruption(path: Path) -> str:
     """What is wrong with the checkpoint at `path`, or an empty string."""
     try:
         digests = manifest(path)

@@ -29,7 +29,7 @@ from lockstep.checkpoint.validation import (
     MODEL,
     STATE,
     Facts,
-    damage,
+    find_corruption,
     manifest,
     manifest_text,
     read_facts,
@@ -70,7 +70,7 @@ class Checkpointer:
     # The best weights so far, in host memory, from their save until the run folder has them.
     unexported: dict[str, Tensor] | None = None
 
-    def mend(self, best_step: int) -> None:
+    def repair_export(self, best_step: int) -> None:
         """Export the best weights of a run that was killed after it had saved them and before they were exported."""
         best, exported = self.run_dir.checkpoints / f"step-{best_step:08d}", self.run_dir.weights
         if not self.writes:
@@ -83,7 +83,7 @@ class Checkpointer:
         # Mostly the weights are there, and the whole checkpoint need not be read once more to see it. Their size is
         # compared first: a few bytes on a disk can be terabytes of zeros.
         same_size = exported.exists() and exported.stat().st_size == (best / name).stat().st_size
-        if not (same_size and sha256(exported) == digests[name]) and not damage(best):
+        if not (same_size and sha256(exported) == digests[name]) and not find_corruption(best):
             write_atomic(self.run_dir.best, best.name)
             self._export(partial(shutil.copyfile, best / name))
 
@@ -208,7 +208,7 @@ class Checkpointer:
         scores = {each: score for each in reversed(found) if (score := _score(each)) is not None}
         best = sorted(scores, key=lambda each: -scores[each])[: self.keep_best]  # of equal ones the earliest
         retired = [each for each in found[self.keep :] if each not in best]
-        if retired and (reason := damage(written)):
+        if retired and (reason := find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
         for each in retired:

@@ -43,7 +43,7 @@ def main() -> None:
     # Imported here, because --help must not wait for it; what needs torch is further down.
     from lockstep import refusals
 
-    with refusals.command_line(), refusals.past_hydra():
+    with refusals.command_line(), refusals.bypass_hydra_errors():
         if arguments.command == "prove":
             from lockstep.cli.prove import prove as run_prove
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep import config, log
-from lockstep.checkpoint import MODEL, newest_good
+from lockstep.checkpoint import MODEL, latest_valid
 from lockstep.errors import InputError, LockstepError
 from lockstep.rundir import RunDir
 from lockstep.signals import PARENT
@@ -194,7 +194,7 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     if process.returncode:
         raise LockstepError(f"{case.name} ended with exit code {process.returncode}: {error}")
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
-    newest = newest_good(run_dir.checkpoints)
+    newest = latest_valid(run_dir.checkpoints)
     assert newest is not None
     samples = [
         (record["epoch"], record["step"], record["index"], record["hash"])

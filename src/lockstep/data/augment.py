@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from lockstep.data.randaugment import STRONGEST, randaugment
 from lockstep.errors import InputError
 from lockstep.fields import ranged
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 
 # Of a random resized crop, as torchvision has it; the numbers of its tries are far behind all others.
 TRIES, FIRST_TRY = 10, 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nothing:
+class NoAugment:
     """Images as they are."""
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return images
 
 
@@ -49,7 +49,7 @@ class CropFlip:
     flip: float = ranged(0.5, least=0, most=1)
     alternate: bool = False
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         height, width = images.shape[-2:]
         top, left = ((draws.uniform(n) * (2 * self.pad + 1)).long()[:, None] for n in (0, 1))
         x = torch.arange(width, device=images.device)
@@ -65,9 +65,9 @@ class CropFlip:
         channels = padded.flatten(2)
         return channels.gather(2, places[:, None].expand(-1, channels.shape[1], -1)).view_as(images)
 
-    def _mirrored(self, draws: Draws) -> Tensor:
+    def _mirrored(self, draws: SampleRNG) -> Tensor:
         if self.alternate:
-            return (draws.lasting(0) < self.flip) ^ (draws.epoch % 2 == 1)
+            return (draws.epoch_invariant(0) < self.flip) ^ (draws.epoch % 2 == 1)
         return draws.uniform(2) < self.flip
 
 
@@ -100,7 +100,7 @@ class RandomResizedCrop:
             if len(bounds) != 2 or bounds[0] > bounds[1]:
                 raise InputError(f"augment.{name} is {bounds}, expected two rising numbers: augment.{name}={usual}")
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         area = self.scale[0] + draws.uniform(0) * (self.scale[1] - self.scale[0])
         low, high = torch.tensor(self.ratio).log().tolist()
         ratio = torch.exp(low + draws.uniform(1) * (high - low))
@@ -115,7 +115,7 @@ class RandomResizedCrop:
         grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)
         return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
 
-    def boxes(self, draws: Draws, sizes: Tensor) -> Tensor:
+    def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         height, width = sizes.double().unbind(1)
         low, high = self.ratio
         # Where no try fits: the largest central box of a ratio that is allowed.
@@ -148,7 +148,7 @@ class _Mirror:
 
     flip: float
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         x = torch.arange(images.shape[-1], device=images.device)
         columns = torch.where((draws.uniform(4) < self.flip)[:, None], x.flip(0), x)
         return images.gather(3, columns[:, None, None].expand_as(images))
@@ -166,7 +166,7 @@ class RandAugment(CropFlip):
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=STRONGEST)
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
 
 
@@ -181,7 +181,7 @@ class RandAugmentResized(RandomResizedCrop):
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=STRONGEST)
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         cropped = super().apply(images, draws, size).round().to(torch.uint8)
         return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude)
 
@@ -197,5 +197,5 @@ class _MirrorRandAugment(_Mirror):
     ops: int
     magnitude: int
 
-    def apply(self, images: Tensor, draws: Draws, size: tuple[int, int]) -> Tensor:
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)

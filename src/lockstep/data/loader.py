@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.packed import MappedSplit
-from lockstep.data.reading import Broken, Feed, Read, Wanted, in_order, read_images, worthwhile
+from lockstep.data.reading import Broken, ImageReader, ReadRequest, ReadResult, in_order, read_images, worthwhile
 from lockstep.data.shared import decode_all
 from lockstep.fields import ranged
 from lockstep.protocols import Split
@@ -40,7 +40,7 @@ BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class LoaderContext:
     """What a loader that chooses is told of a run, for one rank.
 
     Fields:
@@ -66,11 +66,11 @@ class Resident:
     def __str__(self) -> str:
         return "resident"
 
-    def choose(self, task: Task) -> tuple[Any, str]:
+    def choose(self, task: LoaderContext) -> tuple[Any, str]:
         """The loader to use, and why."""
         return self, "as asked"
 
-    def held_gb(self, task: Task) -> float:
+    def held_gb(self, task: LoaderContext) -> float:
         """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
         if task.world.device.type != "cpu":
             return task.gigabytes + STRIDE_SHARE * free_memory(task.world)
@@ -87,12 +87,12 @@ class Resident:
             room = min(STRIDE_VALUES_GPU, int(STRIDE_SHARE * free_memory(world) * GB / BYTES_OF_A_VALUE))
         return max(1, room // max(1, shard * values))
 
-    def feed(self, split: Split, world: World) -> Feed:
+    def feed(self, split: Split, world: World) -> ImageReader:
         threads = max(1, cores() // world.local_size)
         decoded = (split.images, {}) if split.images is not None else decode_all(split, world, threads=threads)
         images, broken = decoded[0].to(world.device), decoded[1]
 
-        def read(wanted: Iterable[Wanted]) -> Iterator[Read]:
+        def read(wanted: Iterable[ReadRequest]) -> Iterator[ReadResult]:
             for _, indices in wanted:
                 # Copies whole images, where indexing goes byte by byte: an eighth of its time on a CPU.
                 yield images.index_select(0, indices.to(world.device, non_blocking=True)), broken
@@ -116,7 +116,7 @@ class Streaming:
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
     prefetch: int = ranged(2, least=1, most=1024)
 
-    def held_gb(self, task: Task) -> float:
+    def held_gb(self, task: LoaderContext) -> float:
         """As for `Resident`: none."""
         return 0.0
 
@@ -131,7 +131,7 @@ class Streaming:
     def __str__(self) -> str:
         return f"streaming, {self.workers} worker{'s' * (self.workers != 1)}"
 
-    def choose(self, task: Task) -> tuple[Any, str]:
+    def choose(self, task: LoaderContext) -> tuple[Any, str]:
         """The loader to use, and why: `workers=auto` by measurement."""
         if self.workers != "auto":
             return self, "as asked"
@@ -147,13 +147,13 @@ class Streaming:
         needed = workers_needed(model, reader, most, own_cores=task.world.device.type != "cpu")
         return replace(self, workers=needed), f"model {model:,.0f} img/s, one worker {reader:,.0f} img/s"
 
-    def feed(self, split: Split, world: World) -> Feed:
-        def fetched(each: Wanted) -> Read:
+    def feed(self, split: Split, world: World) -> ImageReader:
+        def fetched(each: ReadRequest) -> ReadResult:
             epoch, indices = each
             images, broken = read_images(split, indices.tolist(), epoch)
             return images.pin_memory() if world.device.type == "cuda" else images, broken
 
-        def read(wanted: Iterable[Wanted]) -> Iterator[Read]:
+        def read(wanted: Iterable[ReadRequest]) -> Iterator[ReadResult]:
             assert isinstance(self.workers, int), "auto has to be chosen first"
             found = in_order(fetched, wanted, workers=self.workers, prefetch=self.prefetch)
             return _on_device(found, world.device)
@@ -174,20 +174,20 @@ class Auto(Streaming):
 
     resident_gb: float = ranged(4.0, least=0, most=1e6)
 
-    def choose(self, task: Task) -> tuple[Any, str]:
+    def choose(self, task: LoaderContext) -> tuple[Any, str]:
         against = self._against_resident(task)
         if not against:
             return Resident(), f"{task.gigabytes:.2f} GB fit in {self._room(task):.1f} GB"
         streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(task)
         return streaming, f"{against}; {rates}"
 
-    def held_gb(self, task: Task) -> float:
+    def held_gb(self, task: LoaderContext) -> float:
         return 0.0 if self._against_resident(task) else Resident().held_gb(task)
 
-    def _room(self, task: Task) -> float:
+    def _room(self, task: LoaderContext) -> float:
         return min(self.resident_gb, free_memory(task.world) / 2)
 
-    def _against_resident(self, task: Task) -> str:
+    def _against_resident(self, task: LoaderContext) -> str:
         """Why the images are not to become resident; empty where they are."""
         room, stored = self._room(task), sum(map(len, task.splits))
         if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
@@ -246,7 +246,7 @@ def available_memory() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
 
 
-def _on_device(found: Iterator[Read], device: torch.device) -> Iterator[Read]:
+def _on_device(found: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
     """The same with the images on `device`. To a GPU they go on a stream of its own, one batch ahead: while the
     step works on one, the next is copied."""
     if device.type != "cuda":
@@ -255,7 +255,7 @@ def _on_device(found: Iterator[Read], device: torch.device) -> Iterator[Read]:
     copies = torch.cuda.Stream(device)
     ahead: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
 
-    def oldest() -> Read:
+    def oldest() -> ReadResult:
         images, copied, broken = ahead.popleft()
         steps = torch.cuda.current_stream(device)
         steps.wait_event(copied)

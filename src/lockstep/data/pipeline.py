@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lockstep.data.folder import crops_files
 from lockstep.data.mix import Mix
-from lockstep.data.shards import Shard, Stride
+from lockstep.data.shards import BatchGroup, Shard
 from lockstep.protocols import Augment, BoxAugment, Precision, Source
-from lockstep.rng import CUTOUT, MIX, Draws, sample_keys, uniform
+from lockstep.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Pipeline:
             mix=mix,
         )
 
-    def train(self, strides: Iterable[Stride]) -> Iterator[Shard]:
+    def train(self, strides: Iterable[BatchGroup]) -> Iterator[Shard]:
         """The shards of `strides`, their images augmented and normalised."""
         for stride in strides:
             yield from stride.shards(self.augmented(stride.images, stride.epoch, stride.indices))
@@ -90,7 +90,7 @@ class Pipeline:
         if len(images) == 0:
             return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype if self.mix else self.dtype)
         height, width = self.input_shape[1:]
-        seen = self._finish(self.augment.apply(images, Draws(self.seed, epoch, indices), (height, width)))
+        seen = self._finish(self.augment.apply(images, SampleRNG(self.seed, epoch, indices), (height, width)))
         if self.cutout:
             seen.masked_fill_(self._cut_out(epoch, indices), 0)
         return seen if self.mix else seen.to(self.dtype)  # blends are made in the wider format

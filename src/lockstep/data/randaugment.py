@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 
 IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = range(6)
 BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = range(6, 12)
@@ -28,7 +28,7 @@ FIRST_DRAW = 16  # of a sample's numbers; those before it are the crop's
 VALUES = 2**21  # that the CPU works on at a time: what it then needs besides fits into memory that is used again
 
 
-def randaugment(images: Tensor, draws: Draws, *, ops: int, magnitude: int) -> Tensor:
+def randaugment(images: Tensor, draws: SampleRNG, *, ops: int, magnitude: int) -> Tensor:
     """Images uint8 (B, C, H, W) after `ops` random operations each, of a strength from 0 to 30."""
     at_once = len(images) if images.is_cuda else max(1, VALUES // max(1, images[:1].numel()))
     parts = list(images.split(at_once))

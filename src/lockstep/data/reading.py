@@ -17,15 +17,15 @@ LIGHT_S = 40e-6
 # The broken images among those that were read (blank there), by their indices.
 Broken = Mapping[int, BrokenImage]
 # The images that are wanted together: an epoch, and indices (int64, on the CPU). What is read: uint8 images.
-Wanted = tuple[int, Tensor]
-Read = tuple[Tensor, Broken]
+ReadRequest = tuple[int, Tensor]
+ReadResult = tuple[Tensor, Broken]
 W = TypeVar("W")
 R = TypeVar("R")
 # Reads many batches, in order, onto the device.
-Feed = Callable[[Iterable[Wanted]], Iterator[Read]]
+ImageReader = Callable[[Iterable[ReadRequest]], Iterator[ReadResult]]
 
 
-def read_images(split: Split, indices: list[int], epoch: int = 0) -> Read:
+def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
     """Images of a split, uint8 (len(indices), C, H, W), and the broken ones: blank, where the split lets them be."""
     try:
         return split.fetch(indices, epoch), {}

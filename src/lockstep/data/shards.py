@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lockstep import log
 from lockstep.data.order import Batch, batches, blocks, share, strides
-from lockstep.data.reading import Broken, Feed, Wanted
+from lockstep.data.reading import Broken, ImageReader, ReadRequest
 from lockstep.errors import InputError
 from lockstep.plan import Plan
 from lockstep.world import World
 
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
-LEFT_OUT = -100
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Stride:
+class BatchGroup:
     """A rank's shards of consecutive steps of one epoch, read together: for small batches a call costs more than
     its pixels.
 
@@ -116,19 +116,19 @@ class Loader:
     eval_batch: int
     train_labels: Tensor
     eval_labels: Tensor
-    train_feed: Feed
-    eval_feed: Feed
+    train_feed: ImageReader
+    eval_feed: ImageReader
     partners: bool = False
     stride: int = 1
     order_device: torch.device | None = None
     skip: int = 0
-    met: set[tuple[bool, int]] = field(default_factory=set)
+    broken_seen: set[tuple[bool, int]] = field(default_factory=set)
 
-    def train(self, after: int) -> Iterator[Stride]:
+    def train(self, after: int) -> Iterator[BatchGroup]:
         """This rank's shards for every step behind `after`."""
         ahead: list[list[Batch]] = []
 
-        def wanted() -> Iterator[Wanted]:
+        def wanted() -> Iterator[ReadRequest]:
             world = self.world
             one_by_one = batches(
                 self.plan,
@@ -153,9 +153,9 @@ class Loader:
         images, _ = next(iter(self.train_feed([(batch.epoch, batch.indices)])))
         return next(self._stride([batch], images, rank=0, ranks=1, partners=False).shards(images))
 
-    def _stride(self, together: list[Batch], images: Tensor, rank: int, ranks: int, partners: bool) -> Stride:
+    def _stride(self, together: list[Batch], images: Tensor, rank: int, ranks: int, partners: bool) -> BatchGroup:
         indices = torch.cat([batch.indices for batch in together]).to(self.world.device, non_blocking=True)
-        return Stride(together, images, self.train_labels[indices], indices, rank, ranks, partners)
+        return BatchGroup(together, images, self.train_labels[indices], indices, rank, ranks, partners)
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
@@ -178,14 +178,14 @@ class Loader:
         """Take broken images out of the loss and of the scores, for good, and warn of each once."""
         for index, error in broken.items():
             example = (labels is self.train_labels, index)
-            if example not in self.met:
-                self.met.add(example)
-                labels[index] = LEFT_OUT
-                if len(self.met) > self.skip:
+            if example not in self.broken_seen:
+                self.broken_seen.add(example)
+                labels[index] = IGNORE_INDEX
+                if len(self.broken_seen) > self.skip:
                     raise self._too_many(f"{error.what} too")
-                log.warn(f"{error.what}: left out, {len(self.met)} of at most {self.skip}")
+                log.warn(f"{error.what}: left out, {len(self.broken_seen)} of at most {self.skip}")
 
-    def left_out(self) -> int:
+    def count_skipped(self) -> int:
         """The number of different broken images that all ranks together have met so far. Collective.
 
         Raises:
@@ -193,8 +193,8 @@ class Loader:
         """
         if not self.skip:
             return 0
-        met = (torch.cat([self.train_labels, self.eval_labels]) == LEFT_OUT).int()
-        number = int((self.world.sum(met) > 0).sum())
+        broken_seen = (torch.cat([self.train_labels, self.eval_labels]) == IGNORE_INDEX).int()
+        number = int((self.world.sum(broken_seen) > 0).sum())
         if number > self.skip:
             raise self._too_many(f"{number} images cannot be decoded")
         return number

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.data.folder import Folder
 from lockstep.data.listing import KNOWN, Listing, class_names
 from lockstep.data.order import share
-from lockstep.data.reading import Broken, Read, in_order, read_images, worthwhile
+from lockstep.data.reading import Broken, ReadResult, in_order, read_images, worthwhile
 from lockstep.data.splits import BrokenImage
 from lockstep.errors import InputError
 from lockstep.protocols import Source, Split
@@ -41,7 +41,7 @@ def share_listings(source: Source, world: World) -> None:
 def _share_listing(folder: Path, train: Path, world: World) -> None:
     """Map the list of the files in `folder` that one rank of this machine has made. Collective."""
     own = KNOWN.get((folder, train))
-    leader = min([world.rank, *world.neighbours])
+    leader = min([world.rank, *world.local_peer_pids])
     everyone = world.gather((leader, None if own is None else (own.files, len(own.table))))
     if all(size is not None for _, size in everyone):
         return  # forked from a process that had made it, whose memory they share
@@ -57,7 +57,7 @@ def _share_listing(folder: Path, train: Path, world: World) -> None:
     KNOWN[folder, train] = Listing(folder, class_names(train), table, files)
 
 
-def decode_all(split: Split, world: World, *, threads: int) -> Read:
+def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     """Every image of a split that is not in memory, uint8 (N, C, H, W), and the broken ones. Collective.
 
     Args:
@@ -71,7 +71,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> Read:
     if world.control is None:  # a process for itself
         world = World.solo()
     shape = (len(split), *split.fetch([]).shape[1:])
-    together = sorted({world.rank, *world.neighbours})
+    together = sorted({world.rank, *world.local_peer_pids})
     images = _mapped(shape, world, leader=together[0]) if world.size > 1 else None
     if images is None:
         together, images = [world.rank], torch.empty(shape, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.data.decode import Box, ImageFile
 from lockstep.errors import InputError
-from lockstep.rng import Draws
+from lockstep.rng import SampleRNG
 
 
 class BrokenImage(InputError):
@@ -76,14 +76,14 @@ class Crop:
         size: (height, width) that a box is resized to.
     """
 
-    boxes: Callable[[Draws, Tensor], Tensor]
+    boxes: Callable[[SampleRNG, Tensor], Tensor]
     seed: int
     size: tuple[int, int]
 
     def of(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
         """The box of each of the examples `indices`, whose images are `files`."""
         sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
-        found = self.boxes(Draws(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
+        found = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
         return [(top, left, height, width) for top, left, height, width in found.tolist()]
 
 

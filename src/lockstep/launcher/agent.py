@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from lockstep import child, log
 from lockstep.errors import RankFailed
-from lockstep.launcher.base import cause, forget_errors
+from lockstep.launcher.base import first_failure, forget_errors
 from lockstep.launcher.ranks import (
     LOOPBACK,
     Forwarding,
@@ -49,7 +49,7 @@ def watch(entry: Entry, run_dir: RunDir, *, ranks: int, restarts: int) -> None:
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
-        rdzv_handler=Meeting(),
+        rdzv_handler=LoopbackRendezvous(),
         # A command and not a function: a function's worker cannot leave cleanly after a signal.
         entrypoint=sys.executable,
         args=("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)),
@@ -60,7 +60,7 @@ def watch(entry: Entry, run_dir: RunDir, *, ranks: int, restarts: int) -> None:
         agent.request = request
         agent.run()
         if agent.failed:
-            raise cause(run_dir, agent.failed)
+            raise first_failure(run_dir, agent.failed)
 
 
 class Agent(LocalElasticAgent):
@@ -99,7 +99,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Called after a failure: only a fault is worth another try."""
-        ended = cause(self.run_dir, self.failed)
+        ended = first_failure(self.run_dir, self.failed)
         if self.request.heard or not isinstance(ended, RankFailed):
             raise ended
         log.warn(f"{ended}; all ranks are started again from the last checkpoint")
@@ -107,7 +107,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
 
-class Meeting(RendezvousHandler):
+class LoopbackRendezvous(RendezvousHandler):
     """One machine has no one to wait for: a rendezvous is a fresh store on the loopback interface.
 
     Fresh for each attempt, because a restarted rank could find an entry of the one before it.

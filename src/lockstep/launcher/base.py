@@ -69,7 +69,7 @@ class Auto(Inline):
     """`inline` for one rank, `spawn` for several or in a sweep. Resolved before a run starts."""
 
 
-def cause(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
+def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     """What ended a job whose ranks failed with `exit_codes`, before any were ended by us.
 
     A rank that a signal ended left no word, so it is looked for first. Else it is the earliest error that a rank

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import TCPStore
 
 from lockstep import child
-from lockstep.launcher.base import Inline, cause, forget_errors
+from lockstep.launcher.base import Inline, first_failure, forget_errors
 from lockstep.launcher.ranks import (
     LOOPBACK,
     POLL_S,
@@ -74,7 +74,7 @@ class Spawn(Inline):
                 children.wait(POLL_S)
                 running = None in children.codes().values()
                 if failed := failures(children):
-                    raise cause(run_dir, failed)
+                    raise first_failure(run_dir, failed)
 
 
 def can_fork() -> bool:

@@ -26,7 +26,7 @@ class AllReduce(Distributed):
     times as long.
     """
 
-    def divisor(self, world: World) -> int:
+    def grad_divisor(self, world: World) -> int:
         return 1
 
     def reduce(self, replica: nn.Module) -> None:

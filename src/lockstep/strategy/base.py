@@ -32,7 +32,7 @@ class Single:
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return model
 
-    def divisor(self, world: World) -> int:
+    def grad_divisor(self, world: World) -> int:
         return world.size
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:

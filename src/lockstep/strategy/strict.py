@@ -125,7 +125,7 @@ class Strict(Single):
             share_weights(model)
         return TreeReplica(model)
 
-    def divisor(self, world: World) -> int:
+    def grad_divisor(self, world: World) -> int:
         # Not even a factor of the loss may depend on the ranks: it would move underflow.
         return 1
 

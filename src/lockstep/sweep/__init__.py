@@ -35,10 +35,10 @@ class Outcome:
     error: str = ""
 
 
-def guarded(job: Callable[[], float | None], invocation: config.Invocation) -> float | None:
+def run_sweep_job(job: Callable[[], float | None], invocation: config.Invocation) -> float | None:
     """Run a job; one of a sweep that fails is reported and gives NaN, so that the sweep goes on."""
     if not invocation.sweep or invocation.folder is None:
-        with refusals.past_hydra():
+        with refusals.bypass_hydra_errors():
             return job()
     error: LockstepError | None = None
     objective: float | None = None

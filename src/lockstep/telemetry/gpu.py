@@ -21,7 +21,7 @@ from lockstep import log
 from lockstep.errors import StorageError
 from lockstep.files import parsed_json
 from lockstep.protocols import Sink
-from lockstep.telemetry.sinks import reopened
+from lockstep.telemetry.sinks import truncate_after
 from lockstep.world import World
 
 PERIOD_S = 1.0
@@ -62,7 +62,7 @@ class Monitor(NoMonitor):
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self.uuids, self.sinks, self.step, self.period = uuids, sinks, step, period
         self.path = path
-        self.file, _ = reopened(path, 0, _anyway)
+        self.file, _ = truncate_after(path, 0, _anyway)
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
         self.samples = 0
@@ -132,7 +132,7 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
         numbers = replica.device_ids if isinstance(replica, nn.DataParallel) else [world.device.index]
     own = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in numbers]
     uuids = world.gather(own)
-    return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.neighbours})))
+    return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
 
 
 def monitor(*, wanted: bool, gpus: list[str], path: Path, sinks: list[Sink], step: Callable[[], int]) -> NoMonitor:

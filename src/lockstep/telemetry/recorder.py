@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Stepped)
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
 
 
-class Trail(TypedDict):
+class RankWindowState(TypedDict):
     """What a rank has behind the last log point: the summed loss of each micro-batch, its step and its examples,
     and the hits of all."""
 
@@ -37,11 +37,11 @@ class Trail(TypedDict):
     hits: int
 
 
-class OpenWindow(TypedDict):
+class WindowState(TypedDict):
     """The last log point, and the trail of each rank behind it."""
 
     flushed: int
-    trails: list[Trail]
+    trails: list[RankWindowState]
 
 
 class Telemetry:
@@ -70,7 +70,7 @@ class Telemetry:
         display: Display,
         samples: NoSamples,
         step: int,
-        window: OpenWindow | None = None,
+        window: WindowState | None = None,
         flops: float,
         peak: float,
         loss_limit: float = math.inf,
@@ -96,11 +96,11 @@ class Telemetry:
         self.busy = self.waited_in_all = 0.0
         self.last: Window | None = None
 
-    def open_window(self) -> OpenWindow:
+    def open_window(self) -> WindowState:
         """What has gathered since the last log point, of every rank, for a checkpoint. Collective."""
         return {"flushed": self.flushed, "trails": self.world.gather(self._trail())}
 
-    def _trail(self) -> Trail:
+    def _trail(self) -> RankWindowState:
         self._count()
         return {
             "losses": self.losses.tolist(),
@@ -109,7 +109,7 @@ class Telemetry:
             "hits": int(self.hits),
         }
 
-    def _reopen(self, window: OpenWindow) -> None:
+    def _reopen(self, window: WindowState) -> None:
         """Go on with a window: each rank with its own trail; another number of ranks shares them out."""
         self.flushed = window["flushed"]
         self.carried = sum(sum(trail["examples"]) for trail in window["trails"])
@@ -174,7 +174,7 @@ class Telemetry:
             examples=int(examples) - self.carried,
             seconds=seconds,
             waited=self.waited,
-            suspect=None if loss / examples <= self.loss_limit else self._suspect(step),
+            first_bad_step=None if loss / examples <= self.loss_limit else self._suspect(step),
         )
         self.losses = self.losses[:0]
         self.steps.clear()

@@ -63,7 +63,7 @@ class JsonLines:
 
     def __init__(self, path: Path, after: int, logged: int = 0) -> None:
         self.path = path
-        self.file, last = reopened(path, after, _step_of)
+        self.file, last = truncate_after(path, after, _step_of)
         if last < logged:
             log.warn(
                 f"{path} ends at step {last}, and its run had logged step {logged}: what is between them is lost"
@@ -92,7 +92,7 @@ def _step_of(line: str) -> int:
     raise ValueError("not a line of figures")
 
 
-def reopened(path: Path, after: int, step: Callable[[str], int], header: str = "") -> tuple[TextIO, int]:
+def truncate_after(path: Path, after: int, step: Callable[[str], int], header: str = "") -> tuple[TextIO, int]:
     """The file at `path`, to be added to, with the `header` and its whole lines of steps up to `after`.
 
     A line cut short by a kill has no end, and may still look like a smaller step. Others that cannot be read are
@@ -172,7 +172,7 @@ class Table:
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
         header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
-        self.file, _ = reopened(path, after, lambda line: int(line.partition(",")[0]), header)
+        self.file, _ = truncate_after(path, after, lambda line: int(line.partition(",")[0]), header)
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

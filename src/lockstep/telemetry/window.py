@@ -11,7 +11,7 @@ class Window:
 
     `examples` are those of this process: of a window that a resume went on with, the rest.
 
-    `suspect` is the first step whose loss, on some rank, is not finite or above the limit; null where the mean
+    `first_bad_step` is the first step whose loss, on some rank, is not finite or above the limit; null where the mean
     is sound.
 
     `seconds` are without evaluations and saves; `waited` is the part of them, on main, in which the loop
@@ -25,7 +25,7 @@ class Window:
     examples: int
     seconds: float
     waited: float
-    suspect: int | None = None
+    first_bad_step: int | None = None
 
     @property
     def rate(self) -> float:
