@@ -45,6 +45,7 @@ from rich.table import Table
 import gpu_rates
 import gpu_steps
 from gpu_jobs import MARK, ROOT, Failed, Place, kill, marked
+from lockstep.storage import write_atomic
 from measure import Rows, console, parser, write
 
 # The last lines of a failed step's output that are shown.
@@ -114,9 +115,10 @@ def short(figure: float) -> str:
     return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
 
 
-def apart(name: str, device: str, limit_s: float) -> Verdict:
-    """Run a step in a process group of its own, and end all that is left of it."""
+def apart(name: str, device: str, left_s: float) -> Verdict:
+    """Run a step in a process group of its own, for `left_s` seconds at most, and end all that is left of it."""
     began = time.perf_counter()
+    limit_s = STEPS[name].limit_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as text:
         folder = Path(text)
         output, result = folder / "output.txt", folder / "verdict.json"
@@ -130,15 +132,19 @@ def apart(name: str, device: str, limit_s: float) -> Verdict:
                 start_new_session=True,
             )
         try:
-            ending = f"the step's process ended with {process.wait(limit_s)}"
+            code = process.wait(min(limit_s, left_s))
+            ended = Verdict("FAILED", f"the step's process ended with {code}")
         except subprocess.TimeoutExpired:
-            ending = f"not done within {limit_s:.0f} s"
+            ended = Verdict("FAILED", f"not done within {limit_s:.0f} s")
+            if left_s < limit_s:
+                ended = Verdict("left out", f"--budget ended it after {left_s:.0f} s")
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             kill(marked(folder))
-        ended = Verdict(**json.loads(result.read_text())) if result.exists() else Verdict("FAILED", ending)
+        if result.exists():
+            ended = Verdict(**json.loads(result.read_text()))
         if ended.verdict == "FAILED":
             console.print(
                 f"the end of what {name} wrote:", *output.read_text().splitlines()[-SHOWN:], sep="\n", markup=False
@@ -166,7 +172,7 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--only", type=names, default=list(STEPS), metavar="STEP[,STEP]", help=", ".join(STEPS))
     options.add_argument("--device", choices=["cpu", "cuda"], help="[cuda, where there is one]")
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="leave out what does not start within them")
+    options.add_argument("--budget", type=float, metavar="SECONDS", help="leave out what is not done within them")
     options.add_argument("--step-in", type=Path, help=argparse.SUPPRESS)  # be the process of one step
     arguments = options.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -176,7 +182,9 @@ def main() -> int:
     if arguments.step_in is not None:
         (name,) = arguments.only
         ended = verdict(STEPS[name], Place(device, arguments.step_in))
-        (arguments.step_in / "verdict.json").write_text(json.dumps(asdict(ended)))
+        write_atomic(
+            arguments.step_in / "verdict.json", json.dumps(asdict(ended))
+        )  # it may be killed while it writes
         return 0
     began = time.perf_counter()
     verdicts: dict[str, Verdict] = {}
@@ -188,7 +196,7 @@ def main() -> int:
         if device == "cpu" and STEPS[name].gpu_only:
             verdicts[name] = Verdict("left out", STEPS[name].gpu_only)
             continue
-        verdicts[name] = apart(name, device, min(STEPS[name].limit_s, left_s))
+        verdicts[name] = apart(name, device, left_s)
         console.print(f"{name}: {verdicts[name].verdict}, {verdicts[name].seconds:.1f} s", markup=False)
     show(verdicts)
     write(arguments.json, {}, device=device, steps={name: asdict(each) for name, each in verdicts.items()})

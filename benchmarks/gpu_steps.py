@@ -154,7 +154,8 @@ def ranks(place: Place) -> str:
     # Two epochs of two batches of 16 and one of a single example, with batch norm over all ranks.
     job = (*NORMED, "dataset.examples=33", "dataset.size=64", "batch=16", "steps=6")
     several = ("strategy=ddp", "launcher.backend=gloo", "launcher.threads=1")
-    bounds = {"fp64": 1e-9, "bf16": 0.1}
+    # float64 shows a wrong statistic or share. A CPU may have no instructions for bfloat16, and takes its time.
+    bounds = {"fp64": 1e-9, "bf16": 0.1} if place.cuda else {"fp64": 1e-9}
     differences = {}
     for precision, bound in bounds.items():
         one = trained(place, f"one {precision}", *job, f"precision={precision}")
