@@ -33,7 +33,7 @@ from lockstep.strategy.ddp import CommHook
 from lockstep.telemetry import gpu
 from lockstep.trainer import Trainer
 from lockstep.world import World
-from processes import ended, processes, running, wait_for
+from processes import ended, processes, running, start, wait_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -386,7 +386,7 @@ def test_a_stopped_run_on_the_gpu_leaves_nothing_and_goes_on(tmp_path: Path) -> 
     assert code == 75, err
     wait_for(lambda: not processes(tmp_path / "run"))
     steps = len(losses(tmp_path / "run")) + 5
-    code, err = ended(running(tmp_path / "run", *job, f"steps={steps}", steps=0))
+    code, err = ended(start(tmp_path / "run", *job, f"steps={steps}"))
     assert code == 0, err
     assert len(losses(tmp_path / "run")) == steps
     wait_for(lambda: not processes(tmp_path / "run"))
