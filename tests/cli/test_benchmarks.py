@@ -138,3 +138,40 @@ def in_order(network: Any) -> Any:
     for layer, norm in zip(network.filters, network.norms, strict=True):
         yield from (*layer.parameters(), *norm.parameters())
     yield from network.head.parameters()
+
+
+def test_the_gpu_check_passes_where_it_needs_no_gpu(tmp_path: Path) -> None:
+    kept = tmp_path / "check.json"
+    steps = ("strict", "hooks", "ranks", "resume", "memory", "stop")
+    small = ("--device", "cpu", "--only", ",".join(steps), "--json", str(kept))
+    done = command(sys.executable, "benchmarks/gpu_check.py", *small, timeout=580)
+    assert done.code == 0, done.out + done.err
+    verdicts = {name: each["verdict"] for name, each in json.loads(kept.read_text())["steps"].items()}
+    assert verdicts == {**dict.fromkeys(steps, "passed"), "memory": "left out"}
+
+
+def test_the_gpu_check_ends_a_step_and_all_its_processes_when_its_time_is_over(tmp_path: Path) -> None:
+    kept = tmp_path / "check.json"
+    short = ("--device", "cpu", "--only", "default,stop", "--budget", "5", "--json", str(kept))
+    done = command(sys.executable, "benchmarks/gpu_check.py", *short, TMPDIR=str(tmp_path))
+    assert done.code == 0, done.out + done.err
+    steps = json.loads(kept.read_text())["steps"]
+    assert {name: each["found"] for name, each in steps.items()} == {
+        "default": "--budget ended it after 5 s",
+        "stop": "the 5 s of --budget are over",
+    }
+    environments = (path for path in Path("/proc").glob("[0-9]*/environ"))
+    assert not [path for path in environments if marked_with(path, str(tmp_path))]
+
+
+def marked_with(environment: Path, text: str) -> bool:
+    try:
+        return f"LOCKSTEP_GPU_CHECK={text}".encode() in environment.read_bytes()
+    except OSError:  # it ended just now, or is someone else's
+        return False
+
+
+def test_the_gpu_check_says_which_steps_there_are() -> None:
+    done = command(sys.executable, "benchmarks/gpu_check.py", "--only", "strict,speed")
+    assert done.code == 2
+    assert "there is no step 'speed'; the steps are default, strict, " in done.err

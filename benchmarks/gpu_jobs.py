@@ -1,0 +1,188 @@
+"""What the steps of `gpu_check.py` share: how they say what they found, and how a job is trained and read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep import checkpoint, config, experiment, resolve
+from lockstep.rundir import RunDir
+from lockstep.world import World
+
+ROOT = Path(__file__).parent.parent
+# Which processes are a step's, in their environment: the ranks of torchrun have sessions of their own.
+MARK = "LOCKSTEP_GPU_CHECK"
+# For an event that takes moments, on a machine that is slow and busy. The step's own limit is above it.
+PATIENCE_S = 60.0
+QUIET = ("name=check", "telemetry.tensorboard=false", "telemetry.interval=1")
+# Small images and no evaluation within the run; the rate is low, so that rounding is not magnified.
+SMALL = (
+    *("dataset=fake", "dataset.size=32", "dataset.classes=10", "steps=3"),
+    *("optimizer=sgd", "optimizer.lr=0.01", "schedule=constant", "train.eval_every=100%", "checkpoint.every=100%"),
+)
+NORMED = (*SMALL, "model=test_resnet", "augment=crop_flip")
+
+
+class Failed(Exception):
+    """What a step expected and did not find, in one sentence."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step runs: `cpu` or `cuda`, and a folder of its own."""
+
+    device: str
+    folder: Path
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def half(self) -> str:
+        """The 16-bit format that is looked at: float16 has a loss scaler, and needs a GPU."""
+        return "fp16" if self.cuda else "bf16"
+
+    @property
+    def batch(self) -> tuple[str, str]:
+        """A batch that this device takes moments for, and three of them."""
+        batch = 128 if self.cuda else 16
+        return f"batch={batch}", f"dataset.examples={3 * batch}"
+
+
+def expect(condition: bool, sentence: str) -> None:
+    """Raise Failed with `sentence` unless `condition` holds."""
+    if not condition:
+        raise Failed(sentence)
+
+
+def resolved(place: Place, *overrides: str) -> dict[str, Any]:
+    """The config of a job on this device."""
+    words = [*QUIET, f"device={place.device}", f"output_root={place.folder}", *overrides]
+    return resolve.resolve(config.composed(ROOT / "conf", words), sweep=False)
+
+
+def trained(place: Place, name: str, *overrides: str, heartbeat: Callable[[], None] = lambda: None) -> RunDir:
+    """Train a job in this process, or go on with the run `name`; `heartbeat` is called after each step."""
+    run = RunDir.at(place.folder / name)
+    job = resolved(place, *overrides)
+    torch.set_num_threads(job["launcher"]["threads"])
+    run.config.write_text(config.dump(job))
+    run.overrides.write_text(config.dump_list(list(overrides)))
+    experiment.run(World.solo("cuda:0" if place.cuda else "cpu"), run, heartbeat=heartbeat)
+    return run
+
+
+def command(place: Place, name: str, *overrides: str, launch: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """`train.py` as a user starts it, with its run folder at `name` of the step's folder; its stderr is a pipe."""
+    folder = place.folder / name
+    words = [*QUIET, f"device={place.device}", f"output_root={place.folder}", f"hydra.run.dir={folder}", *overrides]
+    return subprocess.Popen(
+        [sys.executable, *launch, "train.py", *words],
+        cwd=ROOT,
+        env={**os.environ, MARK: str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> None:
+    """Wait for a command, and raise Failed if it ends with another code than `code`."""
+    _, errors = process.communicate()
+    print(errors, file=sys.stderr)
+    last = (errors.splitlines() or ["nothing was said"])[-1]
+    expect(process.returncode == code, f"train.py ended with {process.returncode}, expected {code}: {last}")
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Poll until `condition` holds, and raise Failed if it does not for too long."""
+    began = time.monotonic()
+    while not condition():
+        expect(time.monotonic() < began + PATIENCE_S, f"{what}: not so within {PATIENCE_S:.0f} s")
+        time.sleep(0.05)
+
+
+def marked(folder: Path) -> list[int]:
+    """The living processes that were started for something in `folder` (Linux; elsewhere none are found)."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+            heartbeat = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:  # it ended just now, or is someone else's
+            continue
+        if f"{MARK}={folder}".encode() in environment and heartbeat:
+            found.append(int(entry.name))
+    return found
+
+
+def kill(pids: list[int]) -> None:
+    """End processes at once, those that are gone already too."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def losses(run: RunDir) -> list[float]:
+    """The training loss of each step."""
+    lines = map(json.loads, run.metrics.read_text().splitlines())
+    return [line["loss/train"] for line in lines if "loss/train" in line]
+
+
+def state(run: RunDir) -> dict[str, bytes]:
+    """Weights, momenta and loss scale of a run's newest checkpoint, as bytes."""
+    loaded = newest(run)
+    momenta = {
+        f"momentum of {name}": each["momentum_buffer"] for name, each in loaded.state["optimizer"]["state"].items()
+    }
+    tensors = {name: each.contiguous().numpy().tobytes() for name, each in {**loaded.model, **momenta}.items()}
+    return {**tensors, "scaler": repr(loaded.state["scaler"]).encode()}
+
+
+def newest(run: RunDir) -> checkpoint.LoadedCheckpoint:
+    """The newest checkpoint of a run."""
+    path = checkpoint.latest_valid(run.checkpoints)
+    expect(path is not None, f"{run.path.name} has no checkpoint")
+    assert path is not None
+    return checkpoint.load(path)
+
+
+def expect_same_bits(found: RunDir, expected: RunDir, what: str) -> None:
+    """Raise Failed, with the first difference, unless two runs ended with the same state."""
+    ours, theirs = state(found), state(expected)
+    different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    expect(not different, f"{what}: {len(different)} of {len(theirs)} tensors differ, e.g. {different[:1]}")
+
+
+def largest_loss_difference(found: RunDir, expected: RunDir) -> float:
+    """Of the losses of the same steps, relative to the expected ones; infinite if one of them is not finite."""
+    pairs = list(zip(losses(found), losses(expected), strict=True))
+    if not all(math.isfinite(each) for pair in pairs for each in pair):
+        return math.inf
+    return max(abs(one - other) / abs(other) for one, other in pairs)
+
+
+def largest_weight_difference(found: RunDir, expected: RunDir) -> float:
+    """Of all tensors of the model, relative to the largest number in each."""
+    ours, theirs = newest(found).model, newest(expected).model
+    return max(
+        float((ours[name] - each).abs().max() / each.abs().max().clamp(min=1e-12)) for name, each in floats(theirs)
+    )
+
+
+def floats(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Those that are no counters."""
+    return [(name, each) for name, each in tensors.items() if each.is_floating_point()]
