@@ -15,7 +15,7 @@ from lockstep.build_observers import build_observers
 from lockstep.checkpoint import Checkpointer
 from lockstep.closing import closing
 from lockstep.config import Job
-from lockstep.errors import NumericalError
+from lockstep.errors import NumericalError, Stopped
 from lockstep.run_record import NoRecord, run_record
 from lockstep.rundir import RunDir
 from lockstep.signals import StopRequest
@@ -116,7 +116,11 @@ def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> It
     """
     try:
         yield
+    except Stopped:
+        record.keep_progress(trainer.progress)
+        raise
     except NumericalError as error:
+        record.keep_progress(trainer.progress)
         record.keep_incident(error, trainer)
         # All ranks meet this error at one step. The launcher ends the others when the first one leaves, so none
         # leaves before main has written.

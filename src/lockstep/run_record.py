@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lockstep import config, environment, incident, report
 from lockstep.build_data import TrainingData
 from lockstep.build_model import Network
 from lockstep.config import Job
-from lockstep.errors import NumericalError
+from lockstep.errors import NumericalError, StorageError
 from lockstep.rundir import RunDir
 from lockstep.storage import write_atomic
 from lockstep.trainer import Progress, Trainer
@@ -26,6 +27,9 @@ class NoRecord:
 
     def begin(self, job: Job, progress: Progress) -> None:
         """Write what the run is. From here on the folder holds a run and not only the wish for one."""
+
+    def keep_progress(self, progress: Progress) -> None:
+        """Write how far a run came that ends before its last step."""
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         """Keep what is needed to look at bad numbers."""
@@ -75,6 +79,10 @@ class RunRecord(NoRecord):
         self.run_dir.mark_latest(Path(job.output_root))
         self.run_dir.start_summary(started=self.started, step=progress.step)
         self.job = job
+
+    def keep_progress(self, progress: Progress) -> None:
+        with suppress(StorageError):  # the error that ends the run says more
+            self.run_dir.write_summary(step=progress.step, best=progress.best, best_step=progress.best_step)
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         incident.keep(error, trainer, self.run_dir)

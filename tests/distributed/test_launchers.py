@@ -81,9 +81,9 @@ def test_a_signal_saves_and_a_resume_goes_on(
     assert code == 75, err
     assert "saved" in err
     assert "Traceback" not in err
-    assert summary(folder)["status"] == "stopped"
-    assert not processes(folder)
     stopped = steps_done(folder)
+    assert (summary(folder)["status"], summary(folder)["step"]) == ("stopped", stopped)
+    assert not processes(folder)
     again = command(sys.executable, "train.py", "resume=latest", f"steps={stopped + 2}", f"output_root={tmp_path}")
     assert again.code == 0, again.err
     assert [line["step"] for line in records(folder) if "loss/train" in line] == list(range(1, stopped + 3))
