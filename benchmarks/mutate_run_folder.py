@@ -152,7 +152,7 @@ class _StopAt(StopRequest):
 
 
 def stopped_halfway(folder: Path) -> None:
-    """The job in `folder`, stopped behind step `STOP_AT`."""
+    """The job in `folder`, stopped after step `STOP_AT`."""
     overrides = (*JOB, f"output_root={folder.parent}")
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()

@@ -50,7 +50,7 @@ def check_finite(model: nn.Module, world: World, step: int) -> None:
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
     broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()
     if world.sum(broken) > 0:
-        raise NumericalError(f"the weights are not finite behind step {step}; {REMEDIES}", step=step)
+        raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)
 
 
 REMEDIES = "a smaller optimizer.lr, train.clip_norm=1 or schedule.warmup=5% are the usual remedies"

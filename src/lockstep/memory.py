@@ -83,7 +83,7 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
     assert isinstance(job.train.micro_batches, int)
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, job.train.eval_batch // 2)
-        return LockstepError(f"out of memory in the evaluation behind step {step - 1}; use train.eval_batch={fewer}")
+        return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     gc.collect()
     keep_freed_memory(world, keep=False)
@@ -101,7 +101,7 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
 
 def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on so many blank examples fits, with all that a run keeps next to it."""
-    # The random numbers that initialise this model are not to be missing from the run's own.
+    # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):
         try:
             held = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)

@@ -1,4 +1,4 @@
-"""The job of a run that goes on: its first command's overrides, those of today behind them, and nothing else new."""
+"""The job of a run that goes on: its first command's overrides, those of today after them, and nothing else new."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class StopRequest:
             self.at_once = time.monotonic() - self.interrupted_at >= AGAIN_S
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. Only the first one interrupts: another could interrupt what cleans up behind it."""
+        """Handle a signal. Only the first one interrupts: another could interrupt the clean-up after it."""
         first = not self.heard
         self.take(number)
         if (self.at_once or (first and self.immediate)) and not importing(frame):

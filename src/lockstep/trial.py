@@ -63,7 +63,7 @@ def training_rate(job: Job, world: World) -> float | None:
     assert isinstance(job.train.micro_batches, int)
     examples = math.ceil(int(job.batch) / world.size / job.train.micro_batches)
     tried = min(FEW, examples)
-    # The random numbers that initialise this model are not to be missing from the run's own.
+    # Fork the generator: this throw-away model must not advance the state of the run's.
     with torch.random.fork_rng(devices=[]):
         try:
             seconds = _seconds(trial_step(job, world, tried), world)

@@ -55,7 +55,7 @@ def test_running_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
 
 def test_running_out_of_memory_in_evaluation_says_so(tmp_path: Path) -> None:
     done = limited(tmp_path, "batch=4", "dataset.examples=1200", "train.eval_batch=300")
-    assert "out of memory in the evaluation behind step 1; use train.eval_batch=150" in done.err
+    assert "out of memory in the evaluation after step 1; use train.eval_batch=150" in done.err
 
 
 def test_auto_finds_what_fits_keeps_the_batch_and_says_so(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def untimed(run: Path) -> list[dict[str, object]]:
 
 
 # Asked for once within each step, between its two micro-batches, and 19 times in each of the evaluations of model and
-# average behind steps 5 and 10: once before them, and behind each of their blocks.
+# average after steps 5 and 10: once before them, and behind each of their blocks.
 @pytest.mark.parametrize(("place", "step"), [(3, 2), (9, 5), (46, 7), (70, 10)])
 def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
     tmp_path: Path, whole_in_blocks: Path, place: int, step: int

@@ -201,7 +201,7 @@ def last_is_finite(run: Path) -> bool:
     ("name", "step", "sentence"),
     [
         ("nan_input_on_one_rank", AT, "the loss is nan between steps 6 and 10, first at step 8"),
-        ("nan_weight_behind_a_log_point", 10, "the weights are not finite behind step 10"),
+        ("nan_weight_behind_a_log_point", 10, "the weights are not finite after step 10"),
         ("absurd_loss", AT, "first at step 8"),
     ],
 )

@@ -117,7 +117,7 @@ def _is_progress(found: Mapping[str, Any]) -> bool:
 
 
 def _is_window(found: Any) -> bool:
-    """The same of the window that was open: the last log point, and what each rank has behind it."""
+    """The same of the window that was open: the last log point, and what each rank has gathered since."""
     match found:
         case None:
             return True

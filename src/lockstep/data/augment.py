@@ -18,7 +18,7 @@ from lockstep.errors import InputError
 from lockstep.fields import ranged
 from lockstep.rng import SampleRNG
 
-# Of a random resized crop, as torchvision has it; the numbers of its tries are far behind all others.
+# Of a random resized crop, as in torchvision. Its draws start at 2**20, so they never collide with other draws.
 TRIES, FIRST_TRY = 10, 2**20
 
 

@@ -30,7 +30,7 @@ __all__ = ["Auto", "Resident", "Streaming"]  # the group's options: what a confi
 GB = 1e9
 # How fast a worker is, is tried on so many images, some at a time, and for so many seconds at most.
 TRIED, TRIED_AT_ONCE, TRIAL_S = 256, 16, 0.3
-# Workers are to be so much faster than what they feed: images differ.
+# Workers get 25 % headroom: decoding time varies from image to image.
 HEADROOM = 1.25
 # Values of the images that are gathered and augmented together, at most. On a CPU as many as stay in its cache: as
 # float32 they are 4 MB. On a GPU a call costs more than many values do; there they take, with what is made of them on

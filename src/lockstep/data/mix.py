@@ -1,4 +1,4 @@
-"""Mixup and CutMix: each sample of a global batch with the one behind it, by numbers of its own key.
+"""Mixup and CutMix: each sample of a global batch with the one after it, by numbers of its own key.
 
 Partner, share and box are functions of (seed, epoch, global batch), so neither ranks nor micro-batches change
 them: a piece of a global batch needs one image more, the partner of its last sample.
@@ -62,7 +62,7 @@ class Mix:
         share = torch.where(cut, 1 - inside.sum((1, 2)) / area, share)
         kept = share.to(images.dtype)[:, None]
         each = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(images.dtype)
-        # What the label smoothing of cross_entropy, which adds to every row, turns into zeros.
+        # Negative, so that cross_entropy's label smoothing brings the row to exactly zero.
         nothing = -self.label_smoothing / (self.classes * (1 - self.label_smoothing))
         return mixed, (each[:-1] * kept + each[1:] * (1 - kept)).masked_fill(broken[:-1, None], nothing)
 

@@ -27,8 +27,8 @@ class Shard:
     """Piece `number` of the `pieces` that a global batch of `count` examples is cut into, on the device.
 
     `images` (b, C, H, W) are as stored (uint8) or as the model takes them, `indices` and `known_labels` int64 (b,).
-    With a `partner`, because samples are mixed, the three hold one more: that of the piece's last example. A piece
-    without examples has none.
+    With `partner`, because samples are mixed, each of the three has one more row: the partner of the piece's last
+    example. A piece without examples has none.
     """
 
     step: int

@@ -64,7 +64,7 @@ class Spawn(Inline):
         )
         with children, forwarding(children) as request:
             if not fork:
-                # Its start would let the signals through that the start of the ranks holds back.
+                # Started first: its start unblocks the signals that the start of the ranks holds back.
                 resource_tracker.ensure_running()
             children.start()
             children.store = loopback_store(listener)

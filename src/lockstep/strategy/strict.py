@@ -68,7 +68,7 @@ class TreeReplica(nn.Module):
         for parameter, gradient in zip(with_gradient, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():
-            # Running statistics are those of the first virtual shard of each rank, whose first is main's.
+            # Keep the statistics of each rank's first virtual shard; main's are the ones that are saved.
             for buffer, of_first in zip(self.module.buffers(), self.buffers_of_first, strict=True):
                 buffer.copy_(of_first)
 

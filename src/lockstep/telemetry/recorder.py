@@ -38,7 +38,7 @@ class RankWindowState(TypedDict):
 
 
 class WindowState(TypedDict):
-    """The last log point, and the trail of each rank behind it."""
+    """The last log point, and what each rank has gathered since."""
 
     flushed: int
     trails: list[RankWindowState]
@@ -144,7 +144,7 @@ class Telemetry:
         self.samples.record(micro, images)
 
     def forget(self, after: int) -> None:
-        """Drop what was recorded behind step `after`: of a step that is not finished, and is done again."""
+        """Drop what was recorded after step `after`: of a step that is not finished, and is done again."""
         self.uncounted = [each for each in self.uncounted if each[0] <= after]
 
     def _count(self) -> None:

@@ -131,7 +131,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
 
     write_atomic_parts(path, counting())
     if damaged:
-        more = f" and {len(damaged) - 1} behind it" if len(damaged) > 1 else ""
+        more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
     with storing(path):
         return path.open("a", newline="", buffering=1), last

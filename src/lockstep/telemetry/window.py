@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Window:
     """Over all ranks: `loss` is the mean over examples, `top1` in percent.
 
-    `examples` are those of this process: of a window that a resume went on with, the rest.
+    `examples` are those that this process trained on: after a resume inside a window, only those since the resume.
 
     `first_bad_step` is the first step whose loss, on some rank, is not finite or above the limit; null where the mean
     is sound.
