@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import timm
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
+from lockstep.strategy import batchnorm
 from lockstep.strategy.batchnorm import (
     SyncBatchNorm,
     SyncBatchNormAct,
@@ -165,6 +167,59 @@ def test_a_converted_model_gives_the_same_logits() -> None:
     expected = model.train()(x)
     model.load_state_dict(state)
     torch.testing.assert_close(convert_sync_batchnorm(model)(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's four kernels for CUDA as their source says what they compute, in plain operations on the CPU."""
+
+    def wide(vector: Tensor, x: Tensor) -> Tensor:
+        return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+    def stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        dims = [0, *range(2, x.dim())]
+        return x.mean(dims), (x.var(dims, correction=0) + eps).rsqrt()
+
+    def elemt(x: Tensor, weight: Any, bias: Any, mean: Tensor, invstd: Tensor, eps: float) -> Tensor:
+        output = (x - wide(mean, x)) * wide(invstd, x)
+        return output if weight is None else output * wide(weight, x) + wide(bias, x)
+
+    def reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *wanted: bool) -> tuple[Any, ...]:
+        assert wanted == (True, False, False)
+        dims = [0, *range(2, x.dim())]
+        return dy.sum(dims), (dy * (x - wide(mean, x))).sum(dims), None, None
+
+    def backward(
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Any,
+        sum_dy: Tensor,
+        sum_xmu: Tensor,
+        count: Tensor,
+    ) -> Tensor:
+        assert (count.dtype, count.dim()) == (torch.int32, 1)
+        n = count.sum()
+        slope = (x - wide(mean, x)) * wide(invstd.square() * sum_xmu / n, x)
+        return (dy - wide(sum_dy / n, x) - slope) * wide(invstd if weight is None else invstd * weight, x)
+
+    for name, kernel in {
+        "stats": stats,
+        "elemt": elemt,
+        "backward_reduce": reduce,
+        "backward_elemt": backward,
+    }.items():
+        monkeypatch.setattr(torch, f"batch_norm_{name}", kernel)
+    monkeypatch.setattr(batchnorm, "PlainKernels", batchnorm.CUDAKernels)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3, 4, 6), (8, 3)])
+def test_it_gives_the_kernels_of_cuda_what_they_take(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], affine: bool
+) -> None:
+    by_torchs_names(monkeypatch)
+    assert_alike((nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3, affine=affine), values(*shape))
 
 
 def test_the_compiler_traces_it_without_a_break() -> None:
