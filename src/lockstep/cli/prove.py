@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -114,16 +114,21 @@ def cases(sizes: list[int], *, micro_batches: int | None) -> list[Case]:
 
     `micro_batches` is another number of them than the user's config has; None where it makes another run.
     """
-    others = [] if micro_batches is None else [(f" x {micro_batches}", (f"train.micro_batches={micro_batches}",))]
-    planned = []
-    for strategy in ("single", "dp"):
-        for name, cut in [("", ()), *(others if strategy == "single" else [])]:
-            planned.append(Case(strategy + name, (f"strategy={strategy}", "launcher.ranks=1", *cut), "single"))
+
+    def cut_too(case: Case) -> list[Case]:
+        """The case, and the same with the other number of micro-batches."""
+        if micro_batches is None:
+            return [case]
+        cut = (*case.overrides, f"train.micro_batches={micro_batches}")
+        return [case, replace(case, name=f"{case.name} x {micro_batches}", overrides=cut)]
+
+    planned = cut_too(Case("single", ("strategy=single", "launcher.ranks=1"), "single"))
+    planned.append(Case("dp", ("strategy=dp", "launcher.ranks=1"), "single"))
     for ranks in sizes:
         on = f"launcher.ranks={ranks}"
-        for strategy in ("ddp", "allreduce", "allreduce_hooks"):
-            for name, cut in [("", ()), *(others if strategy == "ddp" else [])]:
-                planned.append(Case(f"{strategy} {ranks}{name}", (f"strategy={strategy}", on, *cut), "single"))
+        planned += cut_too(Case(f"ddp {ranks}", ("strategy=ddp", on), "single"))
+        for strategy in ("allreduce", "allreduce_hooks"):
+            planned.append(Case(f"{strategy} {ranks}", (f"strategy={strategy}", on), "single"))
         killed = ("strategy=ddp", on, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
         planned.append(Case(f"ddp {ranks} killed", killed, f"ddp {ranks}", exact=True, killed=True))
     planned.append(Case("strict 1", ("repro=strict", "launcher.ranks=1"), "strict 1"))
