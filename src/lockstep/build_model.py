@@ -4,54 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.compiling import compile_model
 from lockstep.config import Job
 from lockstep.data.loader import cores
+from lockstep.network import Network
 from lockstep.optim import make_ema
 from lockstep.plan import Plan
 from lockstep.protocols import Precision, Strategy
 from lockstep.rundir import RunDir
 from lockstep.signals import StopRequest
-from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
+from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.trainer import Progress
 from lockstep.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """The model of a run and all that holds its parameters.
-
-    Fields:
-        model: the raw module; `replica` the wrapped one, which is called in training.
-        draws: what the model draws in a forward pass.
-        ema: the average of the weights, where one is kept.
-        flops: floating-point operations of one example's forward and backward pass; 0 where no peak is known.
-        peak: operations per second of all devices of the job; 0 where it is not known.
-    """
-
-    model: nn.Module
-    replica: nn.Module
-    draws: ForwardDraws
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    ema: AveragedModel | None
-    flops: float
-    peak: float
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers are trained or frozen."""
-        return sum(each.numel() for each in self.model.parameters())
 
 
 def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:
@@ -80,10 +52,11 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     return Network(
         model=model,
         replica=replica,
-        draws=draws,
+        forward_keys=draws.of,
         optimizer=job.optimizer.build(model),
         scaler=precision.scaler(world.device),
         ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
+        notes=draws.notes,
         flops=flops,
         peak=peak,
     )

@@ -6,8 +6,8 @@ import itertools
 import math
 
 from lockstep import checkpoint, report
-from lockstep.build_model import Network
 from lockstep.config import Job
+from lockstep.network import Network
 from lockstep.plan import Plan
 from lockstep.protocols import Sink
 from lockstep.rundir import RunDir

@@ -64,13 +64,9 @@ def run(
     trainer = Trainer(
         world=world,
         plan=data.plan,
-        model=network.model,
-        replica=network.replica,
-        forward_keys=network.draws.of,
+        network=network,
         strategy=job.strategy,
         precision=job.precision,
-        scaler=network.scaler,
-        optimizer=network.optimizer,
         lr=job.optimizer.lr,
         schedule=job.schedule,
         loader=loader,
@@ -82,7 +78,6 @@ def run(
         label_smoothing=job.train.label_smoothing,
         eval_views=job.train.eval_views,
         clip_norm=job.train.clip_norm,
-        ema=network.ema,
         cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
         progress=progress,
     )

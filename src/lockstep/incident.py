@@ -46,7 +46,9 @@ def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
         {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()},
         folder / "batch.pt",
     )
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer.model.state_dict().items()}
+    weights = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in trainer.network.model.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors")
     before = [each.name for each in checkpoint.candidates(run_dir.checkpoints)]
     facts = {

@@ -10,9 +10,9 @@ from typing import Any
 
 from lockstep import config, environment, incident, report
 from lockstep.build_data import TrainingData
-from lockstep.build_model import Network
 from lockstep.config import Job
 from lockstep.errors import NumericalError, StorageError
+from lockstep.network import Network
 from lockstep.rundir import RunDir
 from lockstep.storage import write_atomic
 from lockstep.trainer import Progress, Trainer
@@ -64,7 +64,7 @@ class RunRecord(NoRecord):
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
         """Where the promise of equal runs ends for this job."""
-        notes: list[str] = job.strategy.notes(network.model, self.world, data.plan) + network.draws.notes
+        notes: list[str] = job.strategy.notes(network.model, self.world, data.plan) + network.notes
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.data.pipeline import Pipeline
@@ -18,9 +16,10 @@ from lockstep.data.shards import Loader, Shard
 from lockstep.errors import NumericalError, Stopped
 from lockstep.evaluate import evaluate
 from lockstep.health import REMEDIES, check_finite, check_replicas
+from lockstep.network import Network
 from lockstep.optim import gradient_norm, set_learning_rate
 from lockstep.plan import Plan
-from lockstep.protocols import MicroBatch, Precision, Schedule, Strategy
+from lockstep.protocols import Precision, Schedule, Strategy
 from lockstep.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, WindowState
 from lockstep.world import StopConsensus, World
@@ -40,7 +39,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Trains `model` (through its `replica`) by `plan`.
+    """Trains a network by a plan.
 
     A stop is heard between two steps, micro-batches or blocks of an evaluation, at the same place on all ranks.
     `cuts_steps`: whether one may come within a step, which is then undone.
@@ -48,13 +47,9 @@ class Trainer:
 
     world: World
     plan: Plan
-    model: nn.Module
-    replica: nn.Module
-    forward_keys: Callable[[MicroBatch], Tensor | None]
+    network: Network
     strategy: Strategy
     precision: Precision
-    scaler: torch.amp.GradScaler
-    optimizer: torch.optim.Optimizer
     lr: float
     schedule: Schedule
     loader: Loader
@@ -66,7 +61,6 @@ class Trainer:
     label_smoothing: float = 0.0
     eval_views: int = 1
     clip_norm: float | None = None
-    ema: AveragedModel | None = None
     cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
     vote: StopConsensus = field(init=False)
@@ -81,7 +75,7 @@ class Trainer:
             Stopped: a rank was asked to stop; the state is saved.
             NumericalError: a loss is not finite.
         """
-        self.telemetry.time_forward(self.replica)
+        self.telemetry.time_forward(self.network.replica)
         try:
             self.make_up_evaluation()
             for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
@@ -111,61 +105,62 @@ class Trainer:
 
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch."""
-        set_learning_rate(self.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
+        network = self.network
+        set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
         # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
         # cut into shards and micro-batches.
         scale = self.strategy.grad_divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
-            with self.strategy.accumulate(self.replica, last):
+            with self.strategy.accumulate(network.replica, last):
                 images, targets = self.pipeline.mixed(micro)
                 with self.precision.autocast(self.world.device):
-                    logits = self.replica(images, self.forward_keys(micro)).to(self.precision.sums)
+                    logits = network.replica(images, network.forward_keys(micro)).to(self.precision.sums)
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
-                self.scaler.scale(loss * scale).backward()
+                network.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)
             if not last and self.vote.can_wait:
                 self.between()
-        self.strategy.reduce(self.replica)
-        self.scaler.unscale_(self.optimizer)
-        scalars: dict[str, Any] = {"optim/lr": self.optimizer.param_groups[0]["lr"]}
+        self.strategy.reduce(network.replica)
+        network.scaler.unscale_(network.optimizer)
+        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
         if self.clip_norm is not None:
-            scalars["optim/grad_norm"] = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            scalars["optim/grad_norm"] = nn.utils.clip_grad_norm_(network.model.parameters(), self.clip_norm)
         elif self.plan.due("log", shard.step):
-            scalars["optim/grad_norm"] = gradient_norm(self.model)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None:
-            self.ema.update_parameters(self.model)
+            scalars["optim/grad_norm"] = gradient_norm(network.model)
+        network.scaler.step(network.optimizer)
+        network.scaler.update()
+        network.optimizer.zero_grad(set_to_none=True)
+        if network.ema is not None:
+            network.ema.update_parameters(network.model)
         return scalars
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """Write what has gathered since the last log point. The one place of a step that syncs the device."""
-        if self.scaler.is_enabled():
-            scalars["optim/scale"] = self.scaler.get_scale()
+        if self.network.scaler.is_enabled():
+            scalars["optim/scale"] = self.network.scaler.get_scale()
         window = self.telemetry.flush(step, scalars)
         # A loss scaler answers a loss that overflows by skipping the step, until it has nothing left to halve.
-        tolerated = self.scaler.is_enabled() and scalars["optim/scale"] >= 1
+        tolerated = self.network.scaler.is_enabled() and scalars["optim/scale"] >= 1
         if window.first_bad_step is not None and not tolerated:
             raise NumericalError(
                 f"the loss is {window.loss:.4g} between steps {window.first} and {step}, first at step "
                 f"{window.first_bad_step}; {REMEDIES}",
                 step=window.first_bad_step,
             )
-        check_replicas(self.model, self.world, step)
+        check_replicas(self.network.model, self.world, step)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         with self.telemetry.pause():
-            scores = self._scores(self.model)
+            scores = self._scores(self.network.model)
             scalars = {
                 "loss/val": scores["loss"],
                 "acc/val_top1": scores["top1"],
                 "acc/val_top5": scores["top5"],
             }
             top1 = scores["top1"]
-            if self.ema is not None:
-                top1 = scalars["acc/val_ema_top1"] = self._scores(self.ema.module)["top1"]
+            if self.network.ema is not None:
+                top1 = scalars["acc/val_ema_top1"] = self._scores(self.network.ema.module)["top1"]
             self.progress.score = top1
             improved = self.progress.best is None or top1 > self.progress.best
             if improved:
@@ -206,11 +201,11 @@ class Trainer:
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Undo what the forward passes of a step have changed (statistics, counts) if a stop cuts it."""
-        before = [buffer.clone() for buffer in self.model.buffers()] if self.cuts_steps else []
+        before = [buffer.clone() for buffer in self.network.model.buffers()] if self.cuts_steps else []
         try:
             yield
         except StopNow:
-            for buffer, value in zip(self.model.buffers(), before, strict=self.cuts_steps):
+            for buffer, value in zip(self.network.model.buffers(), before, strict=self.cuts_steps):
                 buffer.copy_(value)
             self.telemetry.forget(after=self.progress.step)
             raise
@@ -233,15 +228,15 @@ class Trainer:
         """
         with self.telemetry.pause():
             if not self.plan.due("log", self.progress.step):  # where they have just been compared
-                check_replicas(self.model, self.world, self.progress.step)
-            check_finite(self.model, self.world, self.progress.step)
+                check_replicas(self.network.model, self.world, self.progress.step)
+            check_finite(self.network.model, self.world, self.progress.step)
             self.progress.window = self.telemetry.open_window()
             self.telemetry.sync()
             self.checkpointer.save(
-                model=self.model,
-                ema=self.ema,
-                optimizer=self.optimizer,
-                scaler=self.scaler,
+                model=self.network.model,
+                ema=self.network.ema,
+                optimizer=self.network.optimizer,
+                scaler=self.network.scaler,
                 progress=vars(self.progress),
             )
         self.heartbeat()
