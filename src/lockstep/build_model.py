@@ -58,7 +58,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
         ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
         notes=draws.notes,
         flops=flops,
-        peak=peak,
+        peak=peak if flops else 0.0,
     )
 
 

@@ -30,6 +30,17 @@ def test_counting_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_a_model_that_decides_by_values_is_not_counted_and_stays_as_it_was() -> None:
+    class Deciding(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    model = Deciding(8, 8).train()
+    assert training_flops(model, (8,)) == 0
+    assert model.training
+    assert model.weight.device == CPU
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "tf32", "expected"),
     [

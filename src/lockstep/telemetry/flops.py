@@ -62,7 +62,8 @@ BESIDES = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+
 def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float:
     """Floating-point operations of one example's forward and backward pass: three times its forward.
 
-    Counted on tensors without values (torch's meta device): nothing is computed, and `model` is not touched.
+    Counted on tensors without values (torch's meta device): nothing is computed, and `model` is not touched. 0 for a
+    model that needs values to decide what it computes, which is logged.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
@@ -72,9 +73,14 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float
     training = model.training
     model.eval()
     counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        torch.func.functional_call(model, shapes, (example,))
-    model.train(training)
+    try:
+        with torch.no_grad(), counter:
+            torch.func.functional_call(model, shapes, (example,))
+    except Exception as error:  # a forward pass can raise anything, and no figure is worth a run
+        log.logger.info("the operations of the model cannot be counted, so there is no perf/mfu_pct: %s", error)
+        return 0.0
+    finally:
+        model.train(training)
     return 3.0 * counter.get_total_flops()
 
 
