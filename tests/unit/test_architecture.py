@@ -150,6 +150,15 @@ def test_imports_go_downward(path: Path) -> None:
         assert down or (here, there) in WITHIN, f"lockstep.{here} imports lockstep.{there}"
 
 
+def test_the_tour_of_the_source_names_ten_files_that_there_are() -> None:
+    tour = (
+        (ROOT / "CONTRIBUTING.md").read_text().partition("## From the command to the step")[2].partition("\n## ")[0]
+    )
+    files = re.findall(r"^\d+\. `([^`]+)`", tour, re.MULTILINE)
+    assert len(files) == 10
+    assert not [each for each in files if not (ROOT / each).is_file()]
+
+
 def test_every_exception_is_needed() -> None:
     used = {(unit(path), there) for path in MODULES for there in units_imported(path)}
     assert used >= WITHIN.keys()
