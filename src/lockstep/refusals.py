@@ -29,7 +29,17 @@ from omegaconf.errors import (
 
 from lockstep.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, did_you_mean, escaped
 from lockstep.fields import shown
-from lockstep.signals import GRACE_S, STOPPED_EARLY, StopNow, StopRequest, importing, leave, listen, speaks
+from lockstep.signals import (
+    GRACE_S,
+    STOPPED_EARLY,
+    StopNow,
+    StopRequest,
+    importing,
+    leave,
+    listen,
+    silent_about_stops,
+    speaks,
+)
 from lockstep.storage import FULL
 from lockstep.terminal import drop
 
@@ -103,6 +113,7 @@ def command_line() -> Iterator[None]:
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
     stop = _StopEarly()
     listen(stop)
+    sys.unraisablehook = silent_about_stops(sys.unraisablehook)
     try:
         for word in sys.argv[1:]:
             check_word(word)

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -112,6 +112,7 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
             else is raised is its effect: of a library that was interrupted, of another rank that left first.
     """
     before = listen(request)
+    unraisable, sys.unraisablehook = sys.unraisablehook, silent_about_stops(sys.unraisablehook)
     earlier = [each for each in before.values() if isinstance(each, StopRequest)]
     try:
         if any(each.heard for each in earlier):
@@ -127,11 +128,18 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
         raise
     finally:
         request.immediate = False
+        sys.unraisablehook = unraisable
         for each in earlier:
             each.heard |= request.heard
         if restore:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def silent_about_stops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """`hook`, but not for a stop that was raised where nothing can be raised: in a `__del__`, or a weak reference's
+    callback. It is heard all the same, and acted on by whoever asks next, or by the watchdog."""
+    return lambda unraisable: None if unraisable.exc_type is StopNow else hook(unraisable)
 
 
 def listen(handler: Any) -> dict[signal.Signals, Any]:

@@ -72,7 +72,23 @@ def test_a_stop_that_is_swallowed_ends_the_program_all_the_same(tmp_path: Path, 
     )
     done = command(sys.executable, "-W", "ignore", "-c", SWALLOWED, str(tmp_path) if where == "import" else where)
     assert done.code == 75, done.err
-    assert done.err.splitlines()[-1] == "lockstep: stopped before a run began; the same command starts it"
+    assert done.err == "lockstep: stopped before a run began; the same command starts it\n"
+
+
+def test_a_stop_that_is_raised_where_nothing_can_be_raised_is_heard_without_a_word() -> None:
+    program = (
+        "import os, signal\n"
+        "from lockstep.signals import StopRequest, stop_signals\n"
+        "class Lost:\n"
+        "    def __del__(self):\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "request = StopRequest()\n"
+        "with stop_signals(request):\n"
+        "    Lost()\n"
+        "print(request.heard)\n"
+    )
+    done = command(sys.executable, "-c", program)
+    assert (done.code, done.out, done.err) == (0, "True\n", "")
 
 
 def test_a_stop_of_a_process_that_cannot_be_interrupted_before_the_first_step_is_heard(tmp_path: Path) -> None:
@@ -98,7 +114,7 @@ def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_
     tmp_path: Path, ends: str
 ) -> None:
     folder = tmp_path / "run"
-    launch = (sys.executable, "-c", REPLACED, "lockstep.experiment", "_splits", SLEEPS)
+    launch = (sys.executable, "-c", REPLACED, "lockstep.build_data", "_splits", SLEEPS)
     process = start(folder, *INLINE, f"launcher.timeout={'4s' if ends == 'timeout' else '10min'}", launch=launch)
     wait_for(lambda: (folder / "logs" / "rank0.log").exists())
     if ends == "stop":
