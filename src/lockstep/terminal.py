@@ -9,20 +9,26 @@ from typing import Any, TextIO
 
 
 class Shown:
-    """Standard output, as it is at each write, without its errors: the log has the same words."""
+    """Standard output, as it is at each write, without its errors: the log has the same words.
+
+    A program may have none (`sys.stdout` is None).
+    """
 
     def write(self, text: str) -> int:
-        self._try(lambda: sys.stdout.write(text))
+        self._try(lambda stdout: stdout.write(text))
         return len(text)
 
     def flush(self) -> None:
-        self._try(sys.stdout.flush)
+        self._try(lambda stdout: stdout.flush())
 
-    def _try(self, show: Callable[[], object]) -> None:
+    def _try(self, show: Callable[[TextIO], object]) -> None:
+        stdout: TextIO | None = sys.stdout
+        if stdout is None:
+            return
         try:
-            show()
+            show(stdout)
         except OSError:
-            drop(sys.stdout)
+            drop(stdout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,3 +94,9 @@ def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.Captur
         assert text.replace("\n", "").isprintable()
         assert r"\x1b]0;x\x07\r\x9b31m\u202e[red]bold[/red] :smile:" in text
     assert "warning: two\\nname" in shown.out
+
+
+def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
+    with contextlib.redirect_stdout(None):
+        log.say("nobody sees this")
+        log.console.file.flush()
