@@ -19,6 +19,7 @@ import torch
 from lockstep import checkpoint, config, experiment, resolve
 from lockstep.rundir import RunDir
 from lockstep.world import World
+from measure import living
 
 ROOT = Path(__file__).parent.parent
 # Which processes are a step's, in their environment: the ranks of torchrun have sessions of their own.
@@ -115,16 +116,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def marked(folder: Path) -> list[int]:
     """The living processes that were started for something in `folder` (Linux; elsewhere none are found)."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-            heartbeat = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:  # it ended just now, or is someone else's
-            continue
-        if f"{MARK}={folder}".encode() in environment and heartbeat:
-            found.append(int(entry.name))
-    return found
+    return living(f"{MARK}={folder}")
 
 
 def kill(pids: list[int]) -> None:

@@ -41,6 +41,7 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.errors import InputError
 from lockstep.rundir import RunDir
+from measure import living
 
 ROOT = Path(__file__).parent.parent
 JOB = (
@@ -172,16 +173,7 @@ def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
 
 def processes(folder: Path) -> list[int]:
     """The living processes of the job at `folder`: ranks have sessions of their own under torch elastic."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:  # it ended just now, or is someone else's
-            continue
-        if f"{MARK}={folder}".encode() in environment and alive:
-            found.append(int(entry.name))
-    return found
+    return living(f"{MARK}={folder}\0")
 
 
 def shared_memory() -> set[str]:
