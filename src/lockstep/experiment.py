@@ -89,7 +89,7 @@ def run(
     ):
         trainer.fit()
     figures = {**telemetry.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
-    record.complete(progress, figures, skipped=loader.count_skipped())
+    record.complete(job, progress, figures, skipped=loader.count_skipped())
 
 
 def configure_torch(job: Job, world: World) -> None:

@@ -21,13 +21,10 @@ class FP32:
     """The format of matrix products, convolutions and input images; another one than `storage` means autocast."""
     storage: ClassVar[torch.dtype] = torch.float32
     """The format of parameters and gradients."""
+    sums: ClassVar[torch.dtype] = torch.float32
+    """The format that images are normalised in and losses are computed in: never a short one."""
     matmul: ClassVar[str] = "highest"
     """torch's name for the precision of float32 products on CUDA: `highest`, or `high` for TF32."""
-
-    @property
-    def sums(self) -> torch.dtype:
-        """The format that images are normalised in and losses are computed in: at least float32."""
-        return torch.promote_types(self.storage, torch.float32)
 
     def check(self, device: str) -> None:
         """Every device has float32."""
@@ -55,6 +52,7 @@ class FP64(FP32):
 
     dtype: ClassVar[torch.dtype] = torch.float64
     storage: ClassVar[torch.dtype] = torch.float64
+    sums: ClassVar[torch.dtype] = torch.float64
 
 
 @dataclass(frozen=True, kw_only=True)

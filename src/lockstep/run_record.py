@@ -34,7 +34,7 @@ class NoRecord:
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         """Keep what is needed to look at bad numbers."""
 
-    def complete(self, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
+    def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
         """Write how the run ended, and say it."""
 
 
@@ -78,7 +78,6 @@ class RunRecord(NoRecord):
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
         self.run_dir.start_summary(started=self.started, step=progress.step)
-        self.job = job
 
     def keep_progress(self, progress: Progress) -> None:
         with suppress(StorageError):  # the error that ends the run says more
@@ -87,7 +86,7 @@ class RunRecord(NoRecord):
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         incident.keep(error, trainer, self.run_dir)
 
-    def complete(self, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
+    def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
         self.run_dir.write_summary(
             status="completed",
@@ -100,7 +99,7 @@ class RunRecord(NoRecord):
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
         )
-        report.closing(job=self.job, run_dir=self.run_dir, progress=progress, seconds=seconds, figures=figures)
+        report.closing(job=job, run_dir=self.run_dir, progress=progress, seconds=seconds, figures=figures)
 
 
 def run_record(run_dir: RunDir, world: World, composed: Mapping[str, Any]) -> NoRecord:
