@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
-from lockstep.rundir import RunDir
-from lockstep.storage import sync
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import sync
 from measure import Figures, Rows, in_turns, parser, scaled, show, timed, write
 
 ROOT = Path(__file__).parent.parent

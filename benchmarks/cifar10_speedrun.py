@@ -32,13 +32,15 @@ import torch
 from torch import Tensor, nn
 
 from cifar10_reference import Reference, Split
-from lockstep import config, experiment, resolve
-from lockstep.config import Job
-from lockstep.data.reading import sample
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.schema import Job
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.data.loading.prefetch import sample
+from lockstep.job import resolve
 from lockstep.models.whitenet import WhiteNet
-from lockstep.rundir import RunDir
-from lockstep.trainer import Progress, Trainer
-from lockstep.world import World
+from lockstep.training import experiment
+from lockstep.training.trainer import Progress, Trainer
 from measure import Figures, Rows, Stopwatch, console, parser, show, write
 
 ROOT = Path(__file__).parent.parent
@@ -89,9 +91,9 @@ class Lockstep:
             patch.object(experiment, "Trainer", Timed),
         ):
             run = RunDir.at(Path(folder) / "run")
-            composed = config.composed(ROOT / "conf", [*self.words, f"seed={seed}", f"output_root={folder}"])
-            run.config.write_text(config.dump(resolve.resolve(composed, sweep=False)))
-            run.overrides.write_text(config.dump_list([]))
+            composed = composition.composed(ROOT / "conf", [*self.words, f"seed={seed}", f"output_root={folder}"])
+            run.config.write_text(yaml_io.dump(resolve.resolve(composed, sweep=False)))
+            run.overrides.write_text(yaml_io.dump_list([]))
             experiment.run(World.solo(str(self.device)), run)
             top1 = float(run.read_summary()["best"])
         return {"top1": top1, "seconds": watch.seconds, "compilations": watch.compilations}
@@ -173,7 +175,7 @@ def main() -> None:
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"
-    job = config.build_all(resolve.resolve(config.composed(ROOT / "conf", words(arguments)), sweep=False))
+    job = components.build_all(resolve.resolve(composition.composed(ROOT / "conf", words(arguments)), sweep=False))
     job.precision.configure()  # here already: what is compiled under another setting would be compiled again
     contenders: dict[str, Callable[[int], Figures]] = {
         "reference": reference(job, arguments),

@@ -29,10 +29,10 @@ import torch
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.memory import keep_freed_memory
+from lockstep.core.world import World
 from lockstep.models import WhiteNet
-from lockstep.optim import make_ema
-from lockstep.world import World
+from lockstep.optim.ema import make_ema
+from lockstep.training.micro_batch_search import keep_freed_memory
 from measure import Rows, in_turns, parser, report, scaled, step_ms, timed
 
 ROOT = Path(__file__).parent.parent

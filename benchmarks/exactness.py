@@ -28,20 +28,22 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from torchvision.transforms import v2
 
-from lockstep.data.augment import CropFlip, RandomResizedCrop
-from lockstep.data.order import batches
-from lockstep.data.shards import Shard
-from lockstep.health import check_replicas
+from lockstep.core.consensus import StopConsensus
+from lockstep.core.plan import Plan
+from lockstep.core.process_group import join
+from lockstep.core.rng import SampleRNG
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.data.loading.sampler import batches
+from lockstep.data.loading.shards import Shard
+from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
-from lockstep.plan import Plan
-from lockstep.rng import SampleRNG
-from lockstep.rundir import RunDir
-from lockstep.signals import StopRequest
+from lockstep.runtime.signals import StopRequest
+from lockstep.runtime.watchdog import watched
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.keys import forward_keys
-from lockstep.watchdog import watched
-from lockstep.world import StopConsensus, World, join
+from lockstep.training.sanity_checks import check_replicas
 from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
 
 ROOT = Path(__file__).parent.parent

@@ -189,16 +189,16 @@ def option_keys() -> list[tuple[str, str]]:
     """Every key with what has to be given before it for it to be one: an option of its group, or nothing."""
     import yaml
 
-    from lockstep import config
+    from lockstep.config import schema
 
-    found = [(field.name, "") for field in dataclasses.fields(config.Job)]
+    found = [(field.name, "") for field in dataclasses.fields(schema.Job)]
     for name, block in (
-        ("train", config.TrainBlock),
-        ("checkpoint", config.CheckpointBlock),
-        ("telemetry", config.TelemetryBlock),
+        ("train", schema.TrainBlock),
+        ("checkpoint", schema.CheckpointBlock),
+        ("telemetry", schema.TelemetryBlock),
     ):
         found += [(f"{name}.{field.name}", "") for field in dataclasses.fields(block)]
-    for group in config.GROUPS:
+    for group in schema.GROUPS:
         for path in sorted((CONF / group).glob("*.yaml")):
             found += [(f"{group}.{key}", f"{group}={path.stem}") for key in yaml.safe_load(path.read_text())]
     found += [
@@ -212,7 +212,7 @@ def command_lines() -> Any:
     """A strategy for the words behind `python train.py`."""
     from hypothesis import strategies as st
 
-    from lockstep import config
+    from lockstep.config import schema
 
     keys = st.sampled_from(option_keys())
     values = st.one_of(
@@ -228,7 +228,7 @@ def command_lines() -> Any:
         return [option] * bool(option) + [f"{prefix}{key}" if prefix == "~" else f"{prefix}{key}={value}"]
 
     def given_option(draw: Any) -> list[str]:
-        group = draw(st.sampled_from([*config.GROUPS, "experiment"]))
+        group = draw(st.sampled_from([*schema.GROUPS, "experiment"]))
         names = [path.stem for path in sorted((CONF / group).glob("*.yaml"))]
         extra = ["resnet18", "vit_tiny_patch16_224"] if group == "model" else []
         return [f"{draw(prefixes)}{group}={draw(st.one_of(st.sampled_from(names + extra), values))}"]
@@ -267,23 +267,24 @@ def short_of_training() -> Iterator[None]:
 
     A command then leaves by an exception: this process stays for the next one.
     """
-    from lockstep import checks, refusals
-    from lockstep.data import sources
+    from lockstep.data.datasets import builtin
+    from lockstep.job import validate
     from lockstep.launcher import Inline
+    from lockstep.runtime import program
 
     def offline(self: object, train: bool, download: bool) -> None:
         raise RuntimeError("no network")
 
-    refusals.leave = sys.exit  # type: ignore[assignment]
-    checks.available_memory = lambda: ROOM
-    sources._TorchvisionSource._open = offline  # type: ignore[method-assign]
+    program.leave = sys.exit  # type: ignore[assignment]
+    validate.available_memory = lambda: ROOM
+    builtin._TorchvisionSource._open = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]
     yield
 
 
 def attempt(words: list[str], folder: Path) -> tuple[int, str]:
     """The exit code of a command line, and what is wrong with how it ended (empty: nothing)."""
-    from lockstep.data import sources
+    from lockstep.data.datasets import builtin
 
     environment, said = dict(os.environ), io.StringIO()
     sys.argv = ["train.py", *words]
@@ -299,7 +300,7 @@ def attempt(words: list[str], folder: Path) -> tuple[int, str]:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sources._random.cache_clear()
+    builtin._random.cache_clear()
     if "Traceback" in said.getvalue() or code not in (0, 2):
         problem = said.getvalue().strip() or f"exit code {code}"
     elif code == 2 and left_behind(folder):

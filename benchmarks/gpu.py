@@ -29,12 +29,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep import config, experiment, memory, resolve
-from lockstep.config import Job
-from lockstep.errors import LockstepError
-from lockstep.rundir import RunDir
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.schema import Job
+from lockstep.core.errors import LockstepError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.job import resolve
 from lockstep.telemetry.flops import peak_flops, training_flops
-from lockstep.world import World
+from lockstep.training import experiment, micro_batch_search
 from measure import Figures, Rows, console, in_turns, parser, show, write
 
 ROOT = Path(__file__).parent.parent
@@ -75,10 +77,10 @@ def lockstep(words: list[str]) -> float:
     """The same of the real run."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunDir.at(Path(folder) / "run")
-        composed = config.composed(ROOT / "conf", [*words, f"output_root={folder}"])
+        composed = composition.composed(ROOT / "conf", [*words, f"output_root={folder}"])
         resolved = resolve.resolve(composed, sweep=False)
-        run.config.write_text(config.dump(resolved))
-        run.overrides.write_text(config.dump_list([]))
+        run.config.write_text(yaml_io.dump(resolved))
+        run.overrides.write_text(yaml_io.dump_list([]))
         with console.capture():
             experiment.run(World.solo(resolved["device"]), run)
         lines = map(json.loads, run.metrics.read_text().splitlines())
@@ -112,7 +114,7 @@ def words(arguments: argparse.Namespace, size: int, precision: str, *others: str
 
 def built(overrides: list[str]) -> Job:
     """The job with its components, checked for this machine."""
-    job = config.build_all(resolve.resolve(config.composed(ROOT / "conf", overrides), sweep=False))
+    job = components.build_all(resolve.resolve(composition.composed(ROOT / "conf", overrides), sweep=False))
     job.precision.check(job.device)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
@@ -142,7 +144,7 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     try:
         rates = in_turns(cases, arguments.repeats)
     except (RuntimeError, LockstepError) as error:
-        if not memory.is_out_of_memory(error):
+        if not micro_batch_search.is_out_of_memory(error):
             raise
         return {}
     found = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}

@@ -45,7 +45,7 @@ from rich.table import Table
 import gpu_rates
 import gpu_steps
 from gpu_jobs import MARK, ROOT, Failed, Place, kill, marked
-from lockstep.storage import write_atomic
+from lockstep.core.safe_write import write_atomic
 from measure import Rows, console, parser, write
 
 # The last lines of a failed step's output that are shown.

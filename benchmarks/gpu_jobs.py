@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
-from lockstep import checkpoint, config, experiment, resolve
-from lockstep.rundir import RunDir
-from lockstep.world import World
+from lockstep import checkpoint
+from lockstep.config import composition, yaml_io
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.job import resolve
+from lockstep.training import experiment
 from measure import living
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +74,7 @@ def expect(condition: bool, sentence: str) -> None:
 def resolved(place: Place, *overrides: str) -> dict[str, Any]:
     """The config of a job on this device."""
     words = [*QUIET, f"device={place.device}", f"output_root={place.folder}", *overrides]
-    return resolve.resolve(config.composed(ROOT / "conf", words), sweep=False)
+    return resolve.resolve(composition.composed(ROOT / "conf", words), sweep=False)
 
 
 def trained(place: Place, name: str, *overrides: str, heartbeat: Callable[[], None] = lambda: None) -> RunDir:
@@ -79,8 +82,8 @@ def trained(place: Place, name: str, *overrides: str, heartbeat: Callable[[], No
     run = RunDir.at(place.folder / name)
     job = resolved(place, *overrides)
     torch.set_num_threads(job["launcher"]["threads"])
-    run.config.write_text(config.dump(job))
-    run.overrides.write_text(config.dump_list(list(overrides)))
+    run.config.write_text(yaml_io.dump(job))
+    run.overrides.write_text(yaml_io.dump_list(list(overrides)))
     experiment.run(World.solo("cuda:0" if place.cuda else "cpu"), run, heartbeat=heartbeat)
     return run
 

@@ -37,14 +37,14 @@ from gpu_jobs import (
     trained,
     wait_for,
 )
-from lockstep import config
-from lockstep.errors import LockstepError
-from lockstep.identity import plan_of
-from lockstep.rundir import RunDir
+from lockstep.config import components, yaml_io
+from lockstep.core.errors import LockstepError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 from lockstep.strategy import DDP
 from lockstep.strategy.ddp import CommHook
 from lockstep.telemetry.gpu import sample, watched_gpus
-from lockstep.world import World
+from lockstep.training.fingerprint import plan_of
 
 STRICT_MODELS = ("digitnet", "basicnet", "whitenet", "resnet18")
 # The digits are learnt to 99 %; a broken kernel or a lost update costs more than the difference.
@@ -105,7 +105,7 @@ def hooks(place: Place) -> str:
     """
     device = torch.device("cuda:0" if place.cuda else "cpu")
     backend = "nccl" if place.cuda else "gloo"
-    job = config.build_all(resolved(place, *SMALL, *place.batch, "model=digitnet", "model.dropout=0"))
+    job = components.build_all(resolved(place, *SMALL, *place.batch, "model=digitnet", "model.dropout=0"))
     torch.manual_seed(0)
     bare = job.model.build(10, job.dataset.input_shape).to(device)
     images = torch.randn(16, *job.dataset.input_shape, device=device)
@@ -220,7 +220,7 @@ def out_of_memory(place: Place) -> str:
         raise Failed("a batch of 256 at 224 pixels fits into 2 GB")
     expect("train.micro_batches=" in sentence and "out of memory" in sentence, f"the error is: {sentence}")
     run = trained(place, "auto", *job, "train.micro_batches=auto")
-    chosen = config.load(run.config)["train"]["micro_batches"]
+    chosen = yaml_io.load(run.config)["train"]["micro_batches"]
     expect(chosen > 1 and len(losses(run)) == 2, f"auto chose {chosen} micro-batches")
     return f"{sentence.partition(';')[0]}; auto chose {chosen} micro-batches and trained"
 

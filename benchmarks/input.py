@@ -32,17 +32,17 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
-from lockstep.data.augment import CropFlip, RandomResizedCrop
-from lockstep.data.folder import CropFrom, Folder
-from lockstep.data.loader import Resident, Streaming
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Source, Split
+from lockstep.core.world import World
+from lockstep.data.datasets.builtin import CIFAR10
+from lockstep.data.datasets.folder import CropFrom, Folder
+from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit
+from lockstep.data.loading.loaders import Resident, Streaming
+from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.shards import Loader
-from lockstep.data.sources import CIFAR10
-from lockstep.data.splits import ArraySplit, Crop, FileSplit
-from lockstep.plan import Plan
+from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.precision import FP32
-from lockstep.protocols import Source, Split
-from lockstep.world import World
 from measure import Figures, Rows, in_turns, parser, show, write
 
 HERE = World.solo()

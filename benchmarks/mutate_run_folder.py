@@ -41,14 +41,18 @@ from hydra import initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import checkpoint, config, experiment, refusals, resolve, worker
-from lockstep.claim import claiming
-from lockstep.config import Invocation
-from lockstep.errors import Stopped
-from lockstep.lock import Lock
-from lockstep.rundir import RunDir
-from lockstep.signals import StopRequest
-from lockstep.world import World
+from lockstep import checkpoint
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.job import prepare, worker
+from lockstep.job.run_folder import claiming
+from lockstep.job.run_lock import Lock
+from lockstep.runtime import program
+from lockstep.runtime.signals import StopRequest
+from lockstep.training import experiment
 from soak import leaves
 
 ROOT = Path(__file__).parent.parent
@@ -157,8 +161,8 @@ def stopped_halfway(folder: Path) -> None:
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()
     with Lock() as lock:
-        job = config.composed(ROOT / "conf", list(overrides))
-        run_dir = resolve.prepare(job, called, lock)
+        job = composition.composed(ROOT / "conf", list(overrides))
+        run_dir = prepare.prepare(job, called, lock)
         try:
             experiment.run(World.solo(), run_dir, stop=_StopAt(STOP_AT))
         except Stopped as error:
@@ -176,13 +180,13 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
 
     def command() -> None:
         with (
-            refusals.command_line(),
-            refusals.bypass_hydra_errors(),
+            program.command_line(),
+            program.bypass_hydra_errors(),
             initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
             claiming(called) as lock,
         ):
-            run_dir = resolve.prepare(job, called, lock)
-            config.build("launcher", config.load(run_dir.config)["launcher"]).launch(worker.main, run_dir)
+            run_dir = prepare.prepare(job, called, lock)
+            components.build("launcher", yaml_io.load(run_dir.config)["launcher"]).launch(worker.main, run_dir)
 
     return forked(command, folder)
 
@@ -353,7 +357,7 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     if (made := forked(lambda: stopped_halfway(original), original)).code:
         raise SystemExit(f"the job to mutate could not be made: {made.err}")
     shutil.copytree(original, undamaged)
-    composed = config.composed(ROOT / "conf", ["name=resume"])
+    composed = composition.composed(ROOT / "conf", ["name=resume"])
     if (done := resumed(undamaged, composed)).code:
         raise SystemExit(f"the run that nobody changed ended with {done.code}: {done.err}")
     expected = bits(undamaged)

@@ -33,9 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import config, experiment, log, resolve
-from lockstep.rundir import RunDir
-from lockstep.world import World
+from lockstep.config import components, composition, yaml_io
+from lockstep.core import log
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.job import resolve
+from lockstep.training import experiment
 from measure import Rows, in_turns, parser, scaled, show, write
 
 ROOT = Path(__file__).parent.parent
@@ -48,7 +51,7 @@ Epoch = Callable[[], float]
 
 def network(name: str) -> nn.Module:
     """The network that Lockstep builds for `model=name`."""
-    job = config.build_all(config.composed(ROOT / "conf", [f"model={name}", "name=overhead"]))
+    job = components.build_all(composition.composed(ROOT / "conf", [f"model={name}", "name=overhead"]))
     return job.model.build(CLASSES, (1, 28, 28))
 
 
@@ -251,7 +254,7 @@ def lockstep(name: str, *overrides: str) -> Epoch:
     def epoch() -> float:
         with tempfile.TemporaryDirectory() as folder:
             run = RunDir.at(Path(folder) / "run")
-            job = config.composed(
+            job = composition.composed(
                 ROOT / "conf",
                 [
                     f"model={name}",
@@ -272,8 +275,8 @@ def lockstep(name: str, *overrides: str) -> Epoch:
                     *overrides,
                 ],
             )
-            run.config.write_text(config.dump(resolve.resolve(job, sweep=False)))
-            run.overrides.write_text(config.dump_list([]))
+            run.config.write_text(yaml_io.dump(resolve.resolve(job, sweep=False)))
+            run.overrides.write_text(yaml_io.dump_list([]))
             ends: list[float] = []
             with log.console.capture():
                 experiment.run(

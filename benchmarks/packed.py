@@ -21,12 +21,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.data import packed
-from lockstep.data.folder import Folder
-from lockstep.data.loader import Streaming
-from lockstep.data.packed import Packed
-from lockstep.protocols import Split
-from lockstep.world import World
+from lockstep.core.protocols import Split
+from lockstep.core.world import World
+from lockstep.data import packing
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.packed import Packed
+from lockstep.data.loading.loaders import Streaming
 from measure import Figures, Rows, in_turns, parser, show, timed, write
 
 BATCH = 256
@@ -43,7 +43,7 @@ def made(root: Path, size: int) -> tuple[Folder, Packed]:
             pixels = generator.integers(0, 256, (size, size, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / split / "noise" / f"{number}.jpg", quality=90)
     folder = Folder(path=str(root), decode_size=size)
-    packed.pack(folder, root / "packed", threads=2, advanced=lambda n: None)
+    packing.pack(folder, root / "packed", threads=2, advanced=lambda n: None)
     return folder, Packed(path=str(root / "packed"))
 
 

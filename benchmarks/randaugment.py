@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lockstep.data.randaugment import randaugment
-from lockstep.rng import SampleRNG
+from lockstep.core.rng import SampleRNG
+from lockstep.data.transforms.randaugment import randaugment
 from measure import Rows, in_turns, parser, report, scaled, timed
 
 BATCHES = {32: 512, 224: 64}  # by the side of an image

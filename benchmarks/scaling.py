@@ -27,14 +27,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.core.plan import Plan
+from lockstep.core.process_group import join
+from lockstep.core.protocols import Strategy
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import BasicNet, Timm
-from lockstep.plan import Plan
-from lockstep.protocols import Strategy
-from lockstep.rundir import RunDir
 from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Single
 from lockstep.strategy.ddp import NO_BUFFERS
-from lockstep.world import World, join
 from measure import Rows, in_turns, parser, scaled, show, write
 
 BATCH, CLASSES = 128, 10

@@ -39,8 +39,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.errors import InputError
-from lockstep.rundir import RunDir
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
 from measure import living
 
 ROOT = Path(__file__).parent.parent

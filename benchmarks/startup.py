@@ -161,9 +161,9 @@ def hydra_alone() -> None:
     """A sweep whose jobs do nothing."""
     import hydra
 
-    from lockstep import config
+    from lockstep.config import composition
 
-    config.register()
+    composition.register()
     sys.argv = ["train.py", *sys.argv[3:]]
     hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(lambda composed: None)()
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep import config
+from lockstep.config import composition
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _schema() -> None:
     """The schema of the config, which `train.py` registers for itself."""
-    config.register()
+    composition.register()
 
 
 @pytest.fixture(autouse=True)

@@ -19,12 +19,15 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep import config, experiment, resolve, world
-from lockstep.config import Job
-from lockstep.errors import Stopped
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.schema import Job
+from lockstep.core import process_group, world
+from lockstep.core.errors import Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.job import resolve
 from lockstep.launcher.spawn import Spawn
-from lockstep.rundir import RunDir
-from lockstep.signals import StopRequest
+from lockstep.runtime.signals import StopRequest
+from lockstep.training import experiment
 
 ROOT = Path(__file__).parent.parent
 # Small and quick, and still the real thing: the bundled digits, a log line for every step.
@@ -37,12 +40,12 @@ NARROW = "model.width=8"
 def composed(*overrides: str) -> dict[str, Any]:
     """A plain config as `train.py` would compose it."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return config.to_dict(compose("config", overrides=["name=test", *overrides]))
+        return composition.to_dict(compose("config", overrides=["name=test", *overrides]))
 
 
 def built(*overrides: str) -> Job:
     """The same with every group built."""
-    return config.build_all(composed(*overrides))
+    return components.build_all(composed(*overrides))
 
 
 def run_dir(path: Path, *overrides: str) -> RunDir:
@@ -50,9 +53,9 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     made = RunDir.at(path)
     told = [*QUICK, f"output_root={path.parent}", *overrides]
     job = composed(*told)
-    made.config.write_text(config.dump(resolve.resolve(job, sweep=False)))
-    (made.hydra / "config.yaml").write_text(config.dump(job))
-    made.overrides.write_text(config.dump_list(told))
+    made.config.write_text(yaml_io.dump(resolve.resolve(job, sweep=False)))
+    (made.hydra / "config.yaml").write_text(yaml_io.dump(job))
+    made.overrides.write_text(yaml_io.dump_list(told))
     return made
 
 
@@ -126,7 +129,7 @@ def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
     seconds. One of a single thread, which has imported it already, forks them.
     """
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["lockstep.worker", "timm", "torch._dynamo"])
+    context.set_forkserver_preload(["lockstep.job.worker", "timm", "torch._dynamo"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         pool.submit(_launch, entry, folder, ranks).result()
 
@@ -137,7 +140,7 @@ def _launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
 
 def gang_entry(folder: Path) -> None:
     """What a rank of a gang does (`exit_as_rank` below calls it)."""
-    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
+    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
         for path, stop_at, stop_in in json.loads((folder / "cases.json").read_text()):
             last = joined.rank == joined.size - 1
             run_until(joined, RunDir(Path(path)), stop_at, stop_in if last else None)

@@ -15,7 +15,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep import cli, config, sweep  # noqa: F401, imported once, here
+from lockstep.cli import main as command_line
+from lockstep.sweep import jobs  # noqa: F401, imported once, here
 
 ROOT = Path(__file__).parent.parent
 
@@ -46,7 +47,7 @@ def become(words: list[str]) -> NoReturn:
     sys.argv, code = words, 0
     try:
         if words[0] == "lockstep":
-            cli.main()
+            command_line.main()
         else:
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as left:

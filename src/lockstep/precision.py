@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.errors import InputError
+from lockstep.core.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import command, train, weights
-from lockstep.compiling import _Words
+from lockstep.training.compile import _Words
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,8 @@ def test_each_shape_is_compiled_once_and_a_resume_keeps_every_bit(tmp_path: Path
 
 def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_many() -> None:
     program = (
-        "from contextlib import nullcontext; from torch import nn; from lockstep.compiling import compile_model; "
+        "from contextlib import nullcontext; from torch import nn; "
+        "from lockstep.training.compile import compile_model; "
         "compile_model(nn.Linear(2, 2), 'default', threads=3, speaks=False, interrupting=nullcontext); "
         "from torch._inductor import config; print(config.compile_threads)"
     )

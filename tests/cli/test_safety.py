@@ -20,12 +20,15 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from helpers import ROOT, records, train, train_here
-from lockstep import checkpoint, config, experiment, refusals, resolve
-from lockstep.claim import claiming
-from lockstep.config import Invocation
-from lockstep.errors import InputError
-from lockstep.rundir import RunDir, latest
-from lockstep.world import World
+from lockstep import checkpoint
+from lockstep.config import composition, messages, schema
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir, latest
+from lockstep.core.world import World
+from lockstep.job import prepare
+from lockstep.job.run_folder import claiming
+from lockstep.training import experiment
 from processes import wait_for
 
 SECRET = "correct-horse-battery-staple"
@@ -35,10 +38,10 @@ def refusal(root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
     with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # noqa: PT011, PT012
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
-        job = config.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
+        job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with claiming(called) as lock:
-            resolve.prepare(job, called, lock)
-    said = refusals.translate(raised.value)
+            prepare.prepare(job, called, lock)
+    said = messages.translate(raised.value)
     assert isinstance(said, InputError), repr(raised.value)
     assert not root.exists()
     return str(said)
@@ -142,10 +145,10 @@ TARGETS = [
     ("model", "torch.load"),
     ("optimizer", "numpy.load"),
     ("dataset", "site.addsitedir"),
-    ("loader", "lockstep.data.loader._Feed"),
+    ("loader", "lockstep.data.loading._Feed"),
     ("model", "lockstep.models.zoo.timm.create_model"),
     ("strategy", "lockstep.models.DigitNet"),
-    ("augment", "lockstep.data.augment.dataclass"),
+    ("augment", "lockstep.data.transforms.dataclass"),
 ]
 
 
@@ -153,7 +156,7 @@ TARGETS = [
 def test_a_target_from_elsewhere_is_refused_wherever_it_stands(
     run: Path, tmp_path: Path, group: str, target: str
 ) -> None:
-    expected = f"{group}._target_ is {target!r}, expected a class of {config.GROUPS[group]}"
+    expected = f"{group}._target_ is {target!r}, expected a class of {schema.GROUPS[group]}"
     hostile = [f"{group}._target_={target}", f"+{group}.command='touch {tmp_path}/executed'"]
     assert expected in refusal(tmp_path / "runs", *hostile)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", *hostile]))

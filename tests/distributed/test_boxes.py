@@ -37,4 +37,4 @@ def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go
     assert seen(tmp_path / "two") == seen(tmp_path / "resumed") == seen(alone)
     loader = yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())["loader"]
     assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
-    assert loader == {"_target_": "lockstep.data.loader.Streaming", "prefetch": 2}
+    assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}

@@ -24,9 +24,9 @@ from torch import nn
 from helpers import NARROW, losses, records, run_dir, run_until, train_here
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
-from lockstep.errors import StorageError
-from lockstep.rundir import RunDir
-from lockstep.world import World
+from lockstep.core.errors import StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def loaded_step(path: Path) -> int:
 
 # Torch is imported once, in the server that the children are forked from: a real process for each kill.
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["lockstep.experiment", "torch._dynamo"])  # an optimizer wants it
+forks.set_forkserver_preload(["lockstep.training.experiment", "torch._dynamo"])  # an optimizer wants it
 
 
 def saving(path: Path) -> None:

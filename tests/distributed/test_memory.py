@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from helpers import ROOT, Done, built, command, losses, train, train_here
-from lockstep import memory
-from lockstep.world import World
+from lockstep.core.world import World
+from lockstep.training import micro_batch_search
 
 pytestmark = pytest.mark.slow
 
@@ -95,20 +95,22 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
 
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(memory, "_fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3)
+    monkeypatch.setattr(
+        micro_batch_search, "_fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3
+    )
     job = built("batch=20")
-    assert memory.micro_batches_that_fit(job, World.solo()) == 16
+    assert micro_batch_search.micro_batches_that_fit(job, World.solo()) == 16
     assert tried == [24, 12, 6, 4, 3]
-    monkeypatch.setattr(memory, "_fits", lambda job, world, examples, held: False)
-    assert memory.micro_batches_that_fit(job, World.solo()) is None
+    monkeypatch.setattr(micro_batch_search, "_fits", lambda job, world, examples, held: False)
+    assert micro_batch_search.micro_batches_that_fit(job, World.solo()) is None
 
 
 def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
     """As many bytes as fit beside a step of all examples, and more than that."""
     job, alone = built("batch=64", "model.width=8"), World.solo()
-    free = memory.available_memory() / memory.GB
-    assert memory.micro_batches_that_fit(job, alone, held_gb=free / 4) == 1
-    assert memory.micro_batches_that_fit(job, alone, held_gb=2 * free) is None
+    free = micro_batch_search.available_memory() / micro_batch_search.GB
+    assert micro_batch_search.micro_batches_that_fit(job, alone, held_gb=free / 4) == 1
+    assert micro_batch_search.micro_batches_that_fit(job, alone, held_gb=2 * free) is None
 
 
 @pytest.mark.parametrize(
@@ -127,4 +129,4 @@ def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
     ],
 )
 def test_running_out_of_memory_is_told_from_other_errors(error: Exception, out: bool) -> None:
-    assert memory.is_out_of_memory(error) is out
+    assert micro_batch_search.is_out_of_memory(error) is out

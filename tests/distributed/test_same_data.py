@@ -19,24 +19,24 @@ import torch
 from PIL import Image
 
 from helpers import NARROW, launch, losses, run_dir, run_until, train_here
-from lockstep import world
-from lockstep.data.augment import CropFlip, RandomResizedCrop
-from lockstep.data.folder import CropFrom, Folder, crops_files
-from lockstep.data.loader import Resident, Streaming
-from lockstep.data.mix import Mix
+from lockstep.core import process_group
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Augment, Source, Split
+from lockstep.core.rng import permutation
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.data.datasets.builtin import Digits, Fake
+from lockstep.data.datasets.folder import CropFrom, Folder, crops_files
+from lockstep.data.datasets.splits import Crop
+from lockstep.data.loading.loaders import Resident, Streaming
+from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.shards import Loader
-from lockstep.data.sources import Digits, Fake
-from lockstep.data.splits import Crop
-from lockstep.evaluate import evaluate
+from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
+from lockstep.data.transforms.mixup import Mix
 from lockstep.models import DigitNet
-from lockstep.plan import Plan
 from lockstep.precision import FP32, FP64
-from lockstep.protocols import Augment, Source, Split
-from lockstep.rng import permutation
-from lockstep.rundir import RunDir
 from lockstep.telemetry.samples import fingerprints
-from lockstep.world import World
+from lockstep.training.evaluate import evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +189,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: its part of the runs that are listed, then every evaluation."""
-    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         for path, stop_at in json.loads((folder / "cases.json").read_text()):
             run_until(here, RunDir(Path(path)), stop_at)
         found = [scores(here, n, block) for n, block in SIZES]

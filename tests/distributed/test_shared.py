@@ -14,15 +14,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep import world
-from lockstep.data import listing, reading, shared
-from lockstep.data.folder import Folder
-from lockstep.data.loader import Resident
-from lockstep.data.reading import Broken
-from lockstep.errors import InputError
+from lockstep.core import process_group, world
+from lockstep.core.errors import InputError
+from lockstep.core.protocols import Split
+from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets import listing
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.loading import prefetch, shared_memory
+from lockstep.data.loading.loaders import Resident
+from lockstep.data.loading.prefetch import Broken
 from lockstep.launcher.spawn import Spawn
-from lockstep.protocols import Split
-from lockstep.rundir import RunDir
 
 SPOILT = (3, 600)  # in the share of either rank
 IMAGES = 700
@@ -46,17 +47,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
     found: dict[str, object] = {}
-    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         found |= listed(folder, here)
         split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208
 
         def counted(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
             read.extend(indices)
-            return reading.read_images(split, indices)
+            return prefetch.read_images(split, indices)
 
-        shared.read_images = counted
-        images, broken = shared.decode_all(split, here, threads=2)
+        shared_memory.read_images = counted
+        images, broken = shared_memory.decode_all(split, here, threads=2)
         found["read"], found["broken"] = (min(read), max(read), len(read)), sorted(broken)
         found["maps"] = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
         found["left"] = sorted(set(os.listdir("/dev/shm")) - before) + memory_files()  # noqa: PTH208
@@ -67,12 +68,12 @@ def exit_as_rank(folder: Path) -> None:
         here.barrier()
         found["written"] = images[10:12, 0, 0, 0].tolist()
         try:
-            shared.decode_all(Folder(path=str(folder), decode_size=6).train(), here, threads=1)
+            shared_memory.decode_all(Folder(path=str(folder), decode_size=6).train(), here, threads=1)
         except InputError as error:
             found["error"] = str(error)
         mapped = shared_maps()
-        shared._target = lambda link: ""  # as if the other rank were in another container
-        alone, again = shared.decode_all(split, here, threads=2)
+        shared_memory._target = lambda link: ""  # as if the other rank were in another container
+        alone, again = shared_memory.decode_all(split, here, threads=2)
         found["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
         found["alone"] = shared_maps() - mapped
     (folder / f"found{here.rank}.json").write_text(json.dumps(found))
@@ -87,10 +88,10 @@ def listed(folder: Path, here: world.World) -> dict[str, object]:
     if here.rank == 0:
         source.prepare()
     here.barrier()
-    shared.share_listings(source, here)
+    shared_memory.share_listings(source, here)
     files = source.train().paths
     mapped = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
-    shared.share_listings(source, here)
+    shared_memory.share_listings(source, here)
     again = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
     listing.KNOWN.clear()  # so that the listing of each rank is its own from here on
     return {

@@ -16,13 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import NARROW, Case, launch, records, run_dir, run_until, train_here
-from lockstep import checkpoint, incident, log, world
-from lockstep.data.shards import Shard
-from lockstep.errors import LockstepError, NumericalError
+from lockstep import checkpoint
+from lockstep.core import log, process_group
+from lockstep.core.errors import LockstepError, NumericalError
+from lockstep.core.run_dir import RunDir
+from lockstep.data.loading.shards import Shard
 from lockstep.precision import BF16
-from lockstep.rundir import RunDir
 from lockstep.telemetry import straggler
-from lockstep.trainer import Trainer
+from lockstep.training import crash_dump
+from lockstep.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +95,7 @@ FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
 @contextmanager
 def injected(name: str) -> Iterator[None]:
     """Every step of the trainers in this process begins with the fault, and keeping a bad one takes main a while."""
-    whole, keep = Trainer.step, incident.keep
+    whole, keep = Trainer.step, crash_dump.keep
 
     def step(self: Trainer, shard: Shard) -> dict[str, Any]:
         FAULTS[name](self, shard)
@@ -103,11 +105,11 @@ def injected(name: str) -> Iterator[None]:
         time.sleep(0.5)
         keep(error, trainer, run)
 
-    Trainer.step, incident.keep = step, slow_keep
+    Trainer.step, crash_dump.keep = step, slow_keep
     try:
         yield
     finally:
-        Trainer.step, incident.keep = whole, keep
+        Trainer.step, crash_dump.keep = whole, keep
 
 
 @contextmanager
@@ -124,7 +126,7 @@ def by_its_own_time(own: bool) -> Iterator[None]:
 
 def entry(folder: Path) -> None:
     """What a rank does: each fault in a job of its own, and word of how it ended."""
-    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
+    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
         for name in FAULTS:
             run = RunDir(folder / name)
             ended = {"exit_code": 0, "sentence": ""}

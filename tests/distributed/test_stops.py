@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, command, records
-from lockstep.errors import RankFailed
-from lockstep.launcher import once, shared
-from lockstep.rundir import RunDir
+from lockstep.core.errors import RankFailed
+from lockstep.core.run_dir import RunDir
+from lockstep.launcher import attach, once
 from processes import (
     ELASTIC,
     INLINE,
@@ -78,7 +78,7 @@ def test_a_stop_that_is_swallowed_ends_the_program_all_the_same(tmp_path: Path, 
 def test_a_stop_that_is_raised_where_nothing_can_be_raised_is_heard_without_a_word() -> None:
     program = (
         "import os, signal\n"
-        "from lockstep.signals import StopRequest, stop_signals\n"
+        "from lockstep.runtime.signals import StopRequest, stop_signals\n"
         "class Lost:\n"
         "    def __del__(self):\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
@@ -97,7 +97,7 @@ def test_a_stop_of_a_process_that_cannot_be_interrupted_before_the_first_step_is
     late = (
         "lambda self: __import__('time').sleep(3600) if self.is_main else __import__('torch').distributed.barrier()"
     )
-    launch = (sys.executable, "-c", REPLACED, "lockstep.world:World", "barrier", late)
+    launch = (sys.executable, "-c", REPLACED, "lockstep.core.world:World", "barrier", late)
     process = start(folder, *SPAWN, *LONG, launch=launch)
     wait_for(lambda: (folder / "logs" / "rank1.log").exists() and len(ranks(folder, process)) == 2)
     time.sleep(2)  # to where they wait; it is as well if they do not yet
@@ -114,7 +114,7 @@ def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_
     tmp_path: Path, ends: str
 ) -> None:
     folder = tmp_path / "run"
-    launch = (sys.executable, "-c", REPLACED, "lockstep.build_data", "_splits", SLEEPS)
+    launch = (sys.executable, "-c", REPLACED, "lockstep.training.build_data", "_splits", SLEEPS)
     process = start(folder, *INLINE, f"launcher.timeout={'4s' if ends == 'timeout' else '10min'}", launch=launch)
     wait_for(lambda: (folder / "logs" / "rank0.log").exists())
     if ends == "stop":
@@ -184,7 +184,7 @@ def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.Monke
     served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **served}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(shared, "REACHED_S", 0.2)
+    monkeypatch.setattr(attach, "REACHED_S", 0.2)
     with pytest.raises(RankFailed, match="does not answer"), once(lambda: RunDir(Path()), lambda error: None):
         pass
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers import launch
-from lockstep import world
-from lockstep.strategy.batchnorm import convert_sync_batchnorm
+from lockstep.core import process_group
+from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 
 pytestmark = pytest.mark.numerics
 
@@ -49,7 +49,7 @@ def passed(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: its share of every batch, in float64 and in bfloat16."""
-    with world.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         results = {}
         for dtype in (torch.float64, torch.bfloat16):
             norm = convert_sync_batchnorm(layer() if dtype is torch.float64 else layer().float())

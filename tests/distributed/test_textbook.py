@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers import NARROW, built, losses, train_here, weights
-from lockstep import rng
+from lockstep.core import rng
 from lockstep.stochastic import KeyedModel, key_draws
 
 pytestmark = pytest.mark.numerics

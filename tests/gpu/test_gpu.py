@@ -19,20 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers import built, command, losses, records, run_dir, run_until, train, weights
-from lockstep import rng
-from lockstep.data.loader import Streaming
-from lockstep.data.randaugment import randaugment
-from lockstep.data.shards import Shard
-from lockstep.data.splits import ArraySplit
-from lockstep.errors import LockstepError
-from lockstep.identity import plan_of
+from lockstep.core import rng
+from lockstep.core.errors import LockstepError
+from lockstep.core.world import World
+from lockstep.data.datasets.splits import ArraySplit
+from lockstep.data.loading.loaders import Streaming
+from lockstep.data.loading.shards import Shard
+from lockstep.data.transforms.randaugment import randaugment
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import DDP
-from lockstep.strategy.batchnorm import convert_sync_batchnorm
 from lockstep.strategy.ddp import CommHook
+from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.telemetry import gpu
-from lockstep.trainer import Trainer
-from lockstep.world import World
+from lockstep.training.fingerprint import plan_of
+from lockstep.training.trainer import Trainer
 from processes import ended, processes, running, start, wait_for
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.optim import Muon, newton_schulz, orthogonalised
+from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,82 +19,22 @@ from helpers import ROOT, command
 PACKAGE = ROOT / "src" / "lockstep"
 PLUGINS = ROOT / "src" / "hydra_plugins"
 
-# A unit (a module, or a package as a whole) may import from the layers above its own line only.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "fields", "files", "storage", "catalog", "signals", "terminal", "threads", "child"}),
-    frozenset(
-        {
-            "config",
-            "hydra_policy",
-            "lock",
-            "refusals",
-            "rundir",
-            "world",
-            "plan",
-            "protocols",
-            "network",
-            "log",
-            "rng",
-            "closing",
-        }
-    ),
-    # The groups: none of them knows another one.
-    frozenset(
-        {"strategy", "precision", "optim", "schedule", "checkpoint", "data", "models", "telemetry", "environment"}
-        | {"stochastic", "health", "watchdog", "claim", "resume"}
-    ),
-    frozenset({"trainer", "evaluate"}),
-    frozenset(
-        {"experiment", "build_data", "build_model", "build_observers", "run_record"}
-        | {"report", "identity", "checks", "incident", "memory", "trial", "compiling"}
-    ),
-    frozenset({"launcher", "resolve"}),
-    frozenset({"worker", "sweep", "cli"}),
-)
-
-# Steps within a layer, each with its reason.
-WITHIN: dict[tuple[str, str], str] = {
-    ("files", "errors"): "a file that cannot be read is the user's to mend",
-    ("storage", "errors"): "and one that cannot be written the disk's",
-    ("config", "hydra_policy"): "Hydra composes with our loader",
-    ("config", "refusals"): "an error of the config is put into words there",
-    ("signals", "errors"): "a stop ends a job with an error",
-    ("child", "signals"): "a rank is tied to its parent before anything else",
-    ("protocols", "plan"): "a strategy and a schedule are given the plan",
-    ("protocols", "rundir"): "a launcher is given the run folder",
-    ("protocols", "world"): "a strategy is given the world",
-    ("network", "protocols"): "a micro-batch has keys",
-    ("log", "rundir"): "the log is a file of the run",
-    ("closing", "log"): "what else goes wrong at the end of a run is said",
-    ("trainer", "evaluate"): "the loop evaluates",
-    ("experiment", "build_data"): "the root has the data made",
-    ("experiment", "build_model"): "and the model",
-    ("experiment", "build_observers"): "and what watches both",
-    ("experiment", "run_record"): "and says and writes what the run is",
-    ("experiment", "memory"): "the root says what would have fitted",
-    ("build_data", "identity"): "the data is part of what a run is",
-    ("build_data", "memory"): "micro-batches are chosen with the data beside them",
-    ("build_data", "trial"): "what the loader has to feed is found by trying",
-    ("build_model", "compiling"): "a model is compiled where it is made",
-    ("build_observers", "report"): "TensorBoard shows the hyperparameters that the report has",
-    ("run_record", "build_data"): "the banner shows the data",
-    ("run_record", "report"): "and is the report's",
-    ("run_record", "incident"): "what is needed to look at bad numbers is kept",
-    ("memory", "trial"): "what fits is found by trying",
-    ("report", "identity"): "the banner describes components as the identity does",
-    ("resolve", "launcher"): "what `launcher=auto` becomes is decided there",
+# Names of modules in strings: an import that shows only at run time. Each with its reason.
+NAMES_MODULES: dict[str, str] = {
+    "config.schema": "the groups, whose classes a config names; they are imported when one is built",
 }
 
 # Who may ask "am I main?" (or which rank am I), and why.
 ASKS_FOR_MAIN: dict[str, str] = {
-    "world": "defines it",
-    "log": "one voice on the terminal",
-    "experiment": "gives main its writer of checkpoints",
-    "build_data": "has one process of each machine prepare the files",
-    "build_model": "lets main tell of a compilation",
-    "build_observers": "gives main its sinks",
-    "run_record": "gives main its record",
-    "launcher": "one run folder and one summary for ranks that exist already",
+    "core.world": "defines it",
+    "core.log": "one voice on the terminal",
+    "training.experiment": "gives main its writer of checkpoints",
+    "training.build_data": "has one process of each machine prepare the files",
+    "training.build_model": "lets main tell of a compilation",
+    "training.build_observers": "gives main its sinks",
+    "training.run_record": "gives main its record",
+    "launcher.base": "and one objective",
+    "launcher.attach": "one run folder and one summary for ranks that exist already",
 }
 
 
@@ -101,10 +42,9 @@ def sources(*roots: Path) -> list[Path]:
     return sorted(path for root in roots for path in root.rglob("*.py"))
 
 
-def unit(path: Path) -> str:
-    """The module or package of `lockstep` that a file belongs to; empty for `lockstep` itself."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "" if first == "__init__" else first
+def module(path: Path) -> str:
+    """The dotted name of a file's module below `lockstep`; a package has its own name."""
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -117,14 +57,37 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def units_imported(path: Path) -> set[str]:
-    return {name.split(".")[1] for name in imports(path) if name.startswith("lockstep.")}
+MODULES = {module(path): path for path in sources(PACKAGE) if module(path)}
 
 
-def layer(name: str) -> int:
-    found = [number for number, units in enumerate(LAYERS) if name in units]
-    assert len(found) == 1, f"lockstep.{name} has no layer of its own in this test"
-    return found[0]
+def modules_imported(path: Path) -> set[str]:
+    """Those of ours that a file imports, or imports something of."""
+    names = (name.removeprefix("lockstep.") for name in imports(path) if name.startswith("lockstep."))
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names}
+
+
+def modules_named(path: Path) -> set[str]:
+    """Those of ours whose names are strings in a file, with which it could import them."""
+    texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    names = [
+        text.removeprefix("lockstep.") for text in texts if isinstance(text, str) and text.startswith("lockstep.")
+    ]
+    return {name for name in names if name in MODULES}
+
+
+def rooms_imported(*paths: Path) -> set[str]:
+    return {room(name) for path in paths for name in modules_imported(path)}
+
+
+def room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def floors() -> dict[str, int]:
+    """The floor of each room, as the table of CONTRIBUTING.md has it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ((?:`\w+` ?)+)\|", text, re.MULTILINE)
+    return {name: int(floor) for floor, names in rows for name in re.findall(r"\w+", names)}
 
 
 def asks_for_main(tree: ast.AST) -> bool:
@@ -139,15 +102,34 @@ def asks_for_main(tree: ast.AST) -> bool:
     return False
 
 
-MODULES = [path for path in sources(PACKAGE) if unit(path)]
+def test_the_table_of_the_documentation_has_every_room_once() -> None:
+    assert floors().keys() == {room(name) for name in MODULES}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_downward(path: Path) -> None:
-    here = unit(path)
-    for there in units_imported(path) - {here}:
-        down = layer(there) < layer(here)
-        assert down or (here, there) in WITHIN, f"lockstep.{here} imports lockstep.{there}"
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_downward(name: str) -> None:
+    upward = {there for there in modules_imported(MODULES[name]) if room(there) != room(name)}
+    assert all(floors()[room(there)] < floors()[room(name)] for there in upward), upward
+
+
+def test_no_two_modules_import_each_other_not_even_in_a_circle() -> None:
+    # An `__init__.py` takes from the modules of its package, which the import system allows them to be inside of.
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    graph = {name: modules_imported(path) - packages for name, path in MODULES.items() if name not in packages}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_modules_are_named_in_strings_where_a_config_chooses_among_them_only() -> None:
+    assert {name for name, path in MODULES.items() if modules_named(path)} == NAMES_MODULES.keys()
+
+
+def test_an_init_has_no_code() -> None:
+    plain = (ast.ImportFrom, ast.Assign, ast.Expr)
+    for path in sources(PACKAGE, PLUGINS):
+        if path.name == "__init__.py":
+            tree = ast.parse(path.read_text())
+            assert ast.get_docstring(tree)
+            assert all(isinstance(node, plain) for node in tree.body), path
 
 
 def test_the_tour_of_the_source_names_ten_files_that_there_are() -> None:
@@ -159,27 +141,25 @@ def test_the_tour_of_the_source_names_ten_files_that_there_are() -> None:
     assert not [each for each in files if not (ROOT / each).is_file()]
 
 
-def test_every_exception_is_needed() -> None:
-    used = {(unit(path), there) for path in MODULES for there in units_imported(path)}
-    assert used >= WITHIN.keys()
-    asking = {unit(path) for path in MODULES if asks_for_main(ast.parse(path.read_text()))}
+def test_only_those_who_write_or_show_ask_who_is_main() -> None:
+    asking = {name for name, path in MODULES.items() if asks_for_main(ast.parse(path.read_text()))}
     assert asking == ASKS_FOR_MAIN.keys()
 
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
-    known = {there for path in sources(PACKAGE / "launcher") for there in units_imported(path)}
-    parts = {"launcher", "errors", "fields", "files", "log", "plan", "protocols", "rundir", "signals", "world"}
-    assert known <= parts | {"child"}
+    assert rooms_imported(*sources(PACKAGE / "launcher")) == {"core", "runtime", "launcher"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
-    known = units_imported(PACKAGE / "trainer.py") | units_imported(PACKAGE / "evaluate.py")
-    assert not known & {"strategy", "precision", "models", "schedule", "config", "rundir", "launcher", "log"}
+    loop = [MODULES["training.trainer"], MODULES["training.evaluate"]]
+    known = {name for path in loop for name in modules_imported(path)}
+    assert not {room(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
+    assert not known & {"optim.schedule", "core.run_dir", "core.log"}
 
 
 def test_hydra_and_omegaconf_stay_at_the_border() -> None:
-    modules = {PACKAGE / name for name in ("config.py", "hydra_policy.py", "refusals.py")}
-    border = {ROOT / "train.py", *modules, *sources(PACKAGE / "sweep", PLUGINS)}
+    rooms = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
+    border = {ROOT / "train.py", MODULES["runtime.program"], *rooms}
     beyond = {
         path
         for path in {ROOT / "train.py", *sources(PACKAGE, PLUGINS)}
@@ -188,16 +168,16 @@ def test_hydra_and_omegaconf_stay_at_the_border() -> None:
     assert beyond <= border
 
 
-@pytest.mark.parametrize("name", ["trainer.py", "evaluate.py"])
+@pytest.mark.parametrize("name", ["training.trainer", "training.evaluate"])
 def test_the_training_loop_has_no_rank_test_no_path_and_no_device_by_name(name: str) -> None:
-    tree = ast.parse((PACKAGE / name).read_text())
+    tree = ast.parse(MODULES[name].read_text())
     words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     docstrings = {
         ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
     }
     assert not asks_for_main(tree)
     assert not any("rank" in ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp)))
-    assert not {name.split(".")[0] for name in imports(PACKAGE / name)} & {"pathlib", "os", "shutil", "io"}
+    assert not {name.split(".")[0] for name in imports(MODULES[name])} & {"pathlib", "os", "shutil", "io"}
     assert not any("cuda" in word or "cpu" in word for word in words if word not in docstrings)
     assert not any(isinstance(node, ast.Attribute) and node.attr in ("cuda", "type") for node in ast.walk(tree))
 
@@ -207,28 +187,30 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
+    "name",
     [
         "lockstep",
-        *("lockstep.config", "lockstep.fields", "lockstep.rundir", "lockstep.errors"),
-        *("lockstep.signals", "lockstep.child"),
+        *(f"lockstep.{name}" for name in MODULES if room(name) == "config"),
+        *("lockstep.core.run_dir", "lockstep.runtime.signals", "lockstep.runtime.child", "lockstep.runtime.program"),
     ],
 )
-def test_what_composing_a_config_needs_does_not_import_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+def test_what_composing_a_config_needs_does_not_import_torch(name: str) -> None:
+    code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
     assert command(sys.executable, "-c", code).code == 0
 
 
 # Who reads a file without the guarded reader, and why its content needs no guard.
 READS: dict[str, str] = {
-    "files": "is the reader",
-    "storage": "opens what it has the disk hold, and reads nothing of it",
-    "config": "the help's text, which is part of the program",
-    "catalog": "timm's own source",
-    "watchdog": "the kernel's /proc",
-    "memory": "the kernel's /proc",
-    "data": "images, whose decoders refuse what is none; the kernel's /proc",
-    "cli": "what `lockstep prove` has had written just now",
+    "core.safe_read": "is the reader",
+    "core.safe_write": "opens what it has the disk hold, and reads nothing of it",
+    "config.composition": "the help's text, which is part of the program",
+    "config.timm_names": "timm's own source",
+    "runtime.host": "the kernel's /proc",
+    "runtime.watchdog": "the kernel's /proc",
+    "training.micro_batch_search": "the kernel's /proc",
+    "data.datasets.decode": "images, whose decoders refuse what is none",
+    "data.packing": "locks the folder that it makes, and reads nothing of it",
+    "cli.prove": "what `lockstep prove` has had written just now",
 }
 
 
@@ -237,7 +219,7 @@ def reads(tree: ast.AST) -> bool:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         function, arguments = ast.unparse(call.func), ", ".join(map(ast.unparse, call.args))
         name = function.rpartition(".")[2]
-        if name in ("read_text", "read_bytes") and function not in (name, f"files.{name}"):
+        if name in ("read_text", "read_bytes") and function not in (name, f"safe_read.{name}"):
             return True
         if name == "open" and not re.search(r"'[awx]b?'|O_WRONLY|O_CREAT", arguments):
             return True
@@ -245,5 +227,5 @@ def reads(tree: ast.AST) -> bool:
 
 
 def test_every_file_is_read_by_the_guarded_reader() -> None:
-    reading = {unit(path) for path in MODULES if reads(ast.parse(path.read_text()))}
+    reading = {name for name, path in MODULES.items() if reads(ast.parse(path.read_text()))}
     assert reading == READS.keys()

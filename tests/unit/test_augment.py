@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms as v1
 
-from lockstep.data.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
-from lockstep.errors import InputError
-from lockstep.protocols import Augment
-from lockstep.rng import SampleRNG
+from lockstep.core.errors import InputError
+from lockstep.core.protocols import Augment
+from lockstep.core.rng import SampleRNG
+from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
 
 pytestmark = pytest.mark.numerics
 

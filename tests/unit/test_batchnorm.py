@@ -12,13 +12,8 @@ import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
-from lockstep.strategy import batchnorm
-from lockstep.strategy.batchnorm import (
-    SyncBatchNorm,
-    SyncBatchNormAct,
-    convert_sync_batchnorm,
-    has_batchnorm,
-)
+from lockstep.strategy import sync_batchnorm
+from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, convert_sync_batchnorm, has_batchnorm
 
 pytestmark = pytest.mark.numerics
 
@@ -210,7 +205,7 @@ def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
         "backward_elemt": backward,
     }.items():
         monkeypatch.setattr(torch, f"batch_norm_{name}", kernel)
-    monkeypatch.setattr(batchnorm, "PlainKernels", batchnorm.CUDAKernels)
+    monkeypatch.setattr(sync_batchnorm, "PlainKernels", sync_batchnorm.CUDAKernels)
 
 
 @pytest.mark.parametrize("affine", [True, False])

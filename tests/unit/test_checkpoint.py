@@ -22,9 +22,10 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.reading import whole_weights
-from lockstep.errors import InputError, StorageError
-from lockstep.optim import SGD, AdamW, Timm, make_ema
-from lockstep.rundir import RunDir
+from lockstep.core.errors import InputError, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.optim.ema import make_ema
+from lockstep.optim.optimizers import SGD, AdamW, Timm
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
 IDENTITY = {"model": "Net()", "batch": 64}

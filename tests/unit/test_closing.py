@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.closing import closing
-from lockstep.errors import Interrupted, NumericalError, StorageError
+from lockstep.core.closing import closing
+from lockstep.core.errors import Interrupted, NumericalError, StorageError
 
 
 def failing(error: Exception, closed: list[str]) -> Callable[[], None]:

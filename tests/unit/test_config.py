@@ -9,16 +9,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers import ROOT, built, composed
-from lockstep import config, refusals
-from lockstep.config import GROUPS, ConfigFiles, Job
-from lockstep.data.augment import CropFlip
-from lockstep.data.loader import Auto, Resident
-from lockstep.data.sources import Digits
-from lockstep.errors import InputError, RankFailed
+from lockstep.config import components, composition, messages, yaml_io
+from lockstep.config.invocation import ConfigFiles
+from lockstep.config.schema import GROUPS, Job
+from lockstep.core.errors import InputError, RankFailed
+from lockstep.data.datasets.builtin import Digits
+from lockstep.data.loading.loaders import Auto, Resident
+from lockstep.data.transforms.augment import CropFlip
 from lockstep.launcher import Inline, Spawn
 from lockstep.launcher.base import Backend
 from lockstep.models import DigitNet
-from lockstep.optim import SGD, AdamW, Timm
+from lockstep.optim.optimizers import SGD, AdamW, Timm
+from lockstep.runtime import program
 
 CONF = ROOT / "conf"
 OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
@@ -28,9 +30,9 @@ def failure(*overrides: str) -> Exception:
     """What Hydra raises for these overrides, and what is made of it while the config is at hand."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         try:
-            config.to_dict(compose("config", overrides=["name=test", *overrides]))
+            composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         except Exception as error:
-            return refusals.translate(error) or error
+            return messages.translate(error) or error
     raise AssertionError(f"{overrides} compose")
 
 
@@ -40,9 +42,9 @@ def test_every_option_builds_and_gives_its_node_back(option: str) -> None:
     node = composed(option, *(["dataset.path=nowhere"] if option in ("dataset=folder", "dataset=packed") else []))[
         group
     ]
-    component = config.build(group, node)
-    assert config.node(component) == node
-    assert config.build(group, config.node(component)) == component
+    component = components.build(group, node)
+    assert components.node(component) == node
+    assert components.build(group, components.node(component)) == component
 
 
 def test_the_default_job_builds_whole() -> None:
@@ -56,23 +58,25 @@ def test_the_default_job_builds_whole() -> None:
 
 def test_a_value_becomes_the_type_of_its_field() -> None:
     target = "lockstep.optim"
-    assert config.build("optimizer", {"_target_": f"{target}.SGD", "lr": "0.5"}) == SGD(lr=0.5)
-    assert config.build("optimizer", {"_target_": f"{target}.AdamW", "betas": [0, 0.5]}) == AdamW(betas=[0.0, 0.5])
+    assert components.build("optimizer", {"_target_": f"{target}.SGD", "lr": "0.5"}) == SGD(lr=0.5)
+    assert components.build("optimizer", {"_target_": f"{target}.AdamW", "betas": [0, 0.5]}) == AdamW(
+        betas=[0.0, 0.5]
+    )
     options = {"_target_": f"{target}.Timm", "options": {"trust_clip": True}}
-    assert config.build("optimizer", options) == Timm(options={"trust_clip": True})
-    backend = config.build("launcher", {"_target_": "lockstep.launcher.Spawn", "backend": "gloo", "ranks": 2})
+    assert components.build("optimizer", options) == Timm(options={"trust_clip": True})
+    backend = components.build("launcher", {"_target_": "lockstep.launcher.Spawn", "backend": "gloo", "ranks": 2})
     assert backend == Spawn(backend=Backend.gloo, ranks=2)
 
 
 def test_the_node_of_a_component_is_plain() -> None:
-    assert config.node(Inline(ranks=2, backend=Backend.gloo)) == {
+    assert components.node(Inline(ranks=2, backend=Backend.gloo)) == {
         "_target_": "lockstep.launcher.Inline",
         "ranks": 2,
         "backend": "gloo",
         "timeout": "10min",
         "threads": "auto",
     }
-    assert config.node(Resident()) == {"_target_": "lockstep.data.loader.Resident"}
+    assert components.node(Resident()) == {"_target_": "lockstep.data.loading.Resident"}
 
 
 @pytest.mark.parametrize(
@@ -90,18 +94,18 @@ def test_a_key_or_value_that_does_not_fit_is_named_with_its_group(
     group: str, node: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InputError, match=says):
-        config.build(group, {"_target_": "lockstep.optim.SGD", **node})
+        components.build(group, {"_target_": "lockstep.optim.SGD", **node})
 
 
 def test_a_missing_value_is_named_with_the_override_that_gives_it() -> None:
     with pytest.raises(InputError, match=r"dataset\.path has no value; give it one with dataset\.path="):
-        config.build("dataset", {"_target_": "lockstep.data.sources.Folder"})
+        components.build("dataset", {"_target_": "lockstep.data.datasets.Folder"})
 
 
 @pytest.mark.parametrize("node", [None, "resnet18", 3, {}, {"lr": 0.1}, []])
 def test_a_group_without_an_option_is_refused(node: Any) -> None:
     with pytest.raises(InputError, match="expected one of the group's options: model=NAME"):
-        config.build("model", node)
+        components.build("model", node)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("model", "os.system"),
         ("model", "builtins.eval"),
         ("model", "subprocess.Popen"),
-        ("model", "lockstep.rundir.RunDir"),
+        ("model", "lockstep.core.run_dir.RunDir"),
         ("model", "lockstep.optim.SGD"),
         ("model", "lockstep.models.nets.BasicNet"),
         ("model", "lockstep.models.zoo"),
@@ -119,16 +123,16 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("model", ""),
         ("model", None),
         ("model", ["lockstep.models.BasicNet"]),
-        ("dataset", "lockstep.data.sources._ArraySource"),
-        ("dataset", "lockstep.data.sources.Path"),
-        ("dataset", "lockstep.data.sources.ArraySplit"),
-        ("loader", "lockstep.data.loader.World"),
-        ("loader", "lockstep.data.loader.LoaderContext"),
-        ("loader", "lockstep.data.loader.cores"),
-        ("loader", "lockstep.data.loader.ThreadPoolExecutor"),
+        ("dataset", "lockstep.data.datasets._ArraySource"),
+        ("dataset", "lockstep.data.datasets.Path"),
+        ("dataset", "lockstep.data.datasets.ArraySplit"),
+        ("loader", "lockstep.data.loading.World"),
+        ("loader", "lockstep.data.loading.LoaderContext"),
+        ("loader", "lockstep.runtime.host.cores"),
+        ("loader", "lockstep.data.loading.ThreadPoolExecutor"),
         ("optimizer", "lockstep.optim._Optimizer"),
         ("optimizer", "lockstep.optim.AveragedModel"),
-        ("schedule", "lockstep.schedule.Plan"),
+        ("schedule", "lockstep.optim.schedule.Plan"),
         ("launcher", "lockstep.launcher.once"),
         ("launcher", "lockstep.launcher.__doc__"),
         ("strategy", "lockstep.strategy.base.Single"),
@@ -136,20 +140,20 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
 )
 def test_a_node_can_name_no_code_but_the_classes_of_its_group(group: str, target: Any) -> None:
     with pytest.raises(InputError, match=rf"{group}\._target_ is .*, expected a class of {GROUPS[group]}"):
-        config.build(group, {"_target_": target})
+        components.build(group, {"_target_": target})
 
 
 @pytest.mark.parametrize("key", ["_partial_", "_args_", "_convert_", "_recursive_"])
 def test_hydras_own_keys_mean_nothing_in_a_node(key: str) -> None:
     with pytest.raises(InputError, match=f"model.{key}"):
-        config.build("model", {"_target_": "lockstep.models.BasicNet", key: True})
+        components.build("model", {"_target_": "lockstep.models.BasicNet", key: True})
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
     job = composed("optimizer.lr=-1", "augment.flip=2")
     job["model"] = {"_target_": "os.system", "command": "true"}
     with pytest.raises(InputError) as caught:
-        config.build_all(job)
+        components.build_all(job)
     said = str(caught.value).splitlines()
     assert [line.split()[0] for line in said] == ["model._target_", "augment.flip", "optimizer.lr"]
 
@@ -157,9 +161,9 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
     for change in ({"epoch": 3}, {"train": {"microbatches": 3}}, {"epochs": "many"}):
         with pytest.raises(InputError, match=next(iter(change))):
-            config.build_all({**composed(), **change})
+            components.build_all({**composed(), **change})
     with pytest.raises(InputError, match="model is None"):
-        config.build_all({key: value for key, value in composed().items() if key != "model"})
+        components.build_all({key: value for key, value in composed().items() if key != "model"})
 
 
 @pytest.mark.parametrize(
@@ -190,27 +194,27 @@ def test_what_hydra_refuses_becomes_one_sentence_about_the_override(override: st
 
 
 def test_what_is_no_mistake_of_the_user_is_not_translated() -> None:
-    assert refusals.translate(ValueError("odd")) is None
+    assert messages.translate(ValueError("odd")) is None
     refused = InputError("no")
-    assert refusals.translate(refused) is refused
+    assert messages.translate(refused) is refused
 
 
 def test_an_error_is_shown_line_by_line_behind_the_name_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    refusals.say(InputError("one\ntwo"))
+    program.say(InputError("one\ntwo"))
     assert capsys.readouterr().err == "lockstep: one\nlockstep: two\n"
-    refusals.say(RankFailed("rank 1 failed", "Traceback\n  here\n"))
+    program.say(RankFailed("rank 1 failed", "Traceback\n  here\n"))
     assert capsys.readouterr().err == "Traceback\n  here\nlockstep: rank 1 failed\n"
 
 
 def test_a_config_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     job = composed("optimizer.lr=1e-5", "train.ema=0.999", "name='with: colon'")
     path = tmp_path / "config.yaml"
-    path.write_text(config.dump(job))
-    assert config.load(path) == job
-    path.write_text(config.dump_list(["a=1", "b='x: y'"]))
-    assert config.load_list(path) == ["a=1", "b='x: y'"]
-    path.write_text(config.dump_list([]))
-    assert config.load_list(path) == []
+    path.write_text(yaml_io.dump(job))
+    assert yaml_io.load(path) == job
+    path.write_text(yaml_io.dump_list(["a=1", "b='x: y'"]))
+    assert yaml_io.load_list(path) == ["a=1", "b='x: y'"]
+    path.write_text(yaml_io.dump_list([]))
+    assert yaml_io.load_list(path) == []
 
 
 @pytest.mark.parametrize("content", [None, "- a\n- b\n", "key: [", "\tkey: 1", "42", b"\xff\xfe\x00"])
@@ -221,14 +225,14 @@ def test_a_file_that_is_no_config_is_the_users_mistake(tmp_path: Path, content: 
     elif content is not None:
         path.write_text(content)
     with pytest.raises(InputError, match=f"^{path} is "):
-        config.load(path)
+        yaml_io.load(path)
 
 
 def test_an_earlier_command_composes_again_with_the_new_overrides_behind_it() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        again = config.recompose(
+        again = composition.recompose(
             ["name=x", "epochs=3", "augment=crop_flip"], ("resume=latest", "epochs=9"), ConfigFiles()
         )
-        job = config.to_dict(again)
+        job = composition.to_dict(again)
     assert (job["epochs"], job["name"], job["resume"]) == (9, "x", None)
-    assert config.build("augment", job["augment"]) == CropFlip()
+    assert components.build("augment", job["augment"]) == CropFlip()

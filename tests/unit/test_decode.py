@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as T
 
-from lockstep.data.augment import RandomResizedCrop
-from lockstep.data.decode import Box, ImageFile, Stored
-from lockstep.data.splits import Crop, FileSplit
+from lockstep.data.datasets.decode import Box, ImageFile, Stored
+from lockstep.data.datasets.splits import Crop, FileSplit
+from lockstep.data.transforms.augment import RandomResizedCrop
 
 
 def photograph(height: int, width: int) -> Image.Image:

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from lockstep import log
-from lockstep.plan import Plan
+from lockstep.core import log
+from lockstep.core.plan import Plan
 from lockstep.telemetry import Window
 from lockstep.telemetry import display as shown
 from lockstep.telemetry.display import Bar, Display, Lines, clock, display, figures

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep import __version__, environment
-from lockstep.world import World
+from lockstep import __version__
+from lockstep.core.world import World
+from lockstep.runtime import environment
 
 
 def test_the_versions_of_what_matters_are_there() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep import errors
-from lockstep.errors import BY_EXIT_CODE, did_you_mean, escaped
+from lockstep.core import errors
+from lockstep.core.errors import BY_EXIT_CODE, did_you_mean, escaped
 
 
 @pytest.mark.parametrize(

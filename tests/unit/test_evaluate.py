@@ -12,18 +12,17 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.data import listing
-from lockstep.data.augment import CropFlip
-from lockstep.data.loader import Resident, Streaming
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.data.datasets import Digits, Fake, Folder, listing
+from lockstep.data.loading.loaders import Resident, Streaming
+from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.shards import Loader
-from lockstep.data.sources import Digits, Fake, Folder
-from lockstep.errors import InputError
-from lockstep.evaluate import VIEWS, evaluate, seen_from
+from lockstep.data.transforms.augment import CropFlip
 from lockstep.models import DigitNet
-from lockstep.plan import Plan
 from lockstep.precision import FP32, FP64
-from lockstep.world import World
+from lockstep.training.evaluate import VIEWS, evaluate, seen_from
 
 pytestmark = pytest.mark.numerics
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from helpers import built, composed
-from lockstep import config, evaluate, fields
 from lockstep.cli.pack import pack
-from lockstep.config import GROUPS, CheckpointBlock, Job, TelemetryBlock, TrainBlock
-from lockstep.errors import InputError
-from lockstep.fields import Choice, Duration, Number, Options, PathText, Text, Time
-from lockstep.plan import seconds, steps
+from lockstep.config import components
+from lockstep.config.schema import GROUPS, CheckpointBlock, Job, TelemetryBlock, TrainBlock
+from lockstep.core import fields
+from lockstep.core.errors import InputError
+from lockstep.core.fields import Choice, Duration, Number, Options, PathText, Text, Time
+from lockstep.core.plan import seconds, steps
+from lockstep.training import evaluate
 
 BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}
 # Texts whose options are not known before a library is asked for them, which the class does.
@@ -30,7 +32,7 @@ def keys() -> Iterator[tuple[str, type[Any], dataclasses.Field[Any]]]:
         yield from ((f"{prefix}{field.name}", cls, field) for field in dataclasses.fields(cls))
     for group, module in GROUPS.items():
         for name in dir(importlib.import_module(module)):
-            if (option := config.locate_in(module, name)) is not None:
+            if (option := components.locate_in(module, name)) is not None:
                 yield from ((f"{group}.{field.name}", option, field) for field in dataclasses.fields(option))
 
 
@@ -110,7 +112,7 @@ def test_durations_and_times_are_read_as_they_are_checked() -> None:
 def test_all_that_is_out_of_range_is_said_at_once() -> None:
     job = composed("epochs=0", "train.ema=nan", "optimizer.lr=inf", "optimizer.eps=-1", "schedule.warmup=101%")
     with pytest.raises(InputError) as caught:
-        config.build_all(job)
+        components.build_all(job)
     said = [line.split()[0] for line in str(caught.value).splitlines()]
     assert said == ["epochs", "train.ema", "optimizer.lr", "optimizer.eps", "schedule.warmup"]
 

@@ -13,9 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep import config, files
-from lockstep.errors import InputError
-from lockstep.files import LINE_LIMIT, UnreadableFile, read_bytes, read_json, read_lines, read_text, read_yaml
+from lockstep.config import yaml_io
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError
+from lockstep.core.safe_read import (
+    LINE_LIMIT,
+    UnreadableFile,
+    read_bytes,
+    read_json,
+    read_lines,
+    read_text,
+    read_yaml,
+)
 
 
 def _socket(path: Path) -> None:
@@ -156,18 +165,18 @@ def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str)
     path = tmp_path / "config.yaml"
     path.write_text(YAML[name])
     with pytest.raises(InputError) as caught:
-        config.load(path)
+        yaml_io.load(path)
     assert str(caught.value).startswith(f"{path} ")
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(InputError):
-        config.load_list(path)
+        yaml_io.load_list(path)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="ignore")))
 def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(content)
-    for read in (config.load, config.load_list, read_json):
+    for read in (yaml_io.load, yaml_io.load_list, read_json):
         with suppress(InputError):
             read(path)
 
@@ -176,23 +185,23 @@ def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "file"
     words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
     kept = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
-    path.write_text(config.dump(kept))
-    assert config.load(path) == kept
+    path.write_text(yaml_io.dump(kept))
+    assert yaml_io.load(path) == kept
     overrides = ["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"]
-    path.write_text(config.dump_list(overrides))
-    assert config.load_list(path) == overrides
+    path.write_text(yaml_io.dump_list(overrides))
+    assert yaml_io.load_list(path) == overrides
 
 
 def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    content = config.dump_list(["steps=3", "optimizer.lr=0.1"]).encode()
+    content = yaml_io.dump_list(["steps=3", "optimizer.lr=0.1"]).encode()
     for at in range(content.index(b"\n") + 1, len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(InputError, match=r"does not match the sha256 in its first line|is not UTF-8"):
-            config.load_list(path)
+            yaml_io.load_list(path)
         path.write_bytes(content[:at])
         with pytest.raises(InputError, match="does not match the sha256 in its first line"):
-            config.load_list(path)
+            yaml_io.load_list(path)
 
 
 def lines(path: Path, content: bytes) -> Iterator[str | None]:
@@ -209,7 +218,7 @@ def test_lines_are_whole_or_left_out(tmp_path: Path) -> None:
 
 
 def test_plain_values_are_told_from_others() -> None:
-    assert files.checked({"a": [1, None]}) == {"a": [1, None]}
+    assert safe_read.checked({"a": [1, None]}) == {"a": [1, None]}
     for value in ({1: 2}, {"a": (1, 2)}, [2**63], [b""], "\ud800"):
         with pytest.raises(ValueError, match=r"that is no number|surrogates"):
-            files.checked(value)
+            safe_read.checked(value)

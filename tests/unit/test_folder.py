@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.data.folder import Folder, ImageNet
-from lockstep.errors import InputError
+from lockstep.core.errors import InputError
+from lockstep.data.datasets.folder import Folder, ImageNet
 
 
 def fill(folder: Path, **levels: list[int]) -> None:

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.core.world import World
 from lockstep.telemetry import gpu
-from lockstep.world import World
 
 
 class Machine:

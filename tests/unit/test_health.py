@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import NumericalError
-from lockstep.health import check_finite, check_replicas, fingerprint
-from lockstep.world import World
+from lockstep.core.errors import NumericalError
+from lockstep.core.world import World
+from lockstep.training.sanity_checks import check_finite, check_replicas, fingerprint
 
 
 @pytest.mark.parametrize("bit", [0, 5, 23, 31])

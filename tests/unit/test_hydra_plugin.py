@@ -10,8 +10,8 @@ from hydra.errors import MissingConfigException
 from hydra.plugins.config_source import ConfigLoadError
 
 from helpers import ROOT, composed
-from hydra_plugins.lockstep import TimmConfigSource
-from lockstep import config
+from hydra_plugins.lockstep.timm_models import TimmConfigSource
+from lockstep.config import components
 from lockstep.models import Timm
 
 
@@ -23,12 +23,12 @@ def source() -> TimmConfigSource:
 @pytest.mark.parametrize("name", ["resnet50d", "resnet50d.ra2_in1k", "vit_tiny_patch16_224"])
 def test_a_name_of_timm_composes_and_builds(name: str) -> None:
     node = composed(f"model={name}", "model.drop_rate=0.1")["model"]
-    assert config.build("model", node) == Timm(name=name, drop_rate=0.1)
+    assert components.build("model", node) == Timm(name=name, drop_rate=0.1)
 
 
 def test_the_node_of_a_name_has_every_field_of_the_class() -> None:
     node = composed("model=resnet50d")["model"]
-    assert node == config.node(Timm(name="resnet50d"))
+    assert node == components.node(Timm(name="resnet50d"))
 
 
 def test_a_file_of_the_project_wins_over_a_name_of_timm() -> None:

@@ -15,8 +15,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from helpers import ROOT
-from lockstep import hydra_policy, refusals
-from lockstep.errors import InputError
+from lockstep.config import hydra_policy, messages
+from lockstep.core.errors import InputError
 
 SOURCE = Path(hydra.__file__).parent
 # Calls that make something of a name, import, unpickle, or set up logging.
@@ -133,4 +133,4 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
 def test_the_command_line_names_no_code_and_breaks_no_hydra(word: str) -> None:
     with pytest.raises((InputError, HydraException)) as raised:
         composed(word)
-    assert isinstance(refusals.translate(raised.value), InputError)
+    assert isinstance(messages.translate(raised.value), InputError)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers import built
-from lockstep.identity import describe, identity, plan_of, train_longer
 from lockstep.models import DigitNet, Timm
+from lockstep.training.fingerprint import describe, identity, plan_of, train_longer
 
 
 def test_a_component_is_its_class_and_what_is_not_its_default() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from helpers import train_here
 from lockstep.checkpoint import Checkpointer
-from lockstep.errors import NumericalError, StorageError
-from lockstep.rundir import RunDir
+from lockstep.core.errors import NumericalError, StorageError
+from lockstep.core.run_dir import RunDir
 from lockstep.telemetry import Telemetry, sinks
 
 DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")

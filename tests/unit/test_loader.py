@@ -17,17 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lockstep.data.augment import RandomResizedCrop
-from lockstep.data.folder import Folder
-from lockstep.data.loader import GB, Auto, LoaderContext, Resident, Streaming, cores, workers_needed
-from lockstep.data.order import share
-from lockstep.data.shards import IGNORE_INDEX, Loader, Shard
-from lockstep.data.sources import Digits
-from lockstep.data.splits import Crop
-from lockstep.errors import InputError
-from lockstep.plan import Plan
-from lockstep.protocols import Source
-from lockstep.world import World
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Source
+from lockstep.core.world import World
+from lockstep.data.datasets.builtin import Digits
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.splits import Crop
+from lockstep.data.loading.loaders import Auto, LoaderContext, Resident, Streaming
+from lockstep.data.loading.sampler import share
+from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
+from lockstep.data.loading.worker_tuning import workers_needed
+from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.runtime.host import GB, cores
 
 PLAN = Plan(examples=50, batch=16, total_steps=9, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
@@ -224,7 +226,7 @@ def test_workers_or_reading_ahead_ask_auto_for_streaming() -> None:
 
 
 def test_auto_leaves_half_of_a_ranks_share_of_the_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.data.loader.available_memory", lambda: 10 * GB)
+    monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 10 * GB)
     for where, gigabytes, kind in ((world(), 6, Streaming), (world(), 3, Resident), (world(0, 4), 3, Streaming)):
         assert isinstance(Auto(resident_gb=1e6).choose(task(Digits(), where, gigabytes=gigabytes))[0], kind)
 
@@ -241,7 +243,7 @@ def test_auto_workers_keep_up_with_the_model_and_say_both_rates(folder: Folder) 
 def test_light_images_get_one_worker_where_others_get_a_core_each(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, model: float | None, reader: float, workers: int
 ) -> None:
-    monkeypatch.setattr("lockstep.data.loader.reading_rate", lambda split: reader)
+    monkeypatch.setattr("lockstep.data.loading.loaders.reading_rate", lambda split: reader)
     kind, reason = Streaming().choose(task(folder, training_rate=lambda: model))
     assert kind == Streaming(workers=workers)
     assert reason.startswith(

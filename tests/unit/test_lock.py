@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import InputError
-from lockstep.lock import Lock
+from lockstep.core.errors import InputError
+from lockstep.job.run_lock import Lock
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
 
 HOLDER = """
 import os, pathlib, sys, time
-from lockstep.lock import Lock
+from lockstep.job.run_lock import Lock
 Lock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
 os.write(1, f"{child}\\n".encode())  # each says that it has started, the child by a 0

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from lockstep import log, refusals
-from lockstep.errors import InputError, RankFailed
-from lockstep.rundir import RunDir
+from lockstep.core import log
+from lockstep.core.errors import InputError, RankFailed
+from lockstep.core.run_dir import RunDir
+from lockstep.runtime import program
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_ends_nothing(
 
 @pytest.mark.parametrize("target", ["full disk", "reader that left"])
 def test_words_that_nobody_can_read_end_no_program(target: str) -> None:
-    code = "from lockstep import log; [log.say('a word' * 1000) for _ in range(99)]; raise SystemExit(3)"
+    code = "from lockstep.core import log; [log.say('a word' * 1000) for _ in range(99)]; raise SystemExit(3)"
     with Path("/dev/full").open("w") as full:
         pipe = subprocess.PIPE if target == "reader that left" else full
         program = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True)
@@ -87,8 +88,8 @@ def test_no_name_steers_the_terminal_or_a_log(run: RunDir, capsys: pytest.Captur
         log.warn(f"two\n{HOSTILE}")
         log.logger.error("rank 0: %s", HOSTILE)
         log.console.print(table, width=200)
-    refusals.say(InputError(HOSTILE))
-    refusals.say(RankFailed(HOSTILE, f"Traceback\n{HOSTILE}"))
+    program.say(InputError(HOSTILE))
+    program.say(RankFailed(HOSTILE, f"Traceback\n{HOSTILE}"))
     shown = capsys.readouterr()
     for text in (shown.out, shown.err, run.log.read_bytes().decode(), run.rank_log(0).read_bytes().decode()):
         assert text.replace("\n", "").isprintable()

@@ -11,16 +11,16 @@ from scipy.special import betainc, betaincinv
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.augment import CropFlip
-from lockstep.data.loader import Resident, Streaming
-from lockstep.data.mix import Mix, beta, box
+from lockstep.core.plan import Plan
+from lockstep.core.rng import MIX, permutation, sample_keys, uniform
+from lockstep.core.world import World
+from lockstep.data.datasets.builtin import Digits
+from lockstep.data.loading.loaders import Resident, Streaming
+from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.shards import IGNORE_INDEX, Loader, Shard
-from lockstep.data.sources import Digits
-from lockstep.plan import Plan
+from lockstep.data.transforms.augment import CropFlip
+from lockstep.data.transforms.mixup import Mix, beta, box
 from lockstep.precision import FP32, FP64
-from lockstep.rng import MIX, permutation, sample_keys, uniform
-from lockstep.world import World
 
 pytestmark = pytest.mark.numerics
 

@@ -11,8 +11,8 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.catalog import timm_models
-from lockstep.errors import InputError
+from lockstep.config.timm_names import timm_models
+from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
 from lockstep.models.nets import MaxPoolTo
 from lockstep.models.zoo import Stem, network_options

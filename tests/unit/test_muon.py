@@ -7,7 +7,8 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.optim import Muon, newton_schulz, orthogonalised, set_learning_rate
+from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
+from lockstep.optim.optimizers import set_learning_rate
 
 pytestmark = pytest.mark.numerics
 

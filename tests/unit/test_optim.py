@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.errors import InputError
-from lockstep.optim import SGD, Adam, AdamW, Timm, gradient_norm, make_ema, set_learning_rate
+from lockstep.core.errors import InputError
+from lockstep.optim.ema import make_ema
+from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, gradient_norm, set_learning_rate
 
 pytestmark = pytest.mark.numerics
 

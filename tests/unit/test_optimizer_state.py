@@ -12,7 +12,8 @@ from timm.optim import get_optimizer_info, list_optimizers
 from torch import nn
 
 from lockstep.checkpoint.optimizer import optimizer_state, restore_optimizer
-from lockstep.optim import SGD, Adam, AdamW, Muon, Timm
+from lockstep.optim.muon import Muon
+from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm
 
 # They refuse to be built, or to step, without a CUDA device.
 CUDA_ONLY = ("bnb", "fused")

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import Batch, batches, blocks, share
-from lockstep.plan import Plan
-from lockstep.rng import permutation
+from lockstep.core.plan import Plan
+from lockstep.core.rng import permutation
+from lockstep.data.loading.sampler import Batch, batches, blocks, share
 
 
 @dataclass(frozen=True)

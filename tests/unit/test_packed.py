@@ -20,12 +20,13 @@ import torch
 from PIL import Image
 
 from helpers import ROOT, Case, Done, command, gang, records, train_here
-from lockstep.data import packed
-from lockstep.data.folder import Folder
-from lockstep.data.loader import Auto, LoaderContext, Resident, cores
-from lockstep.data.packed import Packed
-from lockstep.errors import InputError, StorageError
-from lockstep.world import World
+from lockstep.core.errors import InputError, StorageError
+from lockstep.core.world import World
+from lockstep.data import packing
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.packed import Packed
+from lockstep.data.loading.loaders import Auto, LoaderContext, Resident
+from lockstep.runtime.host import cores
 
 
 def fill(root: Path) -> Folder:
@@ -47,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
     """Pack, and say which images were left out."""
-    return [error.what for error in packed.pack(source, target, threads=threads, advanced=lambda n: None)]
+    return [error.what for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +259,7 @@ def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> No
 
 def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
     read: list[int] = []
-    packed.check(target, read.append)
+    packing.check(target, read.append)
     assert sum(read) == sum(each.stat().st_size for each in target.iterdir() if each.suffix != ".json")
     path = copied(target, tmp_path)
     data = bytearray((path / "val.images").read_bytes())
@@ -266,10 +267,10 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
     (path / "val.images").write_bytes(data)
     Packed(path=str(path)).prepare()
     with pytest.raises(InputError, match=r"val\.images does not match its sha256"):
-        packed.check(path, lambda n: None)
+        packing.check(path, lambda n: None)
 
 
-LOCKSTEP = (sys.executable, "-c", "from lockstep.cli import main; main()", "pack")
+LOCKSTEP = (sys.executable, "-c", "from lockstep.cli.main import main; main()", "pack")
 
 
 def typed(*arguments: str) -> Done:
@@ -309,7 +310,7 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    with packed._partial(tmp_path / "target"):  # leaves what another pack is at alone
+    with packing._partial(tmp_path / "target"):  # leaves what another pack is at alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
     process.kill()
     process.wait()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
-from lockstep.data.augment import CropFlip, NoAugment, RandomResizedCrop
+from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.sources import CIFAR10, Digits, Fake, Folder
+from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 
 pytestmark = pytest.mark.numerics

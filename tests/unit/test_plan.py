@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import InputError
-from lockstep.plan import Event, Plan, make_plan, seconds, steps
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Event, Plan, make_plan, seconds, steps
 
 ASKED: dict[str, Any] = {
     "examples": 100,

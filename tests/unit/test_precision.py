@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import InputError
+from lockstep.core.errors import InputError
 from lockstep.precision import BF16, FP16, FP32, FP64, TF32, BF16Pure
 
 CPU = torch.device("cpu")

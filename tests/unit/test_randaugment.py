@@ -14,10 +14,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import RandAugment as Torchvision
 from torchvision.transforms.autoaugment import _apply_op
 
-from lockstep.data import randaugment
-from lockstep.data.augment import CropFlip, RandAugment, RandAugmentResized, RandomResizedCrop
-from lockstep.data.randaugment import operate
-from lockstep.rng import SampleRNG
+from lockstep.core.rng import SampleRNG
+from lockstep.data.transforms import randaugment
+from lockstep.data.transforms.augment import CropFlip, RandAugment, RandAugmentResized, RandomResizedCrop
+from lockstep.data.transforms.randaugment import operate
 
 pytestmark = pytest.mark.numerics
 

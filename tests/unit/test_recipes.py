@@ -19,15 +19,15 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from helpers import ROOT, built, composed
-from lockstep import config
-from lockstep.config import Job
-from lockstep.identity import plan_of
-from lockstep.plan import Plan
+from lockstep.config import components, schema
+from lockstep.config.schema import Job
+from lockstep.core.plan import Plan
+from lockstep.training.fingerprint import plan_of
 
 CONF = ROOT / "conf"
 REFERENCE = ROOT / "docs" / "configuration.md"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-OPTIONS = sorted((group, path.stem) for group in config.GROUPS for path in (CONF / group).glob("*.yaml"))
+OPTIONS = sorted((group, path.stem) for group in schema.GROUPS for path in (CONF / group).glob("*.yaml"))
 HEADER = ("command", "reproduces", "expected", "wall clock", "hardware")
 # What an option does not have a value for.
 MANDATORY = {("dataset", each): ["dataset.path=photos"] for each in ("folder", "packed")}
@@ -100,7 +100,7 @@ def test_the_modern_recipe_warms_up_to_its_rate_and_ends_near_zero() -> None:
 
 def test_the_help_names_every_option() -> None:
     shown = composed_help()
-    for group in [*config.GROUPS, "experiment"]:
+    for group in [*schema.GROUPS, "experiment"]:
         named = re.search(rf"^ +{group}  .*(\n {{12,}}.*)*", shown, re.MULTILINE)
         assert named
         missing = {path.stem for path in (CONF / group).glob("*.yaml")} - set(re.findall(r"\w+", named[0]))
@@ -118,14 +118,14 @@ def composed_help() -> str:
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_an_option_has_the_keys_of_its_class_and_values_that_it_accepts(group: str, option: str) -> None:
     node = composed(f"{group}={option}", *MANDATORY.get((group, option), []))[group]
-    cls = config.locate(group, node["_target_"])
+    cls = components.locate(group, node["_target_"])
     assert set(node) - {"_target_"} == {field.name for field in dataclasses.fields(cls)}
-    assert isinstance(config.build(group, node), cls)
+    assert isinstance(components.build(group, node), cls)
 
 
 def test_a_model_of_timm_has_the_keys_of_its_class_too() -> None:
     node = composed("model=resnet18")["model"]
-    cls = config.locate("model", node["_target_"])
+    cls = components.locate("model", node["_target_"])
     assert set(node) - {"_target_"} == {field.name for field in dataclasses.fields(cls)}
 
 
@@ -179,7 +179,7 @@ def test_the_reference_names_every_option() -> None:
 
 
 def test_the_reference_names_every_file_of_a_run_folder() -> None:
-    source = (ROOT / "src" / "lockstep" / "rundir.py").read_text()
+    source = (ROOT / "src" / "lockstep" / "core" / "run_dir.py").read_text()
     names = set(re.findall(r'self\.(?:path|hydra|logs) / f?"([^"{]+)', source)) - {"rank"}
     text = REFERENCE.read_text()
     assert names
@@ -188,4 +188,4 @@ def test_the_reference_names_every_file_of_a_run_folder() -> None:
 
 def test_every_group_has_a_folder_and_every_folder_is_a_group() -> None:
     folders = {path.name for path in Path(CONF).iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
-    assert folders == {*config.GROUPS, "experiment"}
+    assert folders == {*schema.GROUPS, "experiment"}

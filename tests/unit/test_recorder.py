@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.plan import Plan
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
-from lockstep.world import World
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep import rng
+from lockstep.core import rng
 
 # The first outputs of splitmix64, as published with its reference implementation (prng.di.unimi.it) and used
 # as known answers by other libraries.

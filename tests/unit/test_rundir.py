@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.rundir import NAME_LIMIT, RunDir, latest, slug
-from lockstep.storage import write_atomic
+from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
+from lockstep.core.safe_write import write_atomic
 
 
 @pytest.mark.parametrize(

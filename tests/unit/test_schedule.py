@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import InputError
-from lockstep.plan import Plan
-from lockstep.schedule import Constant, Cosine, Linear, Step
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.optim.schedule import Constant, Cosine, Linear, Step
 
 PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 ALL: list[type[Constant]] = [Constant, Cosine, Linear, Step]

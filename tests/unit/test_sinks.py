@@ -19,8 +19,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lockstep.errors import StorageError
-from lockstep.plan import Plan
+from lockstep.core.errors import StorageError
+from lockstep.core.plan import Plan
 from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, last_figures
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)

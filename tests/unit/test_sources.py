@@ -23,8 +23,8 @@ import torch
 from torchvision import datasets
 
 from helpers import ROOT
-from lockstep.data.sources import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
-from lockstep.errors import InputError
+from lockstep.core.errors import InputError
+from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
 
 REAL = ROOT.parent / "shared" / "data"
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep import rng
+from lockstep.core import rng
 from lockstep.stochastic.numbers import below, normal, random_bits, uniform
 
 EXAMPLES, ELEMENTS = 4096, 1024

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import storage
 from lockstep.checkpoint import Checkpointer
-from lockstep.errors import StorageError
-from lockstep.rundir import RunDir
-from lockstep.storage import write_atomic
+from lockstep.core import safe_write
+from lockstep.core.errors import StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import write_atomic
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_a_folder_in_the_place_of_a_file_is_a_storage_error_and_stays(tmp_path: 
 
 def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) -> None:
     for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        with pytest.raises(StorageError, match=str(tmp_path)), storage.full_disk(tmp_path):
+        with pytest.raises(StorageError, match=str(tmp_path)), safe_write.full_disk(tmp_path):
             raise OSError(number, os.strerror(number))
-    with pytest.raises(FileNotFoundError), storage.full_disk(tmp_path):
+    with pytest.raises(FileNotFoundError), safe_write.full_disk(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "gone")
 
 

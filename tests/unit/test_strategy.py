@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import InputError
-from lockstep.plan import Plan
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
 from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Auto, DataParallel, Single, Strict
 from lockstep.strategy.allreduce import HookedReplica
 from lockstep.strategy.ddp import CommHook
 from lockstep.strategy.strict import TreeReplica
-from lockstep.world import World
 
 
 def plan(micro_batches: int = 1) -> Plan:

@@ -12,9 +12,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from helpers import train_here
-from lockstep.config import Invocation
-from lockstep.errors import InputError, NumericalError, RankFailed
-from lockstep.sweep import LEDGER, Report, run_sweep_job
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import InputError, NumericalError, RankFailed
+from lockstep.sweep.jobs import LEDGER, run_sweep_job
+from lockstep.sweep.report import Report
 
 
 def job_of(folder: Path, number: int = 0) -> Invocation:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SHOW = "import os, lockstep.threads as t; t.configure_native_threads(); print([os.environ.get(k) for k in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'OPENBLAS_NUM_THREADS')])"  # noqa: E501
+SHOW = "import os, lockstep.runtime.native_threads as t; t.configure_native_threads(); print([os.environ.get(k) for k in ('GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'OPENBLAS_NUM_THREADS')])"  # noqa: E501
 
 
 @pytest.mark.parametrize(

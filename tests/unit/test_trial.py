@@ -10,8 +10,8 @@ import yaml
 from PIL import Image
 
 from helpers import built, losses, train_here
-from lockstep.trial import training_rate
-from lockstep.world import World
+from lockstep.core.world import World
+from lockstep.training.dry_run import training_rate
 
 
 def test_a_smaller_network_has_a_higher_rate() -> None:
@@ -47,4 +47,4 @@ def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_k
     assert losses(tried) == losses(asked)
     loader = yaml.safe_load(tried.config.read_text())["loader"]
     assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
-    assert loader == {"_target_": "lockstep.data.loader.Streaming", "prefetch": 2}
+    assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}

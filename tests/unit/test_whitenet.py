@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.errors import InputError
+from lockstep.core.errors import InputError
 from lockstep.models import WhiteNet
 from lockstep.models.whitenet import whitening_filters
 

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import InputError, Stopped
-from lockstep.world import StopConsensus, World, join, launched_rank, own_gpu
+from lockstep.core.consensus import StopConsensus
+from lockstep.core.errors import InputError, Stopped
+from lockstep.core.process_group import join, launched_rank, own_gpu
+from lockstep.core.world import World
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

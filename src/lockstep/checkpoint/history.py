@@ -14,12 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep import config, log
 from lockstep.checkpoint.reading import LoadedCheckpoint, read, whole_weights
 from lockstep.checkpoint.validation import find_corruption
-from lockstep.errors import InputError, StorageError
-from lockstep.rundir import RunDir
-from lockstep.storage import write_atomic
+from lockstep.config import yaml_io
+from lockstep.core import log
+from lockstep.core.errors import InputError, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import write_atomic
 
 Say = Callable[[str], None]
 
@@ -93,7 +94,7 @@ def _lost(run_dir: RunDir) -> str:
     whole = next((path for path in (*found, run_dir.path) if whole_weights(path)), None)
     usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
     try:
-        command = shlex.join(["python", "train.py", *config.load_list(run_dir.overrides)])
+        command = shlex.join(["python", "train.py", *yaml_io.load_list(run_dir.overrides)])
     except InputError:
         command = "the command of this run and another hydra.run.dir=FOLDER"
     return (

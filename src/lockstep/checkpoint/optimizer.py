@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import log
+from lockstep.core import log
 
 STATE_AND_GROUPS = frozenset({"state", "param_groups"})
 

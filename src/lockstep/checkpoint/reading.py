@@ -26,9 +26,9 @@ from lockstep.checkpoint.validation import (
     read_facts,
     sha256,
 )
-from lockstep.errors import InputError
-from lockstep.files import UnreadableFile, opened
-from lockstep.rundir import MANIFEST
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import MANIFEST
+from lockstep.core.safe_read import UnreadableFile, opened
 
 SHOWN = 4  # of the differences between two runs
 

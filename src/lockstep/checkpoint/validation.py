@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError
-from lockstep.files import MB, UnreadableFile, is_number, opened, parse_json, read_bytes, read_json
-from lockstep.rundir import MANIFEST
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import MANIFEST
+from lockstep.core.safe_read import MB, UnreadableFile, is_number, opened, parse_json, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 FACTS_LIMIT = 64 * MB  # the open window has a loss for each micro-batch since the last log point

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep import log
 from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
 from lockstep.checkpoint.staging import HostCopies, alone, mapped
@@ -35,10 +34,11 @@ from lockstep.checkpoint.validation import (
     read_facts,
     sha256,
 )
-from lockstep.errors import InputError, StorageError
-from lockstep.files import UnreadableFile
-from lockstep.rundir import MANIFEST, RunDir
-from lockstep.storage import sync, write_atomic
+from lockstep.core import log
+from lockstep.core.errors import InputError, StorageError
+from lockstep.core.run_dir import MANIFEST, RunDir
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_write import sync, write_atomic
 
 RETRY_S = 30.0  # after a save that failed
 

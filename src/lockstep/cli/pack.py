@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from lockstep import log
-from lockstep.data import packed
-from lockstep.data.folder import Folder
-from lockstep.data.loader import cores
-from lockstep.errors import InputError
-from lockstep.fields import problems
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.fields import problems
+from lockstep.data import packing
+from lockstep.data.datasets.folder import Folder
+from lockstep.runtime.host import cores
 
 # What the sentences of `dataset=folder` call by its keys.
 WORDS = {"dataset.path: ": "", "dataset.path=FOLDER": "lockstep pack SOURCE TARGET", "dataset.skip=N": "--skip N"}
@@ -34,7 +34,7 @@ def pack(source: str, target: str, *, size: int, skip: int) -> None:
         images = len(folder.train()) + len(folder.eval())
         with _bar() as bar:
             task = bar.add_task("packing", total=images)
-            broken = packed.pack(
+            broken = packing.pack(
                 folder, Path(target).absolute(), threads=cores(), advanced=lambda n: bar.advance(task, n)
             )
     except InputError as error:
@@ -60,7 +60,7 @@ def check(target: str) -> None:
     size = sum(each.stat().st_size for each in folder.glob("*.*") if each.is_file())
     with _bar() as bar:
         task = bar.add_task("checking", total=size)
-        packed.check(folder, lambda n: bar.advance(task, n))
+        packing.check(folder, lambda n: bar.advance(task, n))
     log.say(f"{target} is whole: every file matches its sha256")
 
 

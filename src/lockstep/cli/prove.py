@@ -26,12 +26,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import lockstep
-from lockstep import config, log
 from lockstep.checkpoint import MODEL, latest_valid
-from lockstep.errors import InputError, LockstepError
-from lockstep.rundir import RunDir
-from lockstep.signals import PARENT
-from lockstep.strategy.batchnorm import has_batchnorm
+from lockstep.config import components, composition
+from lockstep.core import log
+from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.run_dir import RunDir
+from lockstep.runtime.signals import PARENT
+from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 TRAIN = Path(lockstep.__file__).parents[2] / "train.py"
 # So many micro-batches more than the user's config has are tried too: uneven on most batches and ranks.
@@ -164,7 +165,7 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
 
 def _several(overrides: list[str]) -> int | None:
     """Another number of micro-batches for the user's config; None where there is none that keeps the run the same."""
-    job = config.build_all(config.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
+    job = components.build_all(composition.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):

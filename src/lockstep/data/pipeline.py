@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.folder import crops_files
-from lockstep.data.mix import Mix
-from lockstep.data.shards import BatchGroup, Shard
-from lockstep.protocols import Augment, BoxAugment, Precision, Source
-from lockstep.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
+from lockstep.core.protocols import Augment, BoxAugment, Precision, Source
+from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
+from lockstep.data.datasets.folder import crops_files
+from lockstep.data.loading.shards import BatchGroup, Shard
+from lockstep.data.transforms.mixup import Mix
 
 
 @dataclass(frozen=True, kw_only=True)

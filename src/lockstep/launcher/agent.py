@@ -21,10 +21,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from lockstep import child, log
-from lockstep.errors import RankFailed
+from lockstep.core import log
+from lockstep.core.errors import RankFailed
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import first_failure, forget_errors
-from lockstep.launcher.ranks import (
+from lockstep.launcher.processes import (
     LOOPBACK,
     Forwarding,
     failures,
@@ -33,8 +35,7 @@ from lockstep.launcher.ranks import (
     loopback_store,
     starting,
 )
-from lockstep.protocols import Entry
-from lockstep.rundir import RunDir
+from lockstep.runtime import child
 
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import files
-from lockstep.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
-from lockstep.fields import Time, ranged, ruled
-from lockstep.files import UnreadableFile
-from lockstep.protocols import Entry
-from lockstep.rundir import RunDir
-from lockstep.signals import NOT_BEGUN, StopNow
-from lockstep.world import launched_rank
+from lockstep.core import safe_read
+from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
+from lockstep.core.fields import Time, ranged, ruled
+from lockstep.core.process_group import launched_rank
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.runtime.signals import NOT_BEGUN, StopNow
 
 
 class Backend(enum.Enum):
@@ -106,7 +106,7 @@ def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
     errors = []
     for path in run_dir.logs.glob("rank*.error.json"):
         with suppress(UnreadableFile):
-            errors.append(files.read_json(path))
+            errors.append(safe_read.read_json(path))
     return errors
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.fields import ranged
+from lockstep.core.fields import ranged
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline
-from lockstep.protocols import Entry
-from lockstep.rundir import RunDir
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,10 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from lockstep import child
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure, forget_errors
-from lockstep.launcher.ranks import (
+from lockstep.launcher.processes import (
     LOOPBACK,
     POLL_S,
     failures,
@@ -30,8 +31,7 @@ from lockstep.launcher.ranks import (
     loopback_store,
     starting,
 )
-from lockstep.protocols import Entry
-from lockstep.rundir import RunDir
+from lockstep.runtime import child
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.errors import InputError
-from lockstep.fields import ranged
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
 
 NORM_GROUPS = 8
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.errors import InputError
-from lockstep.fields import ranged
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
 from lockstep.models.nets import MaxPoolTo, Network
 
 PATCH = 2  # side of what is whitened, in pixels

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.catalog import is_timm_model, timm_models
-from lockstep.errors import InputError, did_you_mean
-from lockstep.fields import Options, ranged, ruled
+from lockstep.config.timm_names import is_timm_model, timm_models
+from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import Options, ranged, ruled
 from lockstep.models.nets import Network
 
 # What timm's builders of the EfficientNet family take besides the arguments of the network's class.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.protocols import MicroBatch
-from lockstep.rng import FORWARD, FORWARD_BATCH, draw, key, sample_keys
+from lockstep.core.protocols import MicroBatch
+from lockstep.core.rng import FORWARD, FORWARD_BATCH, draw, key, sample_keys
 from lockstep.stochastic.numbers import random_bits
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.plan import Plan
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
 from lockstep.strategy.base import Distributed
-from lockstep.world import World
 
 LARGE = 2**16  # elements
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.errors import InputError
-from lockstep.plan import Plan
-from lockstep.strategy.batchnorm import convert_sync_batchnorm, has_batchnorm
-from lockstep.world import World
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
 
 
 @dataclass(frozen=True, kw_only=True)

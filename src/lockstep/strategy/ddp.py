@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.errors import InputError
-from lockstep.fields import ranged
-from lockstep.plan import Plan
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, rehearse
-from lockstep.world import World
 
 
 class CommHook(enum.Enum):

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.errors import InputError
-from lockstep.fields import ranged
-from lockstep.plan import Plan
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
 from lockstep.strategy.base import Single, rehearse, share_weights
-from lockstep.strategy.batchnorm import has_batchnorm
-from lockstep.world import World
+from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 
 class TreeReplica(nn.Module):

@@ -1,6 +1,6 @@
 """What a run says of itself: scalars for TensorBoard and files, live progress, GPU figures."""
 
-from lockstep.telemetry.recorder import Telemetry, WindowState
+from lockstep.telemetry.metrics import Telemetry, WindowState
 from lockstep.telemetry.window import Window
 
 __all__ = ["Telemetry", "Window", "WindowState"]

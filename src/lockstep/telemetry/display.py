@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lockstep import log
-from lockstep.plan import Plan
+from lockstep.core import log
+from lockstep.core.plan import Plan
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 
-from lockstep import log
-from lockstep.files import MB, opened
-from lockstep.storage import sync, write_atomic
+from lockstep.core import log
+from lockstep.core.safe_read import MB, opened
+from lockstep.core.safe_write import sync, write_atomic
 
 RECORD_LIMIT = 64 * MB  # one of ours has a few hundred bytes
 

@@ -7,7 +7,7 @@ import re
 import torch
 from torch import nn
 
-from lockstep import log
+from lockstep.core import log
 
 # Dense peak rates in 1e12 operations per second, from NVIDIA's data sheets and architecture papers (where those give
 # rates with sparsity, half of them): fp32, tf32, and bf16 or fp16 with sums in fp32. By the names that CUDA gives the

@@ -17,12 +17,12 @@ import pynvml
 import torch
 from torch import nn
 
-from lockstep import log
-from lockstep.errors import StorageError
-from lockstep.files import parsed_json
-from lockstep.protocols import Sink
+from lockstep.core import log
+from lockstep.core.errors import StorageError
+from lockstep.core.protocols import Sink
+from lockstep.core.safe_read import parsed_json
+from lockstep.core.world import World
 from lockstep.telemetry.sinks import truncate_after
-from lockstep.world import World
 
 PERIOD_S = 1.0
 GIGA = 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.protocols import MicroBatch, Sink
+from lockstep.core.protocols import MicroBatch, Sink
 
 
 class NoSamples:

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from lockstep import log
-from lockstep.errors import StorageError
-from lockstep.files import UnreadableFile, is_number, parsed_json, read_lines
-from lockstep.plan import Plan
-from lockstep.storage import storing, write_atomic_parts
+from lockstep.core import log
+from lockstep.core.errors import StorageError
+from lockstep.core.plan import Plan
+from lockstep.core.safe_read import UnreadableFile, is_number, parsed_json, read_lines
+from lockstep.core.safe_write import storing, write_atomic_parts
 from lockstep.telemetry.events import trimmed
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {

@@ -1,0 +1,95 @@
+"""How Hydra composes the config of a job, and the plain values that come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.config import hydra_policy
+from lockstep.config.invocation import ConfigFiles
+from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, unreadable
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
+
+
+def register() -> None:
+    """Give Hydra the schema of the fixed blocks, so that their errors show while composing.
+
+    A config cannot read the environment, where secrets are: it may be someone else's, and its values are kept.
+    """
+    hydra_policy.install()
+    OmegaConf.clear_resolver("oc.env")
+    ConfigStore.instance().store(name="job", node=Job)
+    if not OmegaConf.has_resolver("stamp_hex"):
+        OmegaConf.register_new_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
+
+
+def showed_help(program: str) -> bool:
+    """Show the help if the command line asks for it; Hydra would look into every config group first (0.3 s).
+
+    Args:
+        program: the file beside whose `conf` folder has the text, in `hydra.help.template` of `config.yaml`.
+    """
+    asked = not {"-h", "--help"}.isdisjoint(sys.argv)
+    if asked:
+        text = Path(program).with_name("conf").joinpath("config.yaml").read_text()
+        sys.stdout.write(yaml.safe_load(text)["hydra"]["help"]["template"] + "\n")
+    return asked
+
+
+def to_dict(composed: DictConfig) -> dict[str, Any]:
+    """The composed config as plain values, every interpolation resolved.
+
+    Raises:
+        InputError: a value is missing (`???`) or an interpolation does not resolve.
+    """
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise InputError(sentence(error)) from error
+    except UNEXPECTED as error:
+        raise unreadable(error) from error
+    assert isinstance(plain, dict)
+    for key in (each.name for each in dataclasses.fields(Job)):
+        if key not in plain:
+            raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
+        if "${" in repr(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
+            raise InputError(f"{key} has ${{ in its value, which a config takes for a reference; write it without")
+    return {str(key): value for key, value in plain.items()}
+
+
+def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> DictConfig:
+    """The config of an earlier command with further overrides behind its own (later ones win), from `configs`.
+
+    Raises:
+        InputError: an override of the earlier command is of Hydra itself, which no run keeps.
+    """
+    for text in stored:
+        check_word(text)
+        if hydra_policy.is_of_hydra(text):
+            raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
+    added = [text for text in overrides if key_of(text) != "resume"]
+    try:
+        return compose(configs.name, overrides=[*configs.searchpath, *stored, *added], return_hydra_config=False)
+    except UNEXPECTED as error:
+        raise unreadable(error) from error
+
+
+def composed(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """The config that `train.py` would compose from the groups in `folder`, as plain values, outside of Hydra.
+
+    Raises:
+        InputError: an override does not fit.
+    """
+    register()
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return to_dict(compose("config", overrides=overrides))

@@ -1,0 +1,261 @@
+"""What a config may ask of Hydra, decided before Hydra acts on it.
+
+Hydra makes objects of `hydra.callbacks`, `hydra.launcher`, `hydra.sweeper` and both logging configs, and sets
+environment variables, before there is a job. A config file can be someone else's, so it has no say in that: each
+value below `hydra` has to be the one that Hydra, its installed plugins and the command line give without it, except
+for a few that only name folders and texts. The command line chooses among what is installed, and names no code.
+
+What Hydra does with a config is listed in `tests/unit/test_hydra_policy.py`, which reads Hydra's source.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra.conf
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep.core.errors import InputError
+
+Key = tuple[str, ...]
+
+# What `conf/config.yaml` says to Hydra, besides the keys of FREE.
+OURS: Mapping[Key, object] = {
+    ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
+    ("output_subdir",): None,
+    ("job", "chdir"): False,
+}
+# What any config file may say to Hydra: each key with all below it.
+FREE: tuple[Key, ...] = (
+    ("run", "dir"),
+    ("sweep", "dir"),
+    ("sweep", "subdir"),
+    ("sweeper", "params"),
+    ("mode",),
+    ("searchpath",),
+    ("help",),
+    ("hydra_help",),
+)
+# Written by Hydra itself while it composes.
+WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
+# What Hydra makes objects of. The first three name code in every value: not even the command line sets them.
+LOGGING = ("job_logging", "hydra_logging")
+CLOSED = ("callbacks", *LOGGING)
+MADE = (*CLOSED, "launcher", "sweeper")
+
+
+def install() -> None:
+    """Have Hydra compose with the loader below, for whatever it composes, and unpickle nothing."""
+    application: Any = importlib.import_module("hydra._internal.hydra")
+    application.ConfigLoaderImpl = CheckedLoader
+    entry: Any = importlib.import_module("hydra.main")
+    entry._get_rerun_conf = _refuse_rerun
+
+
+def is_of_hydra(override: str) -> bool:
+    """Whether an override is of Hydra itself, by its key or by the package that it puts a group into.
+
+    Raises:
+        OverrideParseException: it is no override.
+    """
+    parsed = OverridesParser.create().parse_override(override)
+    return any(str(each or "").lstrip(":").startswith("hydra") for each in (parsed.key_or_group, parsed.package))
+
+
+def _refuse_rerun(file_path: str, overrides: list[str]) -> None:
+    raise InputError(
+        f"--experimental-rerun: {file_path!r} is a pickle, which can run code; go on with a run by resume=RUN_FOLDER"
+    )
+
+
+class CheckedLoader(ConfigLoaderImpl):
+    """Hydra's loader, which gives a config away only when all that it asks of Hydra is allowed."""
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        _check_folders(config_search_path)
+        super().__init__(config_search_path)
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        try:
+            composed = super().load_configuration(
+                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+            )
+        except (OmegaConfBaseException, HydraException):  # some are KeyErrors, too
+            raise
+        except KeyError as error:  # of os.environ: Hydra copies variables while it composes
+            raise InputError(f"hydra.job.env_copy names {error}, which is no variable here; leave it out") from error
+        except (AssertionError, AttributeError, TypeError, RecursionError) as error:
+            raise InputError(
+                f"the config cannot be composed ({type(error).__name__}: {' '.join(str(error).split())}); an "
+                "override or a config file has a value below a key that takes none"
+            ) from error
+        self._check(composed, overrides)
+        return composed
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        for override in OverridesParser.create().parse_overrides(sweep_overrides):
+            if override.is_hydra_override():
+                raise InputError(
+                    f"hydra.sweeper.params has {override.input_line!r}, expected keys of a job, such as seed: 1,2"
+                )
+        return super().load_sweep_config(master_config, sweep_overrides)
+
+    def _process_config_searchpath(
+        self, config_name: str | None, parsed_overrides: list[Override], repo: Any
+    ) -> None:
+        initialize = repo.initialize_sources
+
+        def initialize_folders(search_path: ConfigSearchPath) -> None:
+            _check_folders(search_path)
+            initialize(search_path)
+
+        repo.initialize_sources = initialize_folders
+        super()._process_config_searchpath(config_name, parsed_overrides, repo)
+
+    def _check(self, composed: DictConfig, overrides: list[str]) -> None:
+        """Compare what was composed for Hydra with what it has without the user's files.
+
+        Raises:
+            InputError: a config file says something to Hydra that it may not.
+        """
+        node = OmegaConf.to_container(composed, resolve=False)
+        values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        asked = [each for each in parsed if each.is_hydra_override()]
+        choices = tuple(_chosen_logging(dict(values), asked)) + tuple(_checked(asked))
+        sources = ((each.provider, each.path) for each in self.config_search_path.get_path())
+        own = _without_files(tuple(each for each in sources if not _of_user(each[0])), choices)
+        lists = {"hydra": asked, "task": [each for each in parsed if not each.is_hydra_override()]}
+        lines = {name: [each.input_line for each in of] for name, of in lists.items()}
+        own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
+        for key, value in values:
+            same = any(key in allowed and allowed[key] == value for allowed in (own, OURS))
+            if not same and (names_code(key, value) or not (is_free(key) or _below(key, WRITTEN))):
+                raise InputError(
+                    f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
+                    f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
+                    "command line: hydra/launcher=NAME"
+                )
+
+
+def dotted(key: Key) -> str:
+    """A key below `hydra` as it is written in an override."""
+    return ".".join(("hydra", *key))
+
+
+def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value of a plain config with its key; of a list by its indices."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from leaves(value, (*key, str(name)))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from leaves(value, (*key, str(index)))
+    else:
+        yield key, node
+
+
+def names_code(key: Key, value: object) -> bool:
+    """Whether a value is one of Hydra's words for an object (`_target_`, `_args_`), or stands for something else."""
+    return any(re.fullmatch("_.*_", part) for part in key) or (set(key[:1]) <= set(MADE) and "${" in str(value))
+
+
+def shortened(value: object) -> str:
+    """A value as it is shown in a sentence."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def is_free(key: Key) -> bool:
+    """Whether a config file may say this to Hydra."""
+    return _below(key, FREE)
+
+
+def _below(key: Key, prefixes: Iterable[Key]) -> bool:
+    return any(key[: len(prefix)] == prefix for prefix in prefixes)
+
+
+def _of_user(provider: str) -> bool:
+    """Whether a source is the user's: `--config-path` or our own `conf`, `--config-dir`, `hydra.searchpath`."""
+    return provider in ("main", "command-line") or provider.startswith("hydra.searchpath")
+
+
+def _check_folders(search_path: ConfigSearchPath) -> None:
+    """Sources of configs that the user names are folders: a Python package would be imported to be read."""
+    for each in search_path.get_path():
+        scheme, named, _ = each.path.partition("://")
+        if _of_user(each.provider) and named and scheme != "file":
+            raise InputError(
+                f"the search path for configs has {each.path!r}, which would import code; expected a folder: "
+                "hydra.searchpath=[FOLDER] or --config-dir FOLDER"
+            )
+
+
+def _chosen_logging(values: Mapping[Key, Any], asked: Iterable[Override]) -> Iterator[str]:
+    """Which of Hydra's own logging configs a file chose, where the command line does not."""
+    for group in LOGGING:
+        own = {each.stem for each in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
+        choice = values.get(("runtime", "choices", f"hydra/{group}"))
+        if choice in own and not any(each.key_or_group == f"hydra/{group}" for each in asked):
+            yield f"hydra/{group}={choice}"
+
+
+def _checked(asked: Iterable[Override]) -> Iterator[str]:
+    """What the command line says to Hydra beyond what a file may.
+
+    Raises:
+        InputError: it names code.
+    """
+    for each in asked:
+        key = tuple(each.key_or_group.split("."))[1:]
+        if each.is_delete() or is_free(key):
+            continue
+        if not key:  # a group: the name of an option, not the path of a file
+            fits = re.fullmatch(r"[\w\s.,\[\]-]*", each.get_value_element_as_str()) is not None
+        elif key[0] in MADE:
+            given = leaves(each.value(), key)
+            fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
+        else:
+            fits = True
+        if not fits:
+            raise InputError(
+                f"{each.input_line!r} names code for Hydra to run; leave it out, or choose an installed plugin by "
+                "its name: hydra/launcher=NAME"
+            )
+        yield str(each.input_line)
+
+
+@functools.lru_cache(maxsize=16)
+def _without_files(sources: tuple[tuple[str, str], ...], overrides: tuple[str, ...]) -> Mapping[Key, Any]:
+    """What Hydra's own part of a config is from these sources, none of which is the user's."""
+    search_path = ConfigSearchPathImpl()
+    for provider, path in sources:
+        search_path.append(provider, path)
+    try:
+        composed = ConfigLoaderImpl(search_path).load_configuration(None, list(overrides), RunMode.RUN)
+    except MissingConfigException as error:
+        raise InputError(
+            f"{error.missing_cfg_file} is no option of Hydra or of an installed plugin, and a file is not enough; "
+            f"it is one of {', '.join(error.options or [])}"
+        ) from error
+    return dict(leaves(OmegaConf.to_container(composed.hydra, resolve=False)))

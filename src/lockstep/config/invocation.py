@@ -1,0 +1,94 @@
+"""How the command line asked for a job: what Hydra knows, kept as plain values."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+
+from lockstep.config.messages import key_of
+from lockstep.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFiles:
+    """Where a command has its config from, if not from the project's own: without it its overrides mean nothing.
+
+    Fields:
+        name: of the primary config.
+        folder: a further one, of `--config-dir`.
+        searchpath: the override of `hydra.searchpath`.
+    """
+
+    name: str = "config"
+    folder: str = ""
+    searchpath: tuple[str, ...] = ()
+
+    @classmethod
+    def current(cls) -> ConfigFiles:
+        """Those of the job that Hydra is running right now."""
+        hydra = HydraConfig.get()
+        added = [each.path for each in hydra.runtime.config_sources if each.provider == "command-line"]
+        return cls(
+            name=str(hydra.job.config_name),
+            folder=added[0].removeprefix("file://") if added else "",
+            searchpath=tuple(str(each) for each in hydra.overrides.hydra if key_of(each) == "hydra.searchpath"),
+        )
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What a command line says to have them."""
+        name = (f"--config-name={self.name}",) if self.name != ConfigFiles.name else ()
+        folder = (f"--config-dir={self.folder}",) if self.folder else ()
+        return (*name, *folder, *self.searchpath)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """How the command line asked for a job: what Hydra knows and a rank must not have to ask for."""
+
+    overrides: tuple[str, ...]
+    command: str
+    sweep: bool
+    number: int
+    folder: Path | None
+    hydra: str
+    configs: ConfigFiles = ConfigFiles()
+
+    @classmethod
+    def current(cls) -> Invocation:
+        """The invocation of the job that Hydra is running right now.
+
+        Raises:
+            InputError: a folder is named that such a job does not use.
+        """
+        hydra = HydraConfig.get()
+        sweep = hydra.mode == RunMode.MULTIRUN
+        ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
+        for text in map(str, hydra.overrides.hydra):
+            if key_of(text).startswith(f"hydra.{ignored}."):
+                raise InputError(
+                    f"{text} has no effect {'with' if sweep else 'without'} -m; name a folder with "
+                    f"hydra.{used}.dir=FOLDER"
+                )
+        configs = ConfigFiles.current()
+        folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
+        overrides = tuple(str(each) for each in hydra.overrides.task)
+        return cls(
+            overrides=overrides,
+            command=shlex.join(["python", "train.py", *configs.words, *overrides]),
+            sweep=sweep,
+            number=int(hydra.job.num) if sweep else 0,
+            folder=folder.absolute() if sweep or folder != Path() else None,
+            hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
+            configs=configs,
+        )
+
+
+def config_words(command: str) -> list[str]:
+    """The words of a run's command that say where its config is from, which a resume has to repeat."""
+    return [each for each in shlex.split(command) if each.startswith(("--config-", "hydra.searchpath="))]

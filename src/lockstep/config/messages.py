@@ -1,0 +1,189 @@
+"""A user's mistake as one sentence: what Hydra and OmegaConf raise, in words, and which words are refused at once.
+
+Knows no config of ours: keys and options come with the exceptions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import yaml
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import Node, OmegaConf
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
+from lockstep.core.fields import shown
+from lockstep.core.safe_write import FULL
+
+# Of an override: what Hydra's parser and Python's numbers take, with room to spare for what anybody types.
+LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
+# What Hydra and OmegaConf raise, without a word of their own, for a value that they had not expected.
+UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
+
+
+def key_of(override: str) -> str:
+    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
+    return override.lstrip("+~").partition("=")[0].strip()
+
+
+def check_word(text: str) -> None:
+    """Refuse a word of the command line that would overtax the parser behind it, or have Hydra write files.
+
+    Raises:
+        InputError: it is no Unicode, too long, too deep, or has a number with too many digits.
+    """
+    if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
+        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
+    depth = deepest = 0
+    for character in text if len(text) <= LONGEST else "":
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if len(text) > LONGEST:
+        raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
+    if deepest > DEEPEST:
+        raise InputError(f"{shown(text)} has {deepest} brackets in one another, expected at most {DEEPEST}")
+    if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):
+        raise InputError(f"{shown(text)} has a number of more than {MOST_DIGITS} digits; write a smaller one")
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise InputError(f"{shown(text)} is no text in Unicode; write it in UTF-8")
+
+
+def translate(error: BaseException) -> LockstepError | None:
+    """A user's mistake as one of our exceptions; None for what is not one."""
+    if isinstance(error, LockstepError):
+        return error
+    if isinstance(error, OSError) and error.errno in FULL:
+        return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
+    if isinstance(error, OverrideParseException):
+        return InputError(
+            f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
+            f"its own needs quotes that reach the program: \"KEY='a, b'\""
+        )
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return InputError(_no_such_file(error.missing_cfg_file, list(error.options or [])))
+    # Hydra wraps OmegaConf's errors; anything else that one led to is a bug, whose traceback is wanted.
+    wrapped = (error.__cause__ or error.__context__) if isinstance(error, HydraException) else None
+    where = ""
+    if found := re.match(r"In '([^']+)': \w+ raised while composing", str(error)):
+        where = f"{found[1]}.yaml: "
+    for each in (wrapped, error):
+        if isinstance(each, OmegaConfBaseException):
+            return InputError(where + sentence(each))
+    if found := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
+        return InputError(
+            f"{found[1]} names several values; `python train.py -m {found[1]}` runs a sweep over them, and a list "
+            f"is written {found[2]}=[{found[3]}]"
+        )
+    if isinstance(error, HydraException):
+        return InputError(" ".join(str(error).partition("To append to your")[0].split()))
+    return None
+
+
+def translate_before_job(error: BaseException) -> LockstepError | None:
+    """What Hydra raises as it comes, before there is a job: a group without a name, a folder it cannot make."""
+    if isinstance(error, OSError) and error.filename:
+        return InputError(
+            f"{error.filename} cannot be written ({error.strerror}); name another folder with output_root=FOLDER, or "
+            "with hydra.run.dir=FOLDER"
+        )
+    if isinstance(error, yaml.YAMLError):
+        return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")
+    if isinstance(error, ValueError) and "Config group override" in str(error):
+        return InputError("a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18")
+    if isinstance(error, UNEXPECTED):
+        return unreadable(error)
+    return None
+
+
+def unreadable(error: Exception) -> InputError:
+    """That a value of the command line or of a config file is one which cannot be composed."""
+    why = " ".join(str(error).split()) or "no reason given"
+    return InputError(
+        f"the config cannot be composed ({type(error).__name__}: {shown_message(why)}); look at the values that are "
+        "not the defaults; HYDRA_FULL_ERROR=1 shows where"
+    )
+
+
+def shown_message(text: str) -> str:
+    """A message of a library, cut where it is long."""
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _no_such_file(path: str, options: list[str]) -> str:
+    """Which option of which group there is none of, and which was meant."""
+    group, _, name = path.removesuffix(".yaml").rpartition("/")
+    if not group:
+        return f"there is no config named {name!r}; leave out --config-name for the default one"
+    few = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
+    meant = did_you_mean(name, options) or few or " `python train.py --help` shows the groups."
+    return f"{group}={name}: there is no {group} of that name.{meant}"
+
+
+# OmegaConf's messages, and what is said instead: what was found, what was expected, an override that would do.
+_MESSAGES = (
+    (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),
+    (r"Value '(.*)' of type .* could not be converted to Float", "is '{0}', expected a number: {key}=0.1"),
+    (r"Value '(.*)' is not a valid bool", "is '{0}', expected true or false: {key}=true"),
+    (r"Value '(.*)' of type .* 'Union\[int, str\]'", "is '{0}', expected a number or a word: {key}=1"),
+    (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
+    (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
+    (
+        r"Unsupported interpolation type (\S+)",
+        "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE",
+    ),
+    (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
+    (r"Invalid value assigned: \w+ is not a ListConfig", "is not a list, expected {key}=[VALUE,VALUE]"),
+    (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),
+)
+
+
+def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
+    """OmegaConf's message as one line: the key (behind `prefix`), what was found, what was expected, a remedy."""
+    key = f"{prefix}{error.full_key or error.key or ''}"
+    message = (error.msg or str(error)).splitlines()[0]
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} has no value; give it one with {key}=VALUE"
+    if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
+        return _no_such_key(key, _keys(error.parent_node))
+    for pattern, words in _MESSAGES:
+        if found := re.match(pattern, message):
+            return f"{key} {words.format(*found.groups(), key=key)}"
+    return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
+
+
+def _keys(inside: Node) -> list[str]:
+    """The dotted path of every key of the config that `inside` is part of."""
+    plain = OmegaConf.to_container(inside._get_root(), resolve=False)
+    return list(_paths(plain))
+
+
+def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield f"{prefix}{key}"
+            yield from _paths(value, f"{prefix}{key}.")
+
+
+def _no_such_key(key: str, known: Iterable[str]) -> str:
+    """That there is no `key`, and which of the `known` ones was meant."""
+    block, _, last = key.rpartition(".")
+    ours = [each for each in known if each.startswith("hydra.") == key.startswith("hydra.")]
+    inside = [each for each in ours if each.rpartition(".")[0] == block and not each.endswith("._target_")]
+    # A key without its block (`lr`), or in a misspelt one: the same last part is what was meant.
+    same = [each for each in ours if each.rpartition(".")[2] == last][:3]
+    if block and inside:
+        names = [each.rpartition(".")[2] for each in inside]
+        hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."
+    elif same:
+        hint = f" Did you mean {', '.join(map(repr, same))}?"
+    else:
+        hint = did_you_mean(key, ours)
+    return f"{key}: there is no such key in the config.{hint or ' `python train.py --cfg job` shows them all.'}"

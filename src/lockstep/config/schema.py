@@ -1,0 +1,91 @@
+"""The keys of a job with their types, ranges and defaults.
+
+What `auto` becomes is decided in `lockstep.job.resolve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.core.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
+
+# Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
+# module: a config can come from someone else's run folder, and must not be able to name arbitrary code.
+GROUPS: Mapping[str, str] = {
+    "model": "lockstep.models",
+    "dataset": "lockstep.data.datasets",
+    "loader": "lockstep.data.loading",
+    "augment": "lockstep.data.transforms",
+    "strategy": "lockstep.strategy",
+    "precision": "lockstep.precision",
+    "launcher": "lockstep.launcher",
+    "optimizer": "lockstep.optim",
+    "schedule": "lockstep.optim.schedule",
+}
+
+
+@dataclass
+class TrainBlock:
+    """`train.*`: how a step is made of a global batch."""
+
+    micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
+    label_smoothing: float = ranged(0.0, least=0, below=1)
+    mixup: float = ranged(0.0, least=0, most=1000)
+    cutmix: float = ranged(0.0, least=0, most=1000)
+    cutout: int = ranged(0, least=0, most=16_384)
+    clip_norm: float | None = ranged(None, above=0.0, most=1e12)
+    ema: float | None = ranged(None, above=0.0, below=1)
+    eval_every: int | str = duration("1ep")
+    eval_batch: int = ranged(256, least=1, most=1_000_000)
+    eval_views: int = choice(1, 1, 2, 6)
+    cudnn_benchmark: bool = False
+
+
+@dataclass
+class CheckpointBlock:
+    """`checkpoint.*`: when a checkpoint is written and how many are kept."""
+
+    every: int | str = duration("1ep", timed=True)
+    keep: int = ranged(3, least=1, most=1_000_000)
+    keep_best: int = ranged(1, least=1, most=1_000_000)
+
+
+@dataclass
+class TelemetryBlock:
+    """`telemetry.*`: what is measured and written while training."""
+
+    interval: int | str = duration(20)
+    tensorboard: bool = True
+    gpu: bool = True
+    samples: bool = False
+
+
+@dataclass
+class Job:
+    """One training run as the user composed it. After `build`, each group holds its built component."""
+
+    epochs: int = ranged(20, least=1, most=LONGEST)
+    steps: int | None = ranged(None, least=1, most=LONGEST)
+    batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
+    seed: int = ranged(0, least=0, most=2**63 - 1)
+    repro: str = choice("exact", "exact", "strict")
+    device: str = choice("auto", "auto", "cpu", "cuda")
+    name: str = ruled("job", Text())
+    data_root: str = pathname("data")
+    output_root: str = pathname("outputs")
+    resume: str | None = pathname(None)
+    init_from: str | None = pathname(None)
+    train: TrainBlock = field(default_factory=TrainBlock)
+    checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
+    telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
+    model: Any = None
+    dataset: Any = None
+    loader: Any = None
+    augment: Any = None
+    strategy: Any = None
+    precision: Any = None
+    launcher: Any = None
+    optimizer: Any = None
+    schedule: Any = None

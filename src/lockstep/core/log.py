@@ -1,0 +1,132 @@
+"""Where words go: the terminal and `train.log` from main, `logs/rank*.log` from each rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from lockstep.core.errors import escaped
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import storing
+from lockstep.core.terminal import Shown
+
+logger = logging.getLogger("lockstep")
+
+
+class Terminal(Console):
+    """A console that shows every text as it is: nothing in it steers the terminal or is taken for markup."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(escaped(text), **{**options, "markup": False, "emoji": False})
+
+
+class LineFormatter(logging.Formatter):
+    """Log lines with their time, to be looked at on a terminal later."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+console = Terminal(highlight=False, file=cast(IO[str], Shown()))
+CHATTY = "torch.distributed.elastic"
+
+
+class LogFile(logging.FileHandler):
+    """A log file of a run. What cannot be written to it ends nothing, and is said once on the terminal."""
+
+    def __init__(self, path: Path) -> None:
+        with storing(path):
+            super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written is tried once more
+            super().close()
+
+
+@contextmanager
+def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None]:
+    """Send this rank's log to its files while the context is open.
+
+    Args:
+        run_dir: the folder of the job.
+        rank: this process's rank; main also writes `train.log`.
+        separate: whether the rank is a process of its own next to others. Then everything it prints, of
+            libraries too, goes to its own file unless it is main, so that the terminal has one voice.
+
+    Raises:
+        StorageError: there is no room for a file.
+    """
+    handlers: list[LogFile] = [LogFile(run_dir.rank_log(rank))]
+    if rank == 0:
+        handlers.append(LogFile(run_dir.log))
+    elif separate:
+        with storing(run_dir.rank_log(rank)), run_dir.rank_log(rank).open("a") as file:
+            os.dup2(file.fileno(), sys.stdout.fileno())
+            os.dup2(file.fileno(), sys.stderr.fileno())
+    for handler in handlers:
+        handler.setFormatter(LineFormatter())
+        logger.addHandler(handler)
+    level, propagate = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.propagate = propagate
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def say(message: str = "") -> None:
+    """Print one line for the user and keep it in the log. Called by main only."""
+    line = escaped(message, keep="")
+    console.print(line, soft_wrap=True)
+    logger.info(line)
+
+
+def warn(message: str) -> None:
+    """Warn the user in one line, on the terminal and in the log."""
+    show_warning(message)
+    logger.warning(escaped(message, keep=""))
+
+
+def show_warning(message: str) -> None:
+    """The same on the terminal only, from where there is no log."""
+    console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep the chatter of torch's elastic agent off the terminal; what failed is said by us."""
+    # Each of torch's modules gives its logger a level of its own, so the parent's does not reach them.
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(CHATTY)]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)

@@ -1,0 +1,122 @@
+"""When things happen: every duration of the config as a number of steps, converted here and nowhere else."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import Duration, Time, is_timed, parse_duration, parse_time, shown
+
+Event = Literal["log", "eval", "save"]
+
+
+def seconds(key: str, value: str | float) -> float:
+    """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds.
+
+    Raises:
+        InputError: `value` is no such time.
+    """
+    parsed = parse_time(value)
+    if parsed is None:
+        raise InputError(f"{key} is {shown(value)}, expected {Time().expected}")
+    return parsed
+
+
+@functools.lru_cache(maxsize=1024)  # a schedule asks at every step
+def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int) -> int:
+    """A duration in steps: `100` or `"100"` (steps), `"2ep"` (epochs), `"5%"` (of the whole run).
+
+    Raises:
+        InputError: `value` is none of these.
+    """
+    parsed = parse_duration(value)
+    if parsed is None:
+        raise InputError(f"{key} is {shown(value)}, expected {Duration(zero=True).expected}")
+    amount, unit = parsed
+    if unit == "ep":
+        return round(amount * steps_per_epoch)
+    if unit == "%":
+        return round(amount / 100 * total_steps)
+    return int(amount)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The run in steps, counted from 1.
+
+    `save_every_s` is set where checkpoints go by the clock; only the last step is then due by its number.
+    """
+
+    examples: int
+    batch: int
+    total_steps: int
+    micro_batches: int
+    log_every: int
+    eval_every: int
+    save_every: int
+    save_every_s: float | None = None
+
+    @functools.cached_property
+    def steps_per_epoch(self) -> int:
+        """The last global batch of an epoch may be short; it is a step like any other."""
+        return math.ceil(self.examples / self.batch)
+
+    def due(self, event: Event, step: int) -> bool:
+        """Whether `event` falls on `step`. Everything falls on the last step."""
+        every: int = getattr(self, f"{event}_every")
+        return step == self.total_steps or step % every == 0
+
+    def epoch(self, step: int) -> int:
+        """The epoch, counted from 0, that `step` belongs to."""
+        return (step - 1) // self.steps_per_epoch
+
+    def position(self, step: int) -> int:
+        """The place of `step` in its epoch, counted from 0."""
+        return (step - 1) % self.steps_per_epoch
+
+
+def make_plan(
+    *,
+    examples: int,
+    batch: int,
+    epochs: int,
+    total_steps: int | None,
+    micro_batches: int,
+    log_every: int | str,
+    eval_every: int | str,
+    save_every: int | str,
+) -> Plan:
+    """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
+
+    Raises:
+        InputError: the batch is larger than the data set, or cut into more pieces than it has examples.
+    """
+    if batch > examples:
+        raise InputError(
+            f"batch is {batch}, but the training split has {examples} examples; use batch={examples} or less"
+        )
+    if micro_batches > batch:
+        raise InputError(
+            f"train.micro_batches is {micro_batches}, but a global batch has {batch} examples; "
+            f"use train.micro_batches={batch} or less"
+        )
+    per_epoch = math.ceil(examples / batch)
+    total = total_steps if total_steps is not None else epochs * per_epoch
+
+    def every(key: str, value: int | str) -> int:
+        return max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
+
+    timed = is_timed(save_every)
+    return Plan(
+        examples=examples,
+        batch=batch,
+        total_steps=total,
+        micro_batches=micro_batches,
+        log_every=every("telemetry.interval", log_every),
+        eval_every=every("train.eval_every", eval_every),
+        save_every=total if timed else every("checkpoint.every", save_every),
+        save_every_s=seconds("checkpoint.every", save_every) if timed else None,
+    )

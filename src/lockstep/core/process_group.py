@@ -1,0 +1,114 @@
+"""How a process becomes a rank: its device, its threads, and the process group that it joins."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.core.errors import InputError, Stopped
+from lockstep.core.world import World
+
+
+def launched_rank() -> int | None:
+    """The rank that a launcher (ours, torchrun, srun with its variables set) gave this process, if any."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def local_size(ranks: int) -> int:
+    """How many of a job's `ranks` are on this machine, as far as their launcher says: all, if it does not."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
+@contextmanager
+def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
+    """Become a rank of the job: set the device and the threads, and join the process group of several.
+
+    The group is destroyed where all ranks have just met: at the end, and after a stop that was saved. After an error
+    the other ranks may hang in a collective, and waiting for them would hide it.
+
+    Args:
+        device: `cpu` or `cuda`.
+        backend: `gloo` or `nccl`.
+        timeout: seconds after which a collective that does not end is an error.
+        threads: CPU threads of this process.
+
+    Raises:
+        InputError: this rank has no GPU of its own.
+    """
+    torch.set_num_threads(threads)
+    if launched_rank() is None or os.environ["WORLD_SIZE"] == "1":  # nobody to meet: a group takes 20 ms, NCCL's more
+        yield World.solo(torch.device(device, 0) if device == "cuda" else device)
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    on_device = torch.device(device, own_gpu(local_rank)) if device == "cuda" else torch.device("cpu")
+    if device == "cuda":
+        torch.cuda.set_device(on_device)
+    _stay_on_loopback()
+    _init_process_group(backend, timedelta(seconds=timeout), on_device)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    try:
+        yield World(
+            rank=dist.get_rank(),
+            local_rank=local_rank,
+            size=dist.get_world_size(),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            device=on_device,
+            control=control,
+            local_peer_pids=_neighbours(control),
+        )
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # not reached after another error, which is raised at the yield
+
+
+def own_gpu(local_rank: int) -> int:
+    """The number of a rank's GPU among those that its process sees.
+
+    A launcher may show each process one GPU alone, which is then its number 0 (`srun --gpus-per-task=1`).
+
+    Raises:
+        InputError: the process sees several, but none for this rank.
+    """
+    visible = torch.cuda.device_count()
+    if visible > 1 and local_rank >= visible:
+        raise InputError(
+            f"local rank {local_rank} has no GPU: its process sees {visible}; start at most {visible} ranks on this "
+            "machine, or show each one its own (srun --gpus-per-task=1)"
+        )
+    return local_rank if visible > 1 else 0
+
+
+def _init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+    except RuntimeError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise InputError(
+            f"several ranks have the same GPU ({device}), which NCCL does not allow; start as many ranks on this "
+            "machine as it has GPUs, or use launcher.backend=gloo"
+        ) from error
+
+
+def _stay_on_loopback() -> None:
+    """Have the ranks of one machine talk on its loopback interface, so that they listen on no other (Linux)."""
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _neighbours(control: Any) -> dict[int, int]:
+    """The process numbers of the other ranks of this machine. Called by all."""
+    here = (socket.gethostname(), os.getpid())
+    everyone: list[tuple[str, int]] = [here] * dist.get_world_size()
+    dist.all_gather_object(everyone, here, group=control)
+    return {rank: pid for rank, (host, pid) in enumerate(everyone) if host == here[0] and pid != here[1]}

@@ -1,0 +1,337 @@
+"""The run folder: the only object that spells a path of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import safe_read, safe_write
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_write import write_atomic
+
+NAME_LIMIT = 100
+LATEST = "latest"
+MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
+
+
+def slug(text: str) -> str:
+    """`text` as one safe folder name: no separator, no leading dot, at most `NAME_LIMIT` bytes.
+
+    A longer text is cut and gets a hash of the whole, so that two long names stay two.
+    """
+    clean = re.sub(r"[^\w.,=+-]+", "_", text).strip("._") or "job"
+    if len(clean.encode()) <= NAME_LIMIT:
+        return clean
+    digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:8]
+    return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
+
+
+def replaceable(path: Path) -> bytes | None:
+    """What is in a file that is about to be replaced, so that it can be put back; None where there is none.
+
+    Raises:
+        UnreadableFile: it is no plain file, or too large to be kept in memory.
+    """
+    try:
+        return safe_read.read_bytes(path, 64 * safe_read.MB)
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise
+
+
+def _which(path: Path) -> tuple[int, int] | None:
+    """Tells a file from the one that takes its place, whatever is in them; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one job. Each file has one writer: main, or the rank that a name carries.
+
+    `before` is the content of the files that `begin` replaced (None for those that it made), and `summary_before`
+    which file the summary was then.
+    """
+
+    path: Path
+    before: Mapping[Path, bytes | None] = field(default_factory=dict, repr=False, compare=False)
+    summary_before: tuple[int, int] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDir:
+        """A new folder under `root`; two jobs never get the same one, however close they start.
+
+        Raises:
+            InputError, StorageError: the folder cannot be written.
+        """
+        while True:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            path = root / f"{stamp}-{slug(name)}-{secrets.token_hex(2)}"
+            try:
+                return cls.at(path, new=True)
+            except FileExistsError:
+                continue
+
+    @classmethod
+    def at(cls, path: Path, *, new: bool = False) -> RunDir:
+        """The run folder at exactly `path`, made with its subfolders where it is missing.
+
+        Raises:
+            InputError: the folder cannot be written.
+            StorageError: there is no room for it.
+            FileExistsError: `new` is set and the folder exists.
+        """
+        run = cls(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=not new)
+            for folder in (run.hydra, run.logs, run.checkpoints):
+                folder.mkdir(exist_ok=True)
+            for folder in (path, path.parent):
+                safe_write.sync(folder)
+        except FileExistsError as error:
+            if new and path.is_dir():  # another job made it just now
+                raise
+            raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
+        except OSError as error:
+            if error.errno in safe_write.FULL:
+                safe_write.fail_to_write(path, error)
+            raise InputError(
+                f"output_root: {path} cannot be written ({error.strerror}); "
+                "choose a folder that can be, with output_root=FOLDER"
+            ) from error
+        return run
+
+    @property
+    def hydra(self) -> Path:
+        return self.path / ".hydra"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def last(self) -> Path:
+        return self.checkpoints / "last"
+
+    @property
+    def none_yet(self) -> Path:
+        return self.checkpoints / "none-yet"
+
+    @property
+    def best(self) -> Path:
+        return self.checkpoints / "best"
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def composed(self) -> Path:
+        """The config as Hydra composed it, before anything of it was resolved or chosen."""
+        return self.hydra / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        return self.hydra / "overrides.yaml"
+
+    @property
+    def command(self) -> Path:
+        return self.path / "command.txt"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "env.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def table(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def gpu(self) -> Path:
+        return self.path / "gpu.jsonl"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def incident(self) -> Path:
+        return self.path / "incident"
+
+    def rank_log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    def rank_samples(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.samples.jsonl"
+
+    def rank_error(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.error.json"
+
+    def read_summary(self) -> dict[str, Any]:
+        """What `summary.json` says, or an empty dictionary before it is written.
+
+        Raises:
+            UnreadableFile: it is damaged.
+        """
+        try:
+            loaded = safe_read.read_json(self.summary)
+        except UnreadableFile as error:
+            if error.missing:
+                return {}
+            raise
+        if not isinstance(loaded, dict):
+            raise UnreadableFile(self.summary, "is not the summary of a run")
+        return loaded
+
+    def write_summary(self, **facts: Any) -> None:
+        """Replace `summary.json` by its present facts, changed and added to by `facts`; a damaged one has none.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        present: dict[str, Any] = {}
+        with suppress(UnreadableFile):
+            present = self.read_summary()
+        write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
+
+    def start_summary(self, **facts: Any) -> None:
+        """Replace `summary.json` by that of a run under way: how an earlier part of it ended is no longer true."""
+        write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
+
+    def begin(self, texts: Mapping[Path, str]) -> RunDir:
+        """Write the files that describe a job, so that `close` can take them back.
+
+        Raises:
+            StorageError: one cannot be written; all are as they were.
+        """
+        before = {path: replaceable(path) for path in texts}
+        begun = replace(self, before=before, summary_before=_which(self.summary))
+        try:
+            # The overrides are compared with it: a kill between the two must not leave those of another command.
+            self.composed.unlink(missing_ok=True)
+            for path, text in texts.items():
+                write_atomic(path, text)
+        except StorageError:
+            begun.take_back()
+            raise
+        return begun
+
+    def take_back(self) -> None:
+        """Undo `begin`, for a job that was refused: of one that is new nothing is left, another one is as it was.
+
+        Raises:
+            StorageError: a file cannot be written back.
+        """
+        if not self.began and not any(self.before.values()):
+            self._remove()
+            return
+        for path, content in self.before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif content != replaceable(path):
+                write_atomic(path, content)
+
+    def close(self, error: BaseException) -> None:
+        """Say in the summary how the job ended; leave nothing of one that was refused before it began.
+
+        Where the summary cannot be written the error alone has to say it.
+        """
+        with suppress(OSError, StorageError, UnreadableFile):
+            unchanged = not self.began or (bool(self.before) and _which(self.summary) == self.summary_before)
+            if isinstance(error, InputError) and unchanged:
+                self.take_back()
+                return
+            known = isinstance(error, LockstepError)
+            self.write_summary(
+                status="stopped" if isinstance(error, Stopped) else "failed",
+                exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
+                error=str(error) if known else f"{type(error).__name__}: {error}",
+            )
+
+    def _remove(self) -> None:
+        """Remove what a job writes before it begins, and the folder if that was all: it may be the user's own."""
+        for file in self._before_it_begins():
+            file.unlink(missing_ok=True)
+        for folder in (self.hydra, self.logs, self.checkpoints, self.path):
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
+    @property
+    def began(self) -> bool:
+        """Whether training started in this folder."""
+        return self.metrics.exists()
+
+    def _before_it_begins(self) -> set[Path]:
+        """The files that a job writes before it begins."""
+        written = {self.lock, self.config, self.command, self.environment, self.summary, self.log, self.none_yet}
+        written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
+        return written | {*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")}
+
+    @property
+    def only_prepared(self) -> bool:
+        """Whether a job has at most been prepared here: the folder is empty, or its start was killed."""
+        expected = {*self._before_it_begins(), self.hydra, self.logs, self.checkpoints}
+        return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
+
+    def mark_latest(self, root: Path) -> None:
+        """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""
+        with safe_write.storing(root):
+            root.mkdir(parents=True, exist_ok=True)  # a folder that was named need not be in it
+        if not (root / LATEST).is_dir():  # a run of that name: hydra.run.dir=outputs/latest
+            write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
+
+
+def latest(root: Path) -> RunDir | None:
+    """The run that was started last under `root`, if any was.
+
+    Raises:
+        InputError: it is not below `root`.
+    """
+    if (root / LATEST).is_dir():  # a run of that name
+        return None
+    try:
+        named = (root / safe_read.read_text(root / LATEST).strip().replace("\0", "")).resolve()
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise InputError(f"resume=latest: {error}; name the run with resume=PATH") from error
+    if root.resolve() not in named.parents:
+        raise InputError(
+            f"resume=latest: {root / LATEST} names {named}, expected a folder below {root}; name it with resume=PATH"
+        )
+    return RunDir(named)

@@ -1,0 +1,269 @@
+"""Files that someone else may have written, or that a fault may have changed: read without trust.
+
+What is read is a plain file of a bounded size, and what is parsed is made of numbers, words, lists and keys, a few
+levels deep: a pipe is not waited for, a device has no end, and a few lines of YAML can stand for gigabytes. Knows no
+torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.core.errors import InputError
+
+KB, MB = 2**10, 2**20
+LIMIT = 256 * KB  # of a text; a config has about 3 kB
+LINE_LIMIT = MB
+DEPTH = 32  # of lists and keys in each other; a config has 3
+EVENTS = 20_000  # of a YAML file: each key and each value is one
+WHOLE = 2**63  # integers beyond it are none of ours, and Python may refuse to print them
+
+# The parser in C, where PyYAML has it, is ten times as fast.
+_PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_CHECKSUM = re.compile("# sha256 of what follows: ([0-9a-f]{64})")
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class UnreadableFile(InputError):
+    """A file is missing, or is not what it has to be; `reason` says how without its path."""
+
+    def __init__(self, path: Path, reason: str, *, missing: bool = False) -> None:
+        super().__init__(f"{path} {reason}")
+        self.path, self.reason, self.missing = path, reason, missing
+
+
+def kind(mode: int) -> str:
+    """What a file is by its `st_mode`: "a pipe"; an empty string for a plain file."""
+    return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+@contextmanager
+def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
+    """Open a plain file for reading, without waiting for what is none.
+
+    Args:
+        path: of the file.
+        links: whether `path` may be a symbolic link: where the user named it, but not in a run folder.
+
+    Raises:
+        UnreadableFile: it is missing, no plain file, or the disk or its rights keep it from being read, also while
+            the context is open.
+    """
+    with _open(path, links) as file:
+        try:
+            yield file
+        except OSError as error:
+            raise UnreadableFile(path, f"cannot be read ({error.strerror})") from error
+
+
+def _open(path: Path, links: bool) -> BufferedReader:
+    try:
+        # Looked at first, and opened without waiting: opening a pipe waits for a writer, and a device may start.
+        mode = path.stat(follow_symlinks=links).st_mode
+        if not (found := kind(mode)):
+            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
+            file = os.fdopen(os.open(path, flags), "rb")
+            if not (found := kind(os.fstat(file.fileno()).st_mode)):
+                return file
+            file.close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UnreadableFile(path, "is missing", missing=True) from None
+    except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UnreadableFile(path, f"cannot be read ({reason})") from error
+    raise UnreadableFile(path, f"is {found}, expected a plain file")
+
+
+def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
+    """What is in a plain file of at most `limit` bytes.
+
+    Raises:
+        UnreadableFile: see `opened`; or it is longer.
+    """
+    with opened(path, links=links) as file:
+        data = file.read(limit + 1)
+        if len(data) > limit:
+            size = os.fstat(file.fileno()).st_size
+            raise UnreadableFile(path, f"has {size:,} bytes, expected at most {limit:,}")
+    return data
+
+
+def read_text(path: Path, limit: int = LIMIT) -> str:
+    """The UTF-8 text in a plain file of at most `limit` bytes, its line ends as they are.
+
+    Raises:
+        UnreadableFile: see `read_bytes`; or it is no such text.
+    """
+    return _decoded(path, read_bytes(path, limit))
+
+
+def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
+    """The value in a JSON file, made of plain values of `DEPTH` levels at most.
+
+    Raises:
+        UnreadableFile: see `read_text`; or it is not JSON, has a key twice, or is too deep.
+    """
+    return parse_json(path, read_bytes(path, limit, links=links))
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """The value in the content of a JSON file, as `read_json` has it."""
+    try:
+        return checked(parsed_json(_decoded(path, data)))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableFile(path, f"is not JSON ({_first_line(error)})") from error
+
+
+def parsed_json(text: str) -> Any:
+    """The value of a JSON text, in which no key may be twice; raises ValueError or RecursionError."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+class _Loader(_PARSER):
+    """YAML as OmegaConf writes it: a key is there once, and what looks like a date is a text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in _PARSER.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if len({str(key.value) for key, _ in node.value}) != len(node.value):
+            raise ValueError("a key is there twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file, made of plain values, `DEPTH` levels deep at most, and without aliases.
+
+    Raises:
+        UnreadableFile: see `read_text`; or it is not YAML, not such YAML, or not as `with_checksum` made it.
+    """
+    text = read_text(path)
+    head, _, rest = text.partition("\n")
+    if (found := _CHECKSUM.fullmatch(head)) and found[1] != _sha256(rest):
+        raise UnreadableFile(
+            path,
+            "does not match the sha256 in its first line: a fault or a hand has changed it; put it back as it was, "
+            "or remove that line if the change is meant",
+        )
+    try:
+        _check_events(text)
+        return checked(yaml.load(text, Loader=_Loader))
+    except (yaml.YAMLError, ValueError) as error:
+        raise UnreadableFile(path, f"is not the YAML of a config ({' '.join(str(error).split())})") from error
+
+
+def _check_events(text: str) -> None:
+    """Raise ValueError where a YAML text has aliases, or is too deep or too long to be made values of."""
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_PARSER)):
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise ValueError("it has anchors or aliases, expected plain keys and values")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH or number > EVENTS:
+            raise ValueError("it is too deep or too long")
+
+
+def with_checksum(text: str) -> str:
+    """A YAML text with its own sha256 in the first line, by which `read_yaml` knows that it is as it was."""
+    return f"# sha256 of what follows: {_sha256(text)}\n{text}"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+def read_lines(path: Path) -> Iterator[str | None]:
+    """The whole lines of a plain file with their ends, one by one; None for one that is no UTF-8 text.
+
+    A last line without an end was cut short by a kill, and is left out. A line beyond `LINE_LIMIT` bytes is none of
+    ours, and what follows it is not read.
+
+    Raises:
+        UnreadableFile: see `opened`.
+    """
+    with opened(path) as file:
+        while line := file.readline(LINE_LIMIT):
+            if not line.endswith(b"\n"):
+                if len(line) == LINE_LIMIT:
+                    yield None
+                return
+            try:
+                yield line.decode()
+            except UnicodeDecodeError:
+                yield None
+
+
+def checked(value: Any) -> Any:
+    """`value` itself, which may be made of plain values, `DEPTH` levels deep, only.
+
+    Raises:
+        ValueError: it has other types, keys that are no text, text that has no UTF-8, or integers beyond 64 bits.
+    """
+    level = [value]
+    for _ in range(DEPTH):
+        inside: list[Any] = []
+        for each in level:
+            match each:
+                case dict() if all(isinstance(key, str) for key in each):
+                    inside += [*each.keys(), *each.values()]
+                case list():
+                    inside += each
+                case str():
+                    each.encode()
+                case None | bool() | float():
+                    continue
+                case int() if -WHOLE <= each < WHOLE:
+                    continue
+                case _:
+                    raise ValueError(f"it has a value or key that is no number or word: {type(each).__name__}")
+        if not inside:
+            return value
+        level = inside
+    raise ValueError("it is too deep")
+
+
+def is_number(value: object) -> bool:
+    """Whether a parsed value is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _decoded(path: Path, data: bytes) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(path, f"is not UTF-8 text (byte {error.start:,})") from None
+    return text
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,78 @@
+"""Files that are written to last: after a kill or a power cut whole and under their names, or not there at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.core.errors import StorageError
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # what the system says of a full disk
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace `path` by `content` in one step: whoever reads it, also after a power cut, sees the old or the new.
+
+    Raises:
+        StorageError: it cannot be written; the old one is there as it was.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    write_atomic_parts(path, [data])
+
+
+def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
+    """The same for content that comes in parts and need not be in memory as a whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        fail_to_write(path, error)
+
+
+def sync(path: Path) -> None:
+    """Have the disk really hold `path` (a file, or a folder's list of names)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # what some network file systems say of a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """Turn a failed write of `path` into StorageError."""
+    try:
+        yield
+    except OSError as error:
+        fail_to_write(path, error)
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Turn what a full disk raises, wherever it does, into StorageError; `folder` is named where no file is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            fail_to_write(Path(error.filename or folder), error)
+        raise
+
+
+def fail_to_write(path: Path, error: OSError) -> NoReturn:
+    """Raise StorageError for a write of `path` that failed with `error`."""
+    remedy = "; make room there, and the same command goes on" if error.errno in FULL else ""
+    raise StorageError(f"{path} cannot be written ({error.strerror}){remedy}") from error

@@ -1,0 +1,83 @@
+"""Who this process is among the ranks of its job, and the collectives that it needs besides gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """A rank's identity, fixed for the life of the process.
+
+    `control` is a gloo group for small words between the ranks (`StopConsensus`): it never touches the device.
+    `local_peer_pids` has the process number of each other rank of this machine.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    local_size: int
+    device: torch.device
+    control: Any = None
+    local_peer_pids: Mapping[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def solo(cls, device: torch.device | str = "cpu") -> World:
+        """The world of a single process, without a process group."""
+        return cls(rank=0, local_rank=0, size=1, local_size=1, device=torch.device(device))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over all ranks, in place, and the same on each."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank. Waits for all of them, on the host."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, group=self.control)
+        return bool(flags)
+
+    def broadcast(self, value: T) -> T:
+        """Main's `value` on every rank. Pickled: for small values of our own at start-up only."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank, by rank, on each of them. Pickled, as in `broadcast`."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+    def share_buffers(self, module: torch.nn.Module) -> None:
+        """Main's buffers on every rank.
+
+        Running statistics do not enter a training forward, so main's are the truth and the others' are
+        fetched where they matter (evaluation, checkpoints) instead of at each step.
+        """
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, src=0)

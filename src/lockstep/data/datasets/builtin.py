@@ -1,0 +1,268 @@
+"""The data sets. Each is a frozen value: where the files are, what the images are, how they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import pathname, ranged
+from lockstep.data.datasets.folder import LARGEST_SIDE
+from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ArraySource(ABC):
+    """A data set that fits in memory.
+
+    Fields:
+        input_size: side in pixels of what the model sees; null is the size of the stored images. Resizing is
+            done on the device, a batch at a time.
+    """
+
+    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
+
+    classes: ClassVar[int] = 10
+    image_shape: ClassVar[tuple[int, int, int]]
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+    eval_crop: ClassVar[float] = 1.0
+    class_names: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.image_shape
+        return (channels, self.input_size or height, self.input_size or width)
+
+    @abstractmethod
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        """uint8 images (N, C, H, W) and int64 labels (N,) of one split."""
+
+    def prepare(self) -> None:
+        _arrays(self, True)
+        _arrays(self, False)
+
+    def train(self) -> ArraySplit:
+        return _arrays(self, True)
+
+    def eval(self) -> ArraySplit:
+        return _arrays(self, False)
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        return {"train": _hashes(self, True), "val": _hashes(self, False)}
+
+
+@functools.cache
+def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
+    """A split, read once per process."""
+    images, labels = source.read(train, download=False)
+    where = "the training split" if train else "the evaluation split"
+    check_shapes(images, labels, source.image_shape, where)
+    check_labels(labels, source.classes, where)
+    return ArraySplit(images, labels)
+
+
+@functools.cache
+def _hashes(source: _ArraySource, train: bool) -> dict[str, str]:
+    """The sha256 of the images and of the labels of a split, once per process."""
+    split = _arrays(source, train)
+    parts = {"images": split.images, "labels": split.labels}
+    return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(_ArraySource):
+    """The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, 17 levels of grey.
+
+    Every fifth example of each class (355 in all) is the evaluation split.
+    """
+
+    image_shape = (1, 8, 8)
+    mean = (0.3049,)
+    std = (0.3754,)
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64))
+        levels, labels = rows[:, :-1].view(-1, 8, 8), rows[:, -1]
+        within = torch.zeros_like(labels)
+        for label in range(self.classes):
+            mine = labels == label
+            within[mine] = torch.arange(int(mine.sum()))
+        chosen = (within % 5 == 4) != train
+        return (levels[chosen] * (255 / 16)).to(torch.uint8)[:, None], labels[chosen]
+
+
+def _digits_file() -> Path:
+    """Where scikit-learn keeps its digits: a line for each, 64 levels from 0 to 16 and the label.
+
+    Importing scikit-learn, whose `load_digits` reads the same file, takes most of a second.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("dataset=digits comes with scikit-learn, which is not installed: pip install scikit-learn")
+    return Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchvisionSource(_ArraySource):
+    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time.
+
+    Fields:
+        root: the folder that data sets are kept in.
+    """
+
+    root: str = pathname("data")
+
+    factory: ClassVar[str]
+
+    def _open(self, train: bool, download: bool) -> Any:
+        from torchvision import datasets
+
+        make: Callable[..., Any] = getattr(datasets, self.factory)
+        return make(root=self.root, train=train, download=download)
+
+    def prepare(self) -> None:
+        try:
+            super().prepare()
+        except InputError:
+            self._download()
+
+    def _download(self) -> None:
+        from filelock import FileLock
+
+        try:
+            Path(self.root).mkdir(parents=True, exist_ok=True)
+            with FileLock(Path(self.root) / f".{self.factory}.lock"):
+                self._open(True, download=True)
+                self._open(False, download=True)
+        except Exception as error:  # torchvision passes on whatever its download met
+            raise InputError(
+                f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
+                f"({type(error).__name__}: {' '.join(str(error).split())}); put its files there or name "
+                "another folder with data_root=FOLDER"
+            ) from error
+        finally:
+            self._tidy()
+        super().prepare()
+
+    def _tidy(self) -> None:
+        """Remove the lock (whoever still waits for it finds the files there), and folders that got no file."""
+        (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
+        for folder in (f"{self.factory}/raw", self.factory, "."):
+            with contextlib.suppress(OSError):  # not empty, or never made
+                Path(self.root, folder).rmdir()
+
+    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        try:
+            data = self._open(train, download)
+        except Exception as error:  # torchvision passes on whatever a damaged file makes it raise
+            raise InputError(f"data_root: {self.factory} cannot be read from {self.root} ({error})") from error
+        pixels = torch.as_tensor(data.data)
+        images = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
+        return images, torch.as_tensor(data.targets).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNIST(_TorchvisionSource):
+    """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
+
+    factory = "MNIST"
+    image_shape = (1, 28, 28)
+    mean = (0.1307,)
+    std = (0.3081,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FashionMNIST(_TorchvisionSource):
+    """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017)."""
+
+    factory = "FashionMNIST"
+    image_shape = (1, 28, 28)
+    mean = (0.2860,)
+    std = (0.3530,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR10(_TorchvisionSource):
+    """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009)."""
+
+    factory = "CIFAR10"
+    image_shape = (3, 32, 32)
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR100(CIFAR10):
+    """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009)."""
+
+    factory = "CIFAR100"
+    classes = 100
+    mean = (0.5071, 0.4865, 0.4409)
+    std = (0.2673, 0.2564, 0.2762)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fake:
+    """Random images and labels, always on the device: what the model costs without any input.
+
+    Fields:
+        examples: of the training split; the evaluation split has a quarter.
+        size: side of an image in pixels.
+    """
+
+    examples: int = ranged(1024, least=1, most=1_000_000_000)
+    classes: int = ranged(1000, least=1, most=1_000_000)
+    channels: int = ranged(3, least=1, most=1024)
+    size: int = ranged(224, least=1, most=LARGEST_SIDE)
+
+    eval_crop: ClassVar[float] = 1.0
+    class_names: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return (0.5,) * self.channels
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return (0.25,) * self.channels
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return (self.channels, self.size, self.size)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        return self.image_shape
+
+    def prepare(self) -> None:
+        """There is nothing to fetch."""
+
+    def train(self) -> ArraySplit:
+        return _random(self, self.examples, seed=1)
+
+    def eval(self) -> ArraySplit:
+        return _random(self, max(1, self.examples // 4), seed=2)
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        """Number and shape of the examples say all of them."""
+        return {"train": {}, "val": {}}
+
+
+@functools.cache
+def _random(source: Fake, n: int, seed: int) -> ArraySplit:
+    """A split of random images, made once per process."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (n, *source.image_shape), dtype=torch.uint8, generator=generator)
+    return ArraySplit(images, torch.randint(source.classes, (n,), generator=generator))

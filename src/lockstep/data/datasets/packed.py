@@ -1,0 +1,192 @@
+"""A packed data set: every image decoded once and kept as raw pixels that any number of ranks map into memory.
+
+`lockstep pack` makes the folder from one of class folders:
+
+    manifest.json                   format, class names, (C, H, W), mean and std; of each split the number of examples
+                                    and the sha256 of its two files
+    train.images, val.images        uint8 (N, C, H, W), no header
+    train.labels, val.labels        int64 (N,), little-endian
+
+It is written under a temporary name and renamed when all of it is on the disk. A run checks the manifest, the sizes
+of the files and every label; reading 100 GB of pixels to hash them is left to `lockstep pack --check`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import pathname, ranged
+from lockstep.core.run_dir import MANIFEST
+from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
+from lockstep.data.datasets.folder import LARGEST_SIDE
+from lockstep.data.datasets.splits import ArraySplit, check_labels
+
+SPLITS = ("train", "val")
+DTYPES = {"images": torch.uint8, "labels": torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A folder that `lockstep pack` made.
+
+    Fields:
+        path: that folder.
+        input_size: side in pixels of what the model sees; null is that of the stored images.
+        crop: the central share of a stored image's side that is evaluated.
+    """
+
+    path: str = pathname("???")
+    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
+    crop: float = ranged(1.0, above=0, most=1)
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return _manifest(Path(self.path)).classes
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return _manifest(Path(self.path)).shape
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.image_shape
+        return (channels, self.input_size or height, self.input_size or width)
+
+    @property
+    def eval_crop(self) -> float:
+        return self.crop
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return _manifest(Path(self.path)).mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return _manifest(Path(self.path)).std
+
+    def prepare(self) -> None:
+        self.train()
+        self.eval()
+
+    def train(self) -> ArraySplit:
+        return _mapped(Path(self.path), "train")
+
+    def eval(self) -> ArraySplit:
+        return _mapped(Path(self.path), "val")
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        """The hashes of its manifest, which are not compared with the files here."""
+        sha256 = _manifest(Path(self.path)).sha256
+        return {split: {kind: sha256[split][kind] for kind in DTYPES} for split in SPLITS}
+
+
+@dataclass(frozen=True)
+class MappedSplit(ArraySplit):
+    """A split whose tensors are maps of files: only the rows that are asked for are read, once for all ranks."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says; `counts` and `sha256` (of images and labels) are by split."""
+
+    classes: tuple[str, ...]
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    counts: dict[str, int]
+    sha256: dict[str, dict[str, str]]
+
+    def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
+        """The shape of a split's `images` or `labels`."""
+        return (self.counts[split], *self.shape) if kind == "images" else (self.counts[split],)
+
+    def as_json(self) -> str:
+        splits = {name: {"count": self.counts[name], "sha256": self.sha256[name]} for name in SPLITS}
+        facts = {"format": 1, "classes": self.classes, "shape": self.shape, "mean": self.mean, "std": self.std}
+        return json.dumps({**facts, "splits": splits}, indent=2) + "\n"
+
+    @classmethod
+    def of(cls, found: Any) -> Manifest:
+        """A manifest from parsed JSON. Raises ValueError where it is not one."""
+        match found:
+            case {
+                "format": 1,
+                "classes": [str(), *_] as classes,
+                "shape": [int(), int(), int()] as shape,
+                "mean": list(mean),
+                "std": list(std),
+                "splits": {"train": {"count": int(), "sha256": {}}, "val": {"count": int(), "sha256": {}}} as splits,
+            } if (
+                all(isinstance(each, str) for each in classes)
+                and min(*shape, *(splits[name]["count"] for name in SPLITS)) > 0
+                and len(mean) == len(std) == shape[0]
+                and all(isinstance(each, float) and math.isfinite(each) for each in (*mean, *std))
+                and min(std) > 0
+                and all(isinstance(splits[name]["sha256"].get(kind), str) for name in SPLITS for kind in DTYPES)
+            ):
+                return cls(
+                    classes=tuple(classes),
+                    shape=(shape[0], shape[1], shape[2]),
+                    mean=tuple(mean),
+                    std=tuple(std),
+                    counts={name: splits[name]["count"] for name in SPLITS},
+                    sha256={name: dict(splits[name]["sha256"]) for name in SPLITS},
+                )
+        raise ValueError(f"{MANIFEST} does not say what one of `lockstep pack` says")
+
+
+def _refused(folder: Path, reason: str) -> InputError:
+    return InputError(
+        f"dataset.path: {folder} is no whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
+    )
+
+
+@functools.cache
+def _manifest(folder: Path) -> Manifest:
+    """The manifest of a packed data set, read once per process, and checked against the sizes of its files."""
+    try:
+        manifest = Manifest.of(read_json(folder / MANIFEST, 16 * MB, links=True))
+        for split in SPLITS:
+            for kind, dtype in DTYPES.items():
+                file, expected = f"{split}.{kind}", math.prod(manifest.tensor_shape(split, kind)) * dtype.itemsize
+                with opened(folder / file, links=True) as data:  # a pipe or a device has a size, too
+                    size = os.fstat(data.fileno()).st_size
+                if size != expected:
+                    raise ValueError(f"{file} has {size} bytes, expected {expected}")
+    except UnreadableFile as error:
+        raise _refused(folder, f"{error.path.name} {error.reason}") from error
+    except ValueError as error:
+        raise _refused(folder, str(error)) from error
+    return manifest
+
+
+@functools.cache
+def _mapped(folder: Path, name: str) -> MappedSplit:
+    """A split, mapped once per process."""
+    manifest = _manifest(folder)
+
+    def mapped(kind: str) -> Tensor:
+        shape = manifest.tensor_shape(name, kind)
+        # A private map: nothing that is done to the tensor reaches the file.
+        flat = torch.from_file(
+            str(folder / f"{name}.{kind}"), shared=False, size=math.prod(shape), dtype=DTYPES[kind]
+        )
+        return flat.view(shape)
+
+    split = MappedSplit(mapped("images"), mapped("labels"))
+    check_labels(split.labels, len(manifest.classes), str(folder / f"{name}.labels"))
+    return split

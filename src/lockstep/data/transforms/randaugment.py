@@ -1,0 +1,194 @@
+"""RandAugment (Cubuk et al. 2020) for a whole batch at once: the operations and magnitudes of torchvision's.
+
+Which operations a sample gets, and with which sign, are numbers of its own. There are three kinds of operations,
+each computed for all samples together: a grid moves pixels, a table of 256 entries for each sample and channel maps
+values, and a blend with a degenerate image changes colour and sharpness. On the CPU a kind is computed for the
+samples that drew one of it; on a GPU for all of them, since to know how many drew it would be to wait for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core.rng import SampleRNG
+
+IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = range(6)
+BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = range(6, 12)
+COLOR, SHARPNESS = range(12, 14)
+NUMBER = 14
+STRONGEST = 30  # the last of torchvision's 31 magnitudes
+FIRST_DRAW = 16  # of a sample's numbers; those before it are the crop's
+VALUES = 2**21  # that the CPU works on at a time: what it then needs besides fits into memory that is used again
+
+
+def randaugment(images: Tensor, draws: SampleRNG, *, ops: int, magnitude: int) -> Tensor:
+    """Images uint8 (B, C, H, W) after `ops` random operations each, of a strength from 0 to 30."""
+    at_once = len(images) if images.is_cuda else max(1, VALUES // max(1, images[:1].numel()))
+    parts = list(images.split(at_once))
+    for n in range(ops):
+        op = (draws.uniform(FIRST_DRAW + 2 * n) * NUMBER).long().split(at_once)
+        up = (draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5).split(at_once)
+        parts = [operate(*each, magnitude) for each in zip(parts, op, up, strict=True)]
+    return torch.cat(parts)
+
+
+def operate(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
+    """Each image after one operation.
+
+    Args:
+        images: uint8 (B, C, H, W).
+        op: int64 (B,), which operation.
+        up: bool (B,), the sign where it has one.
+        magnitude: its strength, from 0 to 30.
+    """
+    if images.shape[1] != 3:
+        op = torch.where(op == COLOR, IDENTITY, op)
+    if min(images.shape[2:]) <= 2:  # all border
+        op = torch.where(op == SHARPNESS, IDENTITY, op)
+    changed = images.clone(memory_format=torch.contiguous_format)
+    for kind, (first, last) in KINDS.items():
+        changed = _where((op >= first) & (op <= last), partial(kind, magnitude=magnitude), changed, images, op, up)
+    return changed
+
+
+def _where(chosen: Tensor, change: Callable[..., Tensor], others: Tensor, *arguments: Tensor) -> Tensor:
+    """`change` of the chosen samples, and of the rest what is in `others`, which may be written over."""
+    if chosen.is_cuda:
+        return torch.where(chosen.view(-1, *[1] * (others.dim() - 1)), change(*arguments), others)
+    at = chosen.nonzero().squeeze(1)
+    if len(at) == 0:
+        return others
+    changed = change(*(each.index_select(0, at) for each in arguments))
+    _rows(others).index_copy_(0, at, _rows(changed.contiguous()))
+    return others
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(B, row), in words of eight bytes where they fit: copying goes element by element."""
+    rows = tensor.view(len(tensor), -1)
+    return rows.view(torch.int64) if rows.shape[1] * rows.itemsize % 8 == 0 else rows
+
+
+def _moved(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
+    """Shear, translation, rotation: each pixel from the nearest one to where it comes from, black from outside."""
+    height, width = images.shape[2:]
+    level, sign = magnitude / STRONGEST, torch.where(up, 1.0, -1.0)
+
+    def only(kind: int, value: float) -> Tensor:
+        return torch.where(op == kind, sign * value, 0.0)[:, None, None]
+
+    angle = only(ROTATE, math.pi / 6 * level)
+    cosine, sine = angle.cos(), angle.sin()
+    # torchvision shears around the upper left corner and rotates around the centre; a shift is of whole pixels.
+    exact = torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64  # for places in an image
+    y = torch.arange(height, dtype=exact, device=images.device)[:, None] + 0.5
+    x = torch.arange(width, dtype=exact, device=images.device) + 0.5
+    column = cosine * (x - width / 2) + (width / 2 - 0.5 - only(TRANSLATE_X, int(150 / 331 * width * level)))
+    row = cosine * (y - height / 2) + (height / 2 - 0.5 - only(TRANSLATE_Y, int(150 / 331 * height * level)))
+    column = column + (only(SHEAR_X, 0.3 * level) * y - sine * (y - height / 2))
+    row = row + (only(SHEAR_Y, 0.3 * level) * x + sine * (x - width / 2))
+    # Into an image with a black frame, on which all that comes from outside falls.
+    place = _near(row, height).add_(1).mul_(width + 2).add_(_near(column, width).add_(1)).long().flatten(1)
+    framed = F.pad(images, [1, 1, 1, 1]).flatten(2)
+    return framed.gather(2, place[:, None].expand(-1, images.shape[1], -1)).view_as(images)
+
+
+def _near(coordinate: Tensor, length: int) -> Tensor:
+    """The nearest pixel, or the frame at -1 and `length`."""
+    return coordinate.round_().clamp_(-1, length)
+
+
+def _mapped(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
+    """Brightness, contrast, posterize, solarize, autocontrast, equalize: a table of 256 entries for each channel."""
+    level, (ratio, rest) = magnitude / STRONGEST, _ratios(up, magnitude)
+    values = torch.arange(256, device=images.device)
+    pixels = images.flatten(2).long()
+    mean = _where(op == CONTRAST, _mean_grey, torch.zeros_like(ratio), images)
+    choices = {
+        BRIGHTNESS: ratio[:, None] * values,
+        CONTRAST: ratio[:, None] * values + (rest * mean)[:, None],
+        POSTERIZE: values & (256 - 2 ** round(4 * level)),
+        SOLARIZE: torch.where(values >= 255 - 255 * level, 255 - values, values),
+    }
+    table = torch.zeros((len(images), 256), device=images.device)
+    for kind, entries in choices.items():
+        table = torch.where((op == kind)[:, None], entries, table)
+    tables = table.clamp_(0, 255).to(torch.uint8)[:, None].repeat(1, images.shape[1], 1)
+    tables = _where(op >= AUTOCONTRAST, _tables_by_histogram, tables, pixels, op)
+    return tables.gather(2, pixels).view_as(images)
+
+
+def _tables_by_histogram(pixels: Tensor, op: Tensor) -> Tensor:
+    """The tables (B, C, 256) of autocontrast and of equalize, from values (B, C, H * W)."""
+    one = torch.ones((), dtype=torch.int32, device=pixels.device)
+    count = torch.zeros((*pixels.shape[:2], 256), dtype=torch.int32, device=pixels.device)
+    count.scatter_add_(2, pixels, one.expand_as(pixels))
+    values = torch.arange(256, device=pixels.device)
+    low = torch.where(count > 0, values, 255).amin(2, keepdim=True)
+    high = torch.where(count > 0, values, 0).amax(2, keepdim=True)
+    flat = low == high
+    stretched = (values - low) * (255 / (high - low).float())
+    stretched = torch.where(flat, values, stretched).clamp(0, 255)
+    step = (pixels.shape[2] - count.gather(2, high)) // 255
+    before = count.cumsum(2) - count
+    equalized = torch.where(step > 0, (before + step // 2) // step.clamp(min=1), values).clamp(0, 255)
+    return torch.where((op == EQUALIZE)[:, None, None], equalized, stretched).to(torch.uint8)
+
+
+def _blended(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
+    """Color blends with the grey image, sharpness with the blurred one."""
+    ratio, rest = (each[:, None, None, None] for each in _ratios(up, magnitude))
+    other = _where(op == COLOR, _grey, images.clone(memory_format=torch.contiguous_format), images)
+    other = _where(op == SHARPNESS, _blurred, other, images)
+    return images.float().mul_(ratio).add_(other.float().mul_(rest)).clamp_(0, 255).to(torch.uint8)
+
+
+def _ratios(up: Tensor, magnitude: int) -> tuple[Tensor, Tensor]:
+    """The shares (B,) of an image and of what it is blended with: above 1 and below 0, or both between."""
+    more = _strength(magnitude)
+    return torch.where(up, 1 + more, 1 - more), torch.where(up, 1 - (1 + more), 1 - (1 - more))
+
+
+@functools.cache
+def _strength(magnitude: int) -> float:
+    """In single precision, as torchvision has it: values are cut to whole ones, so that the last bit shows."""
+    return float(torch.linspace(0, 0.9, STRONGEST + 1)[magnitude])
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Images of three channels in grey, of the same shape; those of another number as they are."""
+    if images.shape[1] != 3:
+        return images
+    red, green, blue = images.split(1, 1)
+    return (0.2989 * red + 0.587 * green + 0.114 * blue).to(torch.uint8).expand_as(images)
+
+
+def _mean_grey(images: Tensor) -> Tensor:
+    """Float (B,). Sums of integers, which are the same in any order."""
+    grey = _grey(images)[:, :1] if images.shape[1] == 3 else images
+    return grey.sum((1, 2, 3), dtype=torch.int32) / (images.shape[2] * images.shape[3] * grey.shape[1])
+
+
+def _blurred(images: Tensor) -> Tensor:
+    """Each pixel inside the mean of nine, with itself five times; the border stays."""
+    wide = images.short()  # exact, and its sums are faster than a convolution
+    rows = (wide[..., :-2] + wide[..., 1:-1]).add_(wide[..., 2:])
+    sums = (rows[..., :-2, :] + rows[..., 1:-1, :]).add_(rows[..., 2:, :]).add_(wide[..., 1:-1, 1:-1], alpha=4)
+    blurred = images.clone()
+    blurred[..., 1:-1, 1:-1] = sums.float().div_(13).round_()
+    return blurred
+
+
+# The first and the last operation of each kind.
+KINDS: dict[Callable[..., Tensor], tuple[int, int]] = {
+    _moved: (SHEAR_X, ROTATE),
+    _mapped: (BRIGHTNESS, EQUALIZE),
+    _blended: (COLOR, SHARPNESS),
+}

@@ -1,0 +1,108 @@
+"""From a composed config to a run folder.
+
+Nothing is written before everything is known to fit, and all that does not fit is said at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config import components, composition, messages, yaml_io
+from lockstep.config.invocation import ConfigFiles, Invocation
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir, slug
+from lockstep.job.resolve import resolve
+from lockstep.job.resume import check_kept_config, resumed_job
+from lockstep.job.run_folder import claim, continued
+from lockstep.job.run_lock import Lock
+from lockstep.job.validate import check_job, check_run
+from lockstep.launcher import Spawn
+from lockstep.launcher.spawn import can_fork
+from lockstep.models import ResNet34, Timm
+from lockstep.strategy import DDP, Strict
+
+
+def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
+    """The run folder of the job that was asked for, with its resolved config in it, held by `lock`.
+
+    Raises:
+        InputError: something of the job does not fit, or another job is in the folder; nothing was written.
+    """
+    torch.set_num_threads(1)  # a process of one thread can be forked into ranks, each of which sets its own number
+    folder = claim(job, invocation, lock)
+    overrides = list(invocation.overrides)
+    today = job
+    if (earlier := continued(job, invocation)) is not None:
+        job, overrides = resumed_job(RunDir(earlier), invocation)
+        # A run folder can be someone else's: where else to write is for today's command to say.
+        job["output_root"] = today["output_root"]
+    resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
+    built = components.build_all(resolved)
+    if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
+        raise InputError(
+            "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
+        )
+    check_job(built)
+    if earlier is not None:
+        check_kept_config(RunDir(earlier), job, invocation)
+    check_run(built, folder, fetch=job["dataset"].get("root") in (None, today["data_root"]))
+    if folder is not None:
+        run_dir = RunDir.at(folder)
+    elif invocation.sweep and invocation.folder is not None:
+        told = [each for each in invocation.overrides if not each.startswith(("output_root=", "data_root="))]
+        label = slug(",".join(told) or "defaults")
+        run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
+    else:
+        run_dir = RunDir.create(Path(resolved["output_root"]), resolved["name"])
+    if folder is None:
+        lock.take(run_dir.lock)
+    if isinstance(built.launcher, Spawn) and can_fork():
+        _import_for_ranks(built)
+    return run_dir.begin(
+        {
+            run_dir.config: yaml_io.dump(resolved),
+            run_dir.command: invocation.command + "\n",
+            run_dir.hydra / "hydra.yaml": invocation.hydra,
+            run_dir.overrides: yaml_io.dump_list(overrides),
+            run_dir.composed: yaml_io.dump(job),
+        }
+    )
+
+
+def _import_for_ranks(job: Job) -> None:
+    """Import what each rank would import for itself, before they are forked from this process."""
+    wanted = {
+        "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
+        "timm": isinstance(job.model, (ResNet34, Timm)),
+        "torch.utils.tensorboard": job.telemetry.tensorboard,
+    }
+    for name in (name for name, wants in wanted.items() if wants):
+        importlib.import_module(name)
+
+
+def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
+    """`batch=auto` in other words: the global batch that the job has without it, cut so that it fits.
+
+    The batch is part of what a run is, so it is never chosen by what a machine has room for.
+    """
+    if job["batch"] != "auto":
+        return job
+    told = [each for each in overrides if messages.key_of(each) != "batch" or "auto" not in each]
+    if len(told) == len(overrides):
+        raise InputError(
+            "batch=auto keeps the batch that a job has without it, and belongs on the command line; a recipe has a "
+            "number, and train.micro_batches: auto"
+        )
+    if job["train"]["micro_batches"] not in (1, "auto"):
+        raise InputError(
+            f"batch=auto chooses train.micro_batches, which is {job['train']['micro_batches']}; leave one of them out"
+        )
+    own = composition.to_dict(composition.recompose(told, (), configs))["batch"]
+    if own == "auto":
+        raise InputError("batch is auto without batch=auto too; a recipe has a number, and train.micro_batches: auto")
+    return {**job, "batch": own, "train": {**job["train"], "micro_batches": "auto"}}

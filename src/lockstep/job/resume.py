@@ -1,0 +1,83 @@
+"""The job of a run that goes on: its first command's overrides, those of today after them, and nothing else new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.config import composition, messages, yaml_io
+from lockstep.config.invocation import Invocation
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir, replaceable
+
+SHOWN = 4
+# The name is taken from the run itself, and where else to write from today's command.
+NOT_KEPT = ("name", "output_root")
+
+
+def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], list[str]]:
+    """The composed config of the run in `run_dir` with the overrides of today's command, and all overrides of both.
+
+    Raises:
+        InputError: an override does not fit.
+    """
+    stored, added = yaml_io.load_list(run_dir.overrides), _added(today)
+    job = composition.to_dict(composition.recompose(stored, added, today.configs))
+    if "name" not in map(messages.key_of, added):
+        job["name"] = yaml_io.load(run_dir.config).get("name", job["name"])
+    return job, [*stored, *added]
+
+
+def _added(today: Invocation) -> tuple[str, ...]:
+    return tuple(each for each in today.overrides if messages.key_of(each) != "resume")
+
+
+def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -> None:
+    """Check that the overrides of a run still give the config that it keeps beside them.
+
+    `job` is that of `resumed_job` for the same command. What today's overrides say is theirs to say.
+
+    Raises:
+        InputError: they do not: a line of them was lost, or a recipe has other values by now. Or what is in the
+            place of the kept config cannot be replaced.
+    """
+    composed = run_dir.composed
+    try:
+        kept = _leaves(yaml_io.load(composed))
+    except InputError as error:
+        replaceable(composed)  # or the job ends here, with that alone said
+        log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
+        return
+    added = _added(today)
+    stored = yaml_io.load_list(run_dir.overrides)
+    here = _leaves(composition.to_dict(composition.recompose(stored, (), today.configs)) if added else job)
+    now, told = _leaves(job), [messages.key_of(each) for each in added]
+    different = [
+        key
+        for key in kept | here
+        if (key not in here or key not in kept or kept[key] != here[key])
+        and now.get(key) == here.get(key)
+        and key not in NOT_KEPT
+        and not any(f"{key}.".startswith(f"{each}.") for each in told)
+    ]
+    if different:
+        shown = ", ".join(f"{key} was {kept.get(key)!r} and is {here.get(key)!r}" for key in different[:SHOWN])
+        rest = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        raise InputError(
+            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{rest}); put back the lines "
+            "that it lost, or say on the command line what these are to be"
+        )
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a config by their whole keys."""
+
+    def found() -> Iterator[tuple[str, Any]]:
+        for key, value in node.items():
+            if isinstance(value, Mapping) and value:
+                yield from _leaves(value, f"{prefix}{key}.").items()
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(found())

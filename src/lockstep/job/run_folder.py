@@ -1,0 +1,122 @@
+"""Which folder a job runs in, where its command names one, and the claim to it: no other job is there.
+
+Imports no torch, which takes seconds: a folder that is in use is said at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.invocation import Invocation
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
+from lockstep.core.fields import problems
+from lockstep.core.run_dir import MANIFEST, RunDir, latest
+from lockstep.core.safe_read import kind
+from lockstep.job.run_lock import Lock
+
+# What can only be a file, by the names that a run folder has for them.
+FILES = (
+    *("config", "command", "environment", "metrics", "table", "gpu", "weights", "log", "summary", "lock"),
+    *("last", "best", "none_yet"),
+)
+
+
+@contextmanager
+def claiming(invocation: Invocation) -> Iterator[Lock]:
+    """The lock of a job, to the job's end.
+
+    Hydra makes the folder that is named for a job before anyone looks at it: it goes if the job is refused.
+    """
+    with Lock() as lock:
+        try:
+            yield lock
+        except (InputError, SystemExit):
+            lock.release()
+            if invocation.folder is not None and not invocation.sweep:
+                with suppress(OSError):  # not empty: it was there before
+                    invocation.folder.rmdir()
+            raise
+
+
+def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | None:
+    """The folder that the command names to run in, now held by `lock`; None where the job gets a new one.
+
+    Raises:
+        InputError: it is no folder to run in, or another job is in it; nothing was changed.
+    """
+    resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
+    if resumed is not None and named is not None and named.resolve() != resumed:
+        raise InputError(f"resume goes on in {resumed}, but hydra.run.dir names {named}; leave out one of them")
+    if job["resume"] is not None and job["init_from"] is not None:
+        raise InputError(
+            "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
+        )
+    folder = resumed or named
+    if folder is None:
+        return None
+    run_dir = RunDir(folder)
+    lock.take(run_dir.lock)
+    if not run_dir.overrides.is_file() and not run_dir.only_prepared:
+        raise InputError(
+            f"hydra.run.dir: {folder} has files in it that are not of a run; name a new folder with "
+            "hydra.run.dir=FOLDER"
+        )
+    _check_kinds(run_dir)
+    return folder
+
+
+def _check_kinds(run_dir: RunDir) -> None:
+    """A run folder is made of plain files and folders, each in its place.
+
+    It can come from someone else: what is written to a link is written to where it leads, and a pipe is waited for.
+    """
+    checkpoints = run_dir.checkpoints.glob("step-*")
+    folders = {run_dir.hydra, run_dir.logs, run_dir.checkpoints, run_dir.incident, *checkpoints}
+    texts = {getattr(run_dir, name) for name in FILES}
+    texts |= {
+        *run_dir.hydra.glob("*.yaml"),
+        *run_dir.logs.glob("rank*.*"),
+        *run_dir.path.glob("events.out.tfevents.*"),
+    }
+    for path in sorted(run_dir.path.rglob("*")):
+        found = kind(path.lstat().st_mode)
+        if found == "a symbolic link":
+            raise InputError(
+                f"{path} is a symbolic link, which a run folder must not have; put what it leads to there"
+            )
+        if found not in ("", "a folder"):
+            raise InputError(f"{path} is {found}, which a run folder must not have; remove it")
+        if found == "" and path in folders:
+            raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
+        if found and path in texts:
+            raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
+
+
+def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
+    """The run folder that `resume=` asks to go on in, if it names one (and not a single checkpoint).
+
+    Raises:
+        InputError: there is no such run.
+    """
+    if job["resume"] is None:
+        return None
+    for problem in problems(Job, {key: job[key] for key in ("resume", "output_root")}):
+        raise InputError(problem)
+    if invocation.sweep:
+        raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
+    if job["resume"] == "latest":
+        newest = latest(Path(job["output_root"]))
+        if newest is None:
+            raise InputError(f"resume=latest: no run has been started in {job['output_root']} yet")
+        wanted = newest.path
+    else:
+        wanted = Path(job["resume"]).expanduser()
+    if (wanted / MANIFEST).is_file():
+        return None
+    if RunDir(wanted).overrides.is_file():
+        return wanted.resolve()
+    raise InputError(f"resume: {wanted} is neither a run folder nor a checkpoint; name one with resume=PATH")

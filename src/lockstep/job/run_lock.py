@@ -1,0 +1,108 @@
+"""One job at a time in a run folder: a lock that the kernel frees with the process that holds it.
+
+The process that was started by the user holds it, not its ranks: they end with it. It is of the file system, so a job
+on another machine is seen wherever `flock` reaches over the network.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.core import safe_read, safe_write
+from lockstep.core.errors import InputError
+from lockstep.core.safe_read import UnreadableFile
+
+
+class Lock:
+    """The lock on one run folder, from `take` to the end of the context."""
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self.file: int | None = None
+
+    def take(self, path: Path) -> None:
+        """Hold the lock file at `path`, and say in it who does; what is held already stays so.
+
+        Raises:
+            InputError: another job holds it, or it cannot be written.
+            StorageError: there is no room for it.
+        """
+        if self.file is not None:
+            assert path == self.path
+            return
+        try:
+            while not self._opened(path):  # the holder before let go of it, and of the file, just now
+                continue
+        except BlockingIOError:
+            raise InputError(
+                f"{path.parent} is in use by another job ({_holder(path)}); wait for its end, or name another folder "
+                "with hydra.run.dir=FOLDER"
+            ) from None
+        except OSError as error:
+            if error.errno in safe_write.FULL:
+                safe_write.fail_to_write(path, error)
+            raise InputError(
+                f"output_root: {path} cannot be locked ({error.strerror}); choose another folder with "
+                "output_root=FOLDER"
+            ) from error
+
+    def _opened(self, path: Path) -> bool:
+        """Lock the file; whether it still is the one of that name."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is(file, path):
+                os.close(file)
+                return False
+            facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(file, 0)
+            os.write(file, (json.dumps(facts) + "\n").encode())
+        except OSError:
+            os.close(file)
+            raise
+        self.path, self.file = path, file
+        # A forked process can outlive a job that is killed: it must not keep the lock.
+        os.register_at_fork(after_in_child=self._forget)
+        return True
+
+    def _forget(self) -> None:
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+    def release(self) -> None:
+        """Remove the lock file and let go of it, in this order: a job that finds it gone makes a new one."""
+        if self.file is not None and _is(self.file, self.path):
+            self.path.unlink()
+        self._forget()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _is(file: int, path: Path) -> bool:
+    """Whether the open `file` is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    """Who holds a lock, as its file says."""
+    try:
+        facts = safe_read.read_json(path)
+        return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
+    except (UnreadableFile, LookupError, TypeError):
+        return "which has just started or ended"

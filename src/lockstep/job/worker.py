@@ -1,0 +1,116 @@
+"""One rank of a job, given nothing but the run folder.
+
+Under a launcher of ours it begins in `lockstep.runtime.child`.
+
+It reads the resolved config from there, joins the world and runs the experiment. What ends it is left for the
+launcher in `logs/rank<N>.error.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.config import components, yaml_io
+from lockstep.core import log, plan, process_group
+from lockstep.core.errors import LockstepError, RankFailed, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import full_disk, write_atomic
+from lockstep.runtime import program, watchdog
+from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
+from lockstep.training import experiment
+
+
+def main(path: Path) -> None:
+    """Be one rank of the job in `path`; raises what ended it."""
+    run_dir = RunDir(path)
+    resolved = yaml_io.load(run_dir.config)
+    launcher = components.build("launcher", resolved["launcher"])
+    timeout = plan.seconds("launcher.timeout", launcher.timeout)
+    if resolved["repro"] == "strict":  # cuBLAS reads it when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    launched = process_group.launched_rank()
+    word = RankErrorFile(run_dir, launched or 0)
+    stop = StopRequest()
+    with (
+        log.rank_logging(run_dir, word.rank, separate=launched is not None),
+        watchdog.dump_stacks_on_signal(run_dir.rank_log(word.rank)) as file,
+        word.of_an_error(),
+        full_disk(run_dir.path),
+        # A rank that a launcher started leaves behind this: what it still hears comes too late.
+        stop_signals(stop, restore=launched is None),
+        watchdog.watched(word.rank, timeout=timeout, stop=stop, file=file, leave_word=word.of_a_hang) as dog,
+        process_group.join(
+            device=resolved["device"],
+            backend=launcher.backend.value,
+            timeout=watchdog.GROUP_TIMEOUT_S,
+            threads=launcher.threads,
+        ) as joined,
+    ):
+        dog.local_peer_pids = joined.local_peer_pids
+        experiment.run(joined, run_dir, stop=stop, heartbeat=dog.heartbeat)
+
+
+class RankErrorFile:
+    """What a rank leaves for the launcher, with the time, so that it can tell cause from effect."""
+
+    def __init__(self, run_dir: RunDir, rank: int) -> None:
+        self.run_dir = run_dir
+        self.rank = rank
+        run_dir.rank_error(rank).unlink(missing_ok=True)
+
+    @contextmanager
+    def of_an_error(self) -> Iterator[None]:
+        """Leave word of what is raised."""
+        try:
+            yield
+        except Exception as error:
+            self._leave(error)
+            raise
+
+    def of_a_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
+        """Leave word from the watchdog's thread, after which the process ends; say it, if no launcher is above."""
+        if isinstance(error, RankFailed):
+            error = RankFailed(f"{error}; the stacks are in {self.run_dir.logs}/rank*.log")
+        else:  # of a stop nobody asks where
+            places = {}
+        self._leave(error, places)
+        if LAUNCHER not in os.environ:
+            error = type(error)("; ".join([str(error), *(f"rank {rank} {place}" for rank, place in places.items())]))
+            self.run_dir.close(error)
+            program.say(error)
+
+    def _leave(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
+        known = isinstance(error, LockstepError)
+        facts = {
+            "time": time.time(),
+            "rank": self.rank,
+            "exit_code": error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
+            "known": known,
+            "sentence": str(error) if known else f"{type(error).__name__}: {error}",
+            "places": places or {},
+            "traceback": "".join(traceback.format_exception(error)),
+        }
+        with suppress(StorageError):  # on a full disk the exit code has to say it
+            write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
+        log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
+
+
+def exit_as_rank(path: Path) -> NoReturn:
+    """Run `main` as a process of its own and leave with the exit code of what ended it."""
+    code = 0
+    try:
+        main(path)
+    except LockstepError as error:
+        code = error.exit_code
+    except Exception:  # recorded with its traceback; the launcher shows it
+        code = LockstepError.exit_code
+    listen(signal.SIG_IGN)
+    leave(code)

@@ -1,0 +1,82 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to resume wrongly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import Duration, duration, ranged, ruled
+from lockstep.core.plan import Plan, steps
+
+MOST_MILESTONES = 100  # the highest power of `gamma` is then still a number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A constant learning rate after a linear warm-up.
+
+    `warmup` is a duration (steps, `2ep`, `5%`): the rate climbs linearly and reaches its base value at the
+    last warm-up step (Goyal et al. 2017).
+    """
+
+    warmup: int | str = duration(0, zero=True)
+
+    def factor(self, step: int, plan: Plan) -> float:
+        warmup = self._steps("warmup", self.warmup, plan)
+        if step <= warmup:
+            return step / warmup
+        return self.after(step - warmup, max(1, plan.total_steps - warmup), plan)
+
+    def after(self, step: int, total: int, plan: Plan) -> float:
+        """The factor at `step` (from 1) of the `total` steps behind the warm-up."""
+        return 1.0
+
+    def _steps(self, key: str, value: int | str, plan: Plan) -> int:
+        return steps(
+            f"schedule.{key}",
+            value,
+            steps_per_epoch=plan.steps_per_epoch,
+            total_steps=plan.total_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Constant):
+    """Half a cosine from the base rate to `final` times it (Loshchilov and Hutter 2017, without restarts)."""
+
+    final: float = ranged(0.0, least=0, most=1e3)
+
+    def after(self, step: int, total: int, plan: Plan) -> float:
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * (step - 1) / total))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Constant):
+    """A straight line from the base rate to `final` times it."""
+
+    final: float = ranged(0.0, least=0, most=1e3)
+
+    def after(self, step: int, total: int, plan: Plan) -> float:
+        return self.final + (1 - self.final) * (1 - (step - 1) / total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Constant):
+    """Multiplied by `gamma` at each milestone; milestones are durations from the start of the run."""
+
+    milestones: list[str] = ruled(["33%", "66%"], Duration(zero=True))
+    gamma: float = ranged(0.1, least=0, most=10)
+
+    def __post_init__(self) -> None:
+        if not self.milestones:
+            raise InputError("schedule.milestones is empty; use schedule=constant for a constant rate")
+        if len(self.milestones) > MOST_MILESTONES:
+            raise InputError(
+                f"schedule.milestones has {len(self.milestones)} milestones, expected at most {MOST_MILESTONES}"
+            )
+
+    def after(self, step: int, total: int, plan: Plan) -> float:
+        at = plan.total_steps - total + step
+        passed = sum(at > self._steps("milestones", each, plan) for each in self.milestones)
+        return float(self.gamma**passed)

@@ -1,0 +1,96 @@
+"""`env.json`: the versions and the machine that a run ran on. No environment variable is ever written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.core.world import World
+
+UNKNOWN = "unknown"
+PACKAGES = (
+    "lockstep",
+    "torch",
+    "torchvision",
+    "timm",
+    "hydra-core",
+    "omegaconf",
+    "tensorboard",
+    "nvidia-ml-py",
+    "numpy",
+    "safetensors",
+)
+
+
+def as_json(world: World) -> str:
+    """The facts of this process's machine as JSON."""
+    return json.dumps(facts(world), indent=2) + "\n"
+
+
+def facts(world: World) -> dict[str, Any]:
+    """Versions, devices and the state of the source tree."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "world_size": world.size,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "driver": _driver(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        **source_state(Path(__file__).parent),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        driver: str = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return None
+    return driver
+
+
+def source_state(package: Path) -> dict[str, str | bool]:
+    """The commit that the source in the folder `package` is of, and whether that checkout has changes.
+
+    Each is "unknown" where git does not say: there is no git, or the source is no part of a repository. An
+    installed package may lie inside the repository of somebody else's project, which does not track it.
+    """
+    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    commit = _git(package, "rev-parse", "HEAD") if tracked else None
+    changes = _git(package, "status", "--porcelain") if tracked else None
+    return {
+        "git": UNKNOWN if commit is None else commit,
+        "git_changes": UNKNOWN if changes is None else bool(changes),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says of a folder; None where it says nothing. A repository that the environment names is another."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

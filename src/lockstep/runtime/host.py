@@ -1,0 +1,37 @@
+"""What this machine has for a rank: cores and memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from lockstep.core.world import World
+
+GB = 1e9
+
+
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory(world: World) -> float:
+    """Free memory of a rank's device in GB; of the host, a rank's share."""
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[0] / GB
+    return available_memory() / world.local_size / GB
+
+
+def available_memory() -> float:
+    """Bytes of host memory that can be had without swapping; half of the host's where the system does not tell."""
+    try:
+        # Not the free pages: on a machine that has run for a while those are few, the rest is file cache.
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return 1024.0 * int(found[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2

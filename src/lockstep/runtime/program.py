@@ -1,0 +1,142 @@
+"""How a program of ours ends: one sentence for the user, and an exit code that says what it was."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from lockstep.config.messages import check_word, translate, translate_before_job
+from lockstep.core.errors import LockstepError, RankFailed, Stopped, escaped
+from lockstep.core.terminal import drop
+from lockstep.runtime.signals import (
+    GRACE_S,
+    STOPPED_EARLY,
+    StopNow,
+    StopRequest,
+    importing,
+    leave,
+    listen,
+    silent_about_stops,
+    speaks,
+)
+
+# Of a line that is shown, in characters.
+LONGEST_LINE = 800
+
+
+class PastHydra(BaseException):
+    """What a job raised, on its way past Hydra, which adds a line of its own to an `Exception`."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class _StopEarly(StopRequest):
+    """What a signal does while no job listens to it: it ends the program.
+
+    The first one interrupts the main thread. What is interrupted there may swallow that (a callback from C, a bare
+    `except`), or take long to come to its end: then the program is ended without it. An import is not interrupted:
+    there is nothing yet that would have to come to its end.
+    """
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if importing(frame):
+            self._leave()
+        if not self.heard:
+            # Not by `threading`, whose locks the interrupted code may hold.
+            _thread.start_new_thread(self._insist, ())
+        super().__call__(number, frame)
+
+    def over(self) -> None:
+        """The program comes to its end: a signal would only change the exit code."""
+        self.leaving = True
+        listen(signal.SIG_IGN)
+
+    def _insist(self) -> None:
+        time.sleep(GRACE_S)
+        if not self.leaving:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        say(Stopped(STOPPED_EARLY))
+        os._exit(Stopped.exit_code)
+
+
+@contextmanager
+def bypass_hydra_errors() -> Iterator[None]:
+    """Wrap what a job raises for `command_line` to unwrap: all else that arrives there is of the command line."""
+    try:
+        yield
+    except Exception as error:
+        raise PastHydra(error) from error
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """End the program as a user expects: one sentence and the right exit code, no traceback for a mistake.
+
+    Hydra formats its own errors and leaves with 1 for all of them; asked for a full error it passes them on,
+    which is what is done here, so that they can be translated. HYDRA_FULL_ERROR=1 still shows everything.
+    """
+    full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    # No interpreter below this one imports from the current folder, which can be someone else's run.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    # Hydra's argparse refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
+    stop = _StopEarly()
+    listen(stop)
+    sys.unraisablehook = silent_about_stops(sys.unraisablehook)
+    try:
+        for word in sys.argv[1:]:
+            check_word(word)
+        yield
+    except SystemExit as raised:
+        stop.over()
+        if isinstance(raised.code, int):
+            leave(raised.code)
+        raise
+    except (Exception, PastHydra, StopNow) as raised:
+        stop.over()
+        # A library that was interrupted may have made another exception of the stop.
+        stopped = Stopped(STOPPED_EARLY) if stop.heard else None
+        if isinstance(raised, PastHydra):
+            _end(raised.error, translate(raised.error) or stopped, full)
+        _end(raised, stopped or translate(raised) or translate_before_job(raised), full)
+    stop.over()
+
+
+def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoReturn:
+    if full or shown is None:
+        sys.stderr.write(escaped("".join(traceback.format_exception(error))))
+    if shown is None:
+        leave(LockstepError.exit_code)
+    say(shown)
+    leave(shown.exit_code)
+
+
+def say(error: LockstepError) -> None:
+    """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
+    if isinstance(error, Stopped) and not speaks():
+        return
+    try:
+        if isinstance(error, RankFailed) and error.details:
+            sys.stderr.write(escaped(error.details.rstrip()) + "\n")
+        lines = (_shortened(line) for line in escaped(str(error)).split("\n") if line)
+        sys.stderr.write("".join(f"lockstep: {line}\n" for line in lines))
+        sys.stderr.flush()
+    except OSError:  # the exit code is left to say it
+        drop(sys.stderr)
+
+
+def _shortened(line: str) -> str:
+    """A line with its middle left out where it quotes something very long."""
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"

@@ -1,0 +1,59 @@
+"""The jobs of one `-m`: a failing one is said at once and ends nothing, and a table closes the sweep."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from lockstep.config import invocation, messages
+from lockstep.core.errors import Interrupted, LockstepError, Stopped, escaped
+from lockstep.runtime import program
+
+LEDGER = "jobs.jsonl"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job of a sweep ended."""
+
+    number: int
+    overrides: tuple[str, ...]
+    objective: float | None
+    exit_code: int
+    error: str = ""
+
+
+def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invocation) -> float | None:
+    """Run a job; one of a sweep that fails is reported and gives NaN, so that the sweep goes on."""
+    if not invocation.sweep or invocation.folder is None:
+        with program.bypass_hydra_errors():
+            return job()
+    error: LockstepError | None = None
+    objective: float | None = None
+    try:
+        objective = job()
+    except Exception as raised:
+        error = messages.translate(raised)
+        if error is None:
+            sys.stderr.write(escaped(traceback.format_exc()))
+            error = LockstepError(f"{type(raised).__name__}: {raised}")
+        said = copy.copy(error)  # with all that it has, such as a rank's traceback
+        said.args = (f"job {invocation.number}: {error}",)
+        program.say(said)
+    outcome = Outcome(
+        number=invocation.number,
+        overrides=invocation.overrides,
+        objective=objective,
+        exit_code=error.exit_code if error else 0,
+        error=str(error) if error else "",
+    )
+    with (invocation.folder / LEDGER).open("a") as ledger:
+        ledger.write(json.dumps(asdict(outcome)) + "\n")
+    if isinstance(error, (Stopped, Interrupted)):
+        # The user asked the sweep to stop, not only this job.
+        sys.exit(error.exit_code)
+    return float("nan") if objective is None else objective

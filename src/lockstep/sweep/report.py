@@ -1,0 +1,84 @@
+"""What Hydra has done before and after the jobs of one `-m`: refuse it, or close it with a table."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.safe_read import parsed_json, read_lines
+from lockstep.runtime import program
+from lockstep.sweep.jobs import LEDGER, Outcome
+
+
+def _refuse_under_torchrun() -> None:
+    """Leave if this process is one of several ranks, each of which would run the whole sweep."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return
+    from lockstep.launcher import once  # needs torch, which --help does not wait for
+
+    def refuse() -> NoReturn:
+        raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
+
+    with once(refuse, program.say):
+        raise AssertionError("a refusal ends every rank")
+
+
+def _forget(folder: Path, made: list[Path]) -> None:
+    """Remove the folders `made` for a sweep that was refused before its first job: Hydra put its config there."""
+    if folder.is_dir() and [each.name for each in folder.iterdir()] == ["multirun.yaml"]:
+        (folder / "multirun.yaml").unlink()
+        with contextlib.suppress(OSError):  # another sweep is beside it
+            for each in made:
+                each.rmdir()
+
+
+def _ledger(folder: Path) -> list[str]:
+    """The lines that the jobs of all sweeps in a folder have written so far."""
+    ledger = folder / LEDGER
+    return [line for line in read_lines(ledger) if line] if ledger.is_file() else []
+
+
+class Report(Callback):
+    """Hydra's callbacks around a sweep: the table of its jobs, and the exit code of the first that failed."""
+
+    earlier = 0
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _refuse_under_torchrun()
+        # Hydra makes the folder first and composes the jobs then, and has no callback for one that is wrong.
+        folder = Path(config.hydra.sweep.dir).absolute()
+        self.earlier = len(_ledger(folder))  # of a sweep that ran in this folder before
+        atexit.register(_forget, folder, [each for each in (folder, *folder.parents) if not each.exists()])
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from rich.table import Table
+
+        folder = Path(config.hydra.sweep.dir)
+        outcomes = [Outcome(**parsed_json(line)) for line in _ledger(folder)[self.earlier :]]
+        if not outcomes:
+            return
+        table = Table("job", "overrides", "top-1 %", "ended")
+        failed = [each for each in outcomes if each.exit_code]
+        for each in outcomes:
+            table.add_row(
+                str(each.number),
+                " ".join(each.overrides),
+                "" if each.objective is None else f"{each.objective:.2f}",
+                "done" if each.exit_code == 0 else f"failed ({each.exit_code})",
+            )
+        # No title of the table: a title is wrapped to its width, and a path cut in two cannot be copied.
+        log.console.print(f"sweep in {folder}", soft_wrap=True)
+        log.console.print(table)
+        for each in failed:
+            log.console.print(f"job {each.number}: {each.error}", soft_wrap=True)
+        if failed:
+            sys.exit(failed[0].exit_code)

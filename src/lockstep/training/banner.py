@@ -1,0 +1,118 @@
+"""What main tells the user before a run and after it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config.invocation import config_words
+from lockstep.config.schema import Job
+from lockstep.core import log
+from lockstep.core.plan import Plan
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile, read_text
+from lockstep.core.world import World
+from lockstep.telemetry.display import clock
+from lockstep.training.fingerprint import describe, train_longer
+from lockstep.training.trainer import Progress
+
+
+def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
+    """What TensorBoard's HParams page shows of a job: the same keys for every job there is."""
+    return {
+        "model": describe(job.model),
+        "dataset": describe(job.dataset, frozenset({"root", "path"})),
+        "augment": describe(job.augment),
+        "strategy": type(job.strategy).__name__,
+        "precision": type(job.precision).__name__,
+        "optimizer": type(job.optimizer).__name__,
+        "lr": job.optimizer.lr,
+        "weight_decay": job.optimizer.weight_decay,
+        "schedule": describe(job.schedule),
+        "batch": job.batch,
+        "micro_batches": job.train.micro_batches,
+        "epochs": job.epochs,
+        "label_smoothing": job.train.label_smoothing,
+        "mixup": job.train.mixup,
+        "cutmix": job.train.cutmix,
+        "clip_norm": job.train.clip_norm or 0.0,
+        "ema": job.train.ema or 0.0,
+        "seed": job.seed,
+        "ranks": world.size,
+    }
+
+
+def _shown(path: Path) -> Path:
+    """A path as the user would type it from here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _device(world: World) -> str:
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+        return f"{world.local_size} x {name}" if world.local_size > 1 else name
+    return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)} per rank, no GPU figures"
+
+
+def banner(
+    *,
+    job: Job,
+    run_dir: RunDir,
+    world: World,
+    plan: Plan,
+    overrides: Sequence[str],
+    parameters: int,
+    examples: tuple[int, int],
+    loader_reason: str,
+    origin: str,
+    step: int,
+    notes: Sequence[str],
+) -> None:
+    """Say in a dozen lines what is about to run, and what was changed from the defaults."""
+    shape = "x".join(str(size) for size in job.dataset.input_shape)
+    micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    epochs = plan.total_steps / plan.steps_per_epoch
+    rows = {
+        "run": _shown(run_dir.path),
+        "changed": " ".join(overrides) or "nothing, these are the defaults",
+        "model": f"{describe(job.model)}, {parameters / 1e6:.2f} M parameters",
+        "data": f"{describe(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
+        f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}",
+        "input": f"{job.loader} ({loader_reason}), {describe(job.augment)}",
+        "ranks": f"{world.size} by {type(job.strategy).__name__}, {type(job.precision).__name__}, {_device(world)}",
+        "optimizer": f"{describe(job.optimizer)}, lr {job.optimizer.lr:g}, {describe(job.schedule)}",
+        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs:g} epochs of "
+        f"{plan.steps_per_epoch:,}, seed {job.seed}",
+    }
+    if origin:
+        rows["from"] = f"{origin}, step {step:,}"
+    for key, value in rows.items():
+        log.say(f"{key:>10}  {value}")
+    for note in notes:
+        log.warn(note)
+
+
+def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
+    """Say how it went and what to type next."""
+    folder = _shown(run_dir.path)
+    best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
+    gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
+    log.say(
+        f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s, "
+        f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
+    )
+    log.say(f"   look at it   tensorboard --logdir {folder}")
+    words = shlex.join(["python", "train.py", *_config_words(run_dir), f"resume={folder}", train_longer(job)])
+    log.say(f"   train longer {words}")
+
+
+def _config_words(run_dir: RunDir) -> list[str]:
+    """Which config files the run was composed of, as words of its command."""
+    try:
+        return config_words(read_text(run_dir.command))
+    except UnreadableFile:
+        return []

@@ -1,0 +1,145 @@
+"""The data of a run: its splits, its plan, the loader that brings them and the pipeline that augments them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.config.schema import Job
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Split
+from lockstep.core.world import World
+from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.splits import Crop
+from lockstep.data.loading.loaders import LoaderContext
+from lockstep.data.loading.prefetch import sample
+from lockstep.data.loading.shards import Loader
+from lockstep.data.loading.shared_memory import share_listings
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.mixup import Mix
+from lockstep.runtime.host import GB
+from lockstep.training import micro_batch_search
+from lockstep.training.dry_run import training_rate
+from lockstep.training.fingerprint import check_same_data, identity, plan_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What a run is trained on and evaluated with.
+
+    Fields:
+        train, val: the splits.
+        plan: of the run over them.
+        identity: what a checkpoint and a run that resumes from it must agree on.
+        loader_reason: why the loader is what it is, for the banner.
+    """
+
+    train: Split
+    val: Split
+    plan: Plan
+    identity: dict[str, Any]
+    pipeline: Pipeline
+    loader_reason: str
+
+    def normalised(self, number: int, world: World) -> Tensor:
+        """`number` training images (n, C, H, W) as a fresh model would see them, on the rank's device."""
+        return self.pipeline.eval(sample(self.train, number).to(world.device))
+
+
+def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
+    """The data of a job, and the job with its `auto` micro-batches and loader chosen. Collective.
+
+    Raises:
+        InputError: the data does not fit the job, or the ranks do not have the same.
+    """
+    train, val = _splits(job, world)
+    task = _loader_task(job, train, val, world)
+    if job.train.micro_batches == "auto":
+        chosen = micro_batch_search.choose_micro_batches(job, world, held_gb=job.loader.held_gb(task))
+        job = replace(job, train=replace(job.train, micro_batches=chosen))
+        task = replace(task, training_rate=lambda: training_rate(job, world))
+    facts = identity(job, len(train))
+    check_same_data(facts, world)
+    loader, reason = world.broadcast(job.loader.choose(task))
+    job = replace(job, loader=loader)
+    data = TrainingData(
+        train=train,
+        val=val,
+        plan=plan_of(job, len(train)),
+        identity=facts,
+        pipeline=_pipeline(job, world),
+        loader_reason=reason,
+    )
+    return job, data
+
+
+def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
+    """The loader of both splits. A resident one reads every image here.
+
+    Raises:
+        InputError: more images cannot be decoded than may be left out.
+    """
+    values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
+    return Loader(
+        world=world,
+        plan=data.plan,
+        seed=job.seed,
+        eval_batch=job.train.eval_batch,
+        # Copies, because the loader marks broken images in them.
+        train_labels=data.train.labels.to(world.device, copy=True),
+        eval_labels=data.val.labels.to(world.device, copy=True),
+        train_feed=job.loader.feed(data.train, world),
+        eval_feed=job.loader.feed(data.val, world),
+        partners=data.pipeline.mix is not None,
+        stride=job.loader.stride(data.plan.batch // world.size, values, world),
+        order_device=job.loader.order_device(world),
+        skip=data.train.skip,
+    )
+
+
+def _splits(job: Job, world: World) -> tuple[Split, Split]:
+    """Both splits. One process of each machine prepares the files, the others wait for it."""
+    if world.local_rank == 0:
+        job.dataset.prepare()
+    world.barrier()
+    share_listings(job.dataset, world)
+    train = job.dataset.train()
+    if crops_files(job.dataset):
+        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
+    return train, job.dataset.eval()
+
+
+def _loader_task(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
+    """What a loader has to know of a run to choose."""
+    plan = plan_of(job, len(train))
+    evaluations = math.ceil(plan.total_steps / plan.eval_every)
+    return LoaderContext(
+        world=world,
+        splits=(train, val),
+        gigabytes=(len(train) + len(val)) * math.prod(job.dataset.image_shape) / GB,
+        reads=(plan.total_steps * plan.batch + evaluations * len(val)) * world.local_size // world.size,
+        boxes=crops_files(job.dataset),
+        training_rate=lambda: training_rate(job, world),
+    )
+
+
+def _pipeline(job: Job, world: World) -> Pipeline:
+    mix = Mix(
+        classes=job.dataset.classes,
+        mixup=job.train.mixup,
+        cutmix=job.train.cutmix,
+        label_smoothing=job.train.label_smoothing,
+    )
+    return Pipeline.of(
+        job.dataset,
+        job.augment,
+        device=world.device,
+        precision=job.precision,
+        memory_format=job.model.memory_format,
+        seed=job.seed,
+        cutout=job.train.cutout,
+        mix=mix if mix.on else None,
+    )

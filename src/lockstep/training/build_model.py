@@ -1,0 +1,105 @@
+"""The model of a run with everything that holds its parameters, and the checkpoint that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
+from lockstep.config.schema import Job
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Precision, Strategy
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.optim.ema import make_ema
+from lockstep.runtime.host import cores
+from lockstep.runtime.signals import StopRequest
+from lockstep.stochastic import KeyedModel, key_draws
+from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.training.compile import compile_model
+from lockstep.training.network import Network
+from lockstep.training.trainer import Progress
+
+
+def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:
+    """The network of a job on its device, wrapped by its strategy. Collective.
+
+    Args:
+        images: gives so many training images (n, C, H, W), for a model that is initialised from data.
+
+    Raises:
+        InputError: the model cannot be built for the data, or the weights of `init_from` do not fit it.
+    """
+    precision: Precision = job.precision
+    strategy: Strategy = job.strategy
+    shape = job.dataset.input_shape
+    model: nn.Module = job.model.build(job.dataset.classes, shape)
+    job.model.initialise(model, images)
+    model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
+    if job.init_from is not None:
+        checkpoint.load_weights(model, Path(job.init_from))
+    peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
+    flops = training_flops(model, shape) if peak else 0.0
+    blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
+    blank = blank.to(memory_format=job.model.memory_format)
+    draws = key_draws(model, blank[:1], job.seed)
+    replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
+    return Network(
+        model=model,
+        replica=replica,
+        forward_keys=draws.of,
+        optimizer=job.optimizer.build(model),
+        scaler=precision.scaler(world.device),
+        ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
+        notes=draws.notes,
+        flops=flops,
+        peak=peak if flops else 0.0,
+    )
+
+
+def interrupts_compiling(job: Job, world: World) -> bool:
+    """Whether a stop interrupts a compilation where it is.
+
+    Several ranks may compile, or not, each for itself, and a stop has to find them at the same place.
+    """
+    return job.model.compile and world.size == 1
+
+
+def compile_network(job: Job, network: Network, world: World, stop: StopRequest) -> None:
+    """Compile the model in place, if the job asks for it."""
+    if job.model.compile:
+        compile_model(
+            network.model,
+            job.model.compile_mode.value,
+            threads=max(1, cores() // world.local_size),
+            speaks=world.is_main,
+            interrupting=stop.interrupting if interrupts_compiling(job, world) else nullcontext,
+        )
+
+
+def load_state(job: Job, run_dir: RunDir) -> LoadedCheckpoint | None:
+    """The run folder's own newest good checkpoint, or else that of `resume=`."""
+    own = checkpoint.load_newest(run_dir)
+    return checkpoint.load(Path(job.resume)) if own is None and job.resume is not None else own
+
+
+def restore(
+    job: Job, network: Network, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
+) -> tuple[Progress, str]:
+    """The progress to go on from and where it came from: a checkpoint, `init_from=`, or nothing for a fresh start."""
+    if loaded is None:
+        return Progress(), f"weights of {job.init_from}" if job.init_from else ""
+    checkpoint.check_identity(checkpointer.identity, loaded.path)
+    progress = checkpoint.restore(
+        loaded,
+        model=network.model,
+        ema=network.ema,
+        optimizer=network.optimizer,
+        scaler=network.scaler,
+    )
+    return Progress(**progress), str(loaded.path)

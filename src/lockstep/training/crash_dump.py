@@ -1,0 +1,65 @@
+"""What is kept of a run whose numbers went bad, to be looked at: `incident/` in the run folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from lockstep import checkpoint
+from lockstep.core import log
+from lockstep.core.errors import NumericalError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import write_atomic
+from lockstep.data.datasets.splits import BrokenImage
+from lockstep.training.trainer import Trainer
+
+
+def keep(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
+    """Write the global batch of the first bad step, as stored, and the weights as they are now.
+
+    `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to
+    the same step with the same batch. Called by main only. What cannot be written is a warning: the run ends with its
+    own error, and has no half of an `incident/`.
+    """
+    try:
+        _write(error, trainer, run_dir)
+    except (
+        OSError,
+        RuntimeError,
+        MemoryError,
+        SafetensorError,
+        BrokenImage,
+    ) as failure:  # a full disk is any of these
+        log.warn(f"{run_dir.incident} could not be written ({failure}), so nothing is kept of the bad step")
+        shutil.rmtree(run_dir.incident, ignore_errors=True)
+
+
+def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
+    step = error.step or trainer.progress.step
+    batch = trainer.loader.global_batch(step)
+    folder = run_dir.incident
+    folder.mkdir(exist_ok=True)
+    torch.save(
+        {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()},
+        folder / "batch.pt",
+    )
+    weights = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in trainer.network.model.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    before = [each.name for each in checkpoint.candidates(run_dir.checkpoints)]
+    facts = {
+        "error": str(error),
+        "step": step,
+        "epoch": batch.epoch,
+        "seen_at_step": trainer.progress.step,
+        "learning_rate": trainer.lr * trainer.schedule.factor(step, trainer.plan),
+        "samples": batch.indices.tolist(),
+        "checkpoint": before[0] if before else None,
+    }
+    write_atomic(folder / "incident.json", json.dumps(facts, indent=2) + "\n")
+    log.warn(f"the batch of step {step} and the weights are kept in {folder}")

@@ -1,0 +1,99 @@
+"""Steps that are tried before a run, with a model of their own, so that nothing of the run changes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from lockstep.config.schema import Job
+from lockstep.core.world import World
+from lockstep.optim.ema import make_ema
+
+# A model's rate is tried with few examples first, and with all where such a step would take no longer than this.
+FEW, LONG_S = 8, 1.0
+# The first step of a model prepares much and tells little, but a longer one is not waited for again.
+COLD_S = 5.0
+# The words of those who do not raise torch's own class: CUDA, NCCL and Triton; cuBLAS and cuSOLVER; cuDNN; torch's
+# allocator of the host; oneDNN, which has none of its own for it.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "can't allocate memory",
+    "could not create a primitive",
+)
+
+
+def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
+    """A whole step of a job on so many blank examples, with all that a run keeps next to it; once for each call."""
+    shape = job.dataset.input_shape
+    layout = job.model.memory_format
+    precision = job.precision
+    model = precision.convert(job.model.build(job.dataset.classes, shape).to(world.device)).to(memory_format=layout)
+    optimizer = job.optimizer.build(model)
+    average = make_ema(model, job.train.ema) if job.train.ema is not None else None
+    images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
+    labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
+
+    def step() -> None:
+        with precision.autocast(world.device):
+            loss = F.cross_entropy(model(images).to(precision.sums), labels)
+        loss.backward()
+        # The buckets of a distributed strategy, or the sum of earlier micro-batches.
+        buckets = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        optimizer.step()
+        del buckets
+        if average is not None:
+            average.update_parameters(model)
+
+    return step
+
+
+def training_rate(job: Job, world: World) -> float | None:
+    """The images per second that a rank trains on, without what reading them costs.
+
+    None where it would take long to tell (the model is compiled), or where a step does not fit into memory.
+    """
+    if job.model.compile:
+        return None
+    assert isinstance(job.train.micro_batches, int)
+    examples = math.ceil(int(job.batch) / world.size / job.train.micro_batches)
+    tried = min(FEW, examples)
+    # Fork the generator: this throw-away model must not advance the state of the run's.
+    with torch.random.fork_rng(devices=[]):
+        try:
+            seconds = _seconds(trial_step(job, world, tried), world)
+            if tried < examples and seconds * examples / tried < LONG_S:
+                tried, seconds = examples, _seconds(trial_step(job, world, examples), world)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        finally:
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
+    return tried / seconds
+
+
+def _seconds(step: Callable[[], None], world: World) -> float:
+    """How long the second of two steps takes; the first, where that took long."""
+    for _ in range(2):
+        began = time.perf_counter()
+        step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        seconds = time.perf_counter() - began
+        if seconds > COLD_S:
+            break
+    return seconds
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that there was no memory left, on a GPU or on the host."""
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return out_of_memory or said

@@ -1,0 +1,84 @@
+"""Exact evaluation: every example of the split once, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.core.errors import InputError
+from lockstep.core.protocols import Precision
+from lockstep.core.world import World
+from lockstep.data.loading.shards import Loader
+from lockstep.data.pipeline import Pipeline
+
+# How many views of an image may be evaluated (`seen_from`).
+VIEWS = (1, 2, 6)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    *,
+    loader: Loader,
+    pipeline: Pipeline,
+    precision: Precision,
+    world: World,
+    views: int = 1,
+    between: Callable[[], None] = lambda: None,
+) -> Mapping[str, float]:
+    """Mean cross-entropy (`loss`, without label smoothing) and accuracies in percent (`top1`, `top5`).
+
+    The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
+    `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
+    averaged over `views` of an image, as `seen_from` has them. `between` is called after each block, as often on
+    every rank: it may agree with the others, and raise.
+
+    Raises:
+        InputError: more images are broken than may be, or all of them.
+    """
+    world.share_buffers(model)
+    training = model.training
+    model.eval()
+    loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+    counts = torch.zeros(4, dtype=torch.int64, device=world.device)
+    for images, labels in loader.eval():
+        with precision.autocast(world.device):
+            looks = [
+                weight * model(look.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
+                for weight, look in seen_from(pipeline.eval(images), views)
+            ]
+        logits = torch.stack(looks).sum(0)
+        loss += F.cross_entropy(logits, labels, reduction="sum")
+        hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
+        between()
+    for _ in range(loader.eval_rounds_without):
+        between()
+    model.train(training)
+    world.sum(loss)
+    top1, top5, count, broken = world.sum(counts).tolist()
+    assert count + broken == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
+    loader.count_skipped()
+    if count == 0:
+        raise InputError("dataset: no image of the evaluation split can be decoded; see the warnings")
+    return {"loss": loss.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
+
+
+def seen_from(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
+    """The views of images (B, C, H, W) and their weights, which add up to one.
+
+    One is the images, two are these and their mirror images, and six both, also moved by a pixel to the lower right
+    and to the upper left; a moved view has half the weight of one in place (Jordan 2024, arXiv 2404.00498).
+    """
+    height, width = images.shape[-2:]
+    looks = [(1.0, images)]
+    if views == max(VIEWS):
+        padded = F.pad(images, [1] * 4, mode="reflect")
+        looks += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
+    if views > 1:
+        looks += [(weight, look.flip(-1)) for weight, look in looks]
+    total = sum(weight for weight, _ in looks)
+    return [(weight / total, look) for weight, look in looks]

@@ -1,0 +1,128 @@
+"""The composition root: every part of a run made in order, each from those above it, in every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from lockstep.checkpoint import Checkpointer
+from lockstep.config import components, yaml_io
+from lockstep.config.schema import Job
+from lockstep.core.closing import closing
+from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.runtime.signals import StopRequest
+from lockstep.training import micro_batch_search
+from lockstep.training.build_data import build_data, build_loader
+from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
+from lockstep.training.build_observers import build_observers
+from lockstep.training.run_record import NoRecord, run_record
+from lockstep.training.trainer import Trainer
+
+
+def run(
+    world: World, run_dir: RunDir, *, stop: StopRequest | None = None, heartbeat: Callable[[], None] = lambda: None
+) -> None:
+    """Train the job of `run_dir` as one rank of `world`, or go on with it, until `stop` is asked for.
+
+    `heartbeat` is called as it advances.
+
+    Raises:
+        InputError: the data, the model or the checkpoint do not fit.
+        Stopped: the job was asked to stop, and is saved.
+        NumericalError: a loss is not finite.
+    """
+    stop = stop or StopRequest()
+    composed = yaml_io.load(run_dir.config)
+    job = components.build_all(composed)
+    record = run_record(run_dir, world, composed)
+    configure_torch(job, world)
+
+    job, data = build_data(job, world)
+    with ThreadPoolExecutor(1) as reader:  # reads, and above all hashes, while the model is built
+        loading = reader.submit(load_state, job, run_dir)
+        network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
+    compile_network(job, network, world, stop)
+    checkpointer = Checkpointer(
+        run_dir=run_dir,
+        identity=data.identity,
+        keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
+        writes=world.is_main,
+        every_s=data.plan.save_every_s,
+    )
+    progress, origin = restore(job, network, checkpointer, loading.result())
+    checkpointer.repair_export(progress.best_step)
+
+    record.announce(job, data, network, progress, origin=origin)
+    loader = build_loader(job, data, world)  # may refuse the data: only then is it a run
+    record.begin(job, progress)
+    telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
+    trainer = Trainer(
+        world=world,
+        plan=data.plan,
+        network=network,
+        strategy=job.strategy,
+        precision=job.precision,
+        lr=job.optimizer.lr,
+        schedule=job.schedule,
+        loader=loader,
+        pipeline=data.pipeline,
+        checkpointer=checkpointer,
+        telemetry=telemetry,
+        stop=stop,
+        heartbeat=heartbeat,
+        label_smoothing=job.train.label_smoothing,
+        eval_views=job.train.eval_views,
+        clip_norm=job.train.clip_norm,
+        cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
+        progress=progress,
+    )
+    gpu_monitor.start()
+    gpu: dict[str, float] = {}
+    with (
+        closing(lambda: gpu.update(gpu_monitor.close()), telemetry.close, checkpointer.close),
+        explaining(job, world, trainer, record),
+    ):
+        trainer.fit()
+    figures = {**telemetry.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
+    record.complete(job, progress, figures, skipped=loader.count_skipped())
+
+
+def configure_torch(job: Job, world: World) -> None:
+    """Set what torch keeps for the whole process as the job has it, whatever a job before it has left."""
+    torch.manual_seed(job.seed)
+    micro_batch_search.keep_freed_memory(world, keep=job.train.micro_batches == 1)
+    job.precision.configure()
+    torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
+    if torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(False)  # imports the compiler: not for every job
+
+
+@contextmanager
+def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
+    """Explain an error of training: keep the batch behind bad numbers, say which micro-batches would have fitted.
+
+    Raises:
+        NumericalError, LockstepError: what training ended with.
+    """
+    try:
+        yield
+    except Stopped:
+        record.keep_progress(trainer.progress)
+        raise
+    except NumericalError as error:
+        record.keep_progress(trainer.progress)
+        record.keep_incident(error, trainer)
+        # All ranks meet this error at one step. The launcher ends the others when the first one leaves, so none
+        # leaves before main has written.
+        world.barrier()
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if micro_batch_search.is_out_of_memory(error):
+            raise micro_batch_search.oom_advice(error, job, world, trainer.progress.step + 1) from None
+        raise

@@ -1,0 +1,87 @@
+"""What a job is: its plan, and the facts on which a checkpoint and the run that resumes from it must agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from lockstep.checkpoint import difference
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan, make_plan
+from lockstep.core.world import World
+from lockstep.data.datasets.folder import crops_files
+from lockstep.strategy import Strict
+
+# Fields of a model that change how it computes and not what it is: a resume may change them.
+HOW = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
+
+
+def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
+    """A component in one line: its class, and the fields that are not the class's defaults."""
+    shown = [
+        f"{field.name}={getattr(component, field.name)}"
+        for field in dataclasses.fields(component)
+        if field.name not in leave_out and getattr(component, field.name) != _default(field)
+    ]
+    return f"{type(component).__name__}({', '.join(shown)})"
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def plan_of(job: Job, examples: int) -> Plan:
+    """The plan of a job over a training split of so many examples."""
+    return make_plan(
+        examples=examples,
+        batch=int(job.batch),
+        epochs=job.epochs,
+        total_steps=job.steps,
+        # `auto` is known only when a rank has tried what fits.
+        micro_batches=1 if job.train.micro_batches == "auto" else int(job.train.micro_batches),
+        log_every=job.telemetry.interval,
+        eval_every=job.train.eval_every,
+        save_every=job.checkpoint.every,
+    )
+
+
+def train_longer(job: Job) -> str:
+    """The override that makes a job twice as long. `steps` wins over `epochs`, so a job that has it is given more."""
+    return f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
+
+
+def identity(job: Job, examples: int) -> dict[str, Any]:
+    """The facts of a job that no resume may change."""
+    return {
+        "model": describe(job.model, HOW),
+        "dataset": type(job.dataset).__name__,
+        "classes": job.dataset.classes,
+        "class_names": list(job.dataset.class_names),
+        **job.dataset.fingerprint(),
+        "input_shape": list(job.dataset.input_shape),
+        "crop_from": "file" if crops_files(job.dataset) else "square",
+        "examples": examples,
+        "batch": job.batch,
+        "seed": job.seed,
+        "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
+        "average": job.train.ema is not None,
+        "repro": describe(job.strategy) if isinstance(job.strategy, Strict) else "exact",
+    }
+
+
+def check_same_data(facts: dict[str, Any], world: World) -> None:
+    """Raise InputError, on every rank, if the data of a machine is not main's, by the identity. Collective."""
+    digests = world.gather(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
+    if len(set(digests)) == 1:
+        return
+    everyone = world.gather(facts)
+    rank, other = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    raise InputError(
+        f"the data of rank {rank}, here, is not that of rank 0, there ({difference(other, everyone[0])}); all "
+        "machines need the same files: copy them again, or name a folder that all of them see"
+    )

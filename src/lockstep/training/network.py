@@ -1,0 +1,43 @@
+"""The model of a run with all that holds its parameters: one thing to build, to train, to save and to restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep.core.protocols import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network of one rank.
+
+    Fields:
+        model: the raw module, which is evaluated and saved; `replica` the wrapped one, which is called in training.
+        forward_keys: gives the keys of a micro-batch's examples, from which a forward pass draws; None where the
+            model draws nothing.
+        scaler: of the loss; disabled where the number format needs none.
+        ema: the average of the weights, where one is kept.
+        notes: what the model draws in a way that depends on the ranks, in words.
+        flops: floating-point operations of one example's forward and backward pass; 0 where no peak is known.
+        peak: operations per second of all devices of the job; 0 where it is not known.
+    """
+
+    model: nn.Module
+    replica: nn.Module
+    forward_keys: Callable[[MicroBatch], Tensor | None]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    ema: AveragedModel | None = None
+    notes: list[str] = field(default_factory=list)
+    flops: float = 0.0
+    peak: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        """The number of its weights, trained or frozen."""
+        return sum(each.numel() for each in self.model.parameters())

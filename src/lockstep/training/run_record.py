@@ -1,0 +1,109 @@
+"""What main says of a run and writes into its folder, from the banner to the summary; other ranks do neither."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import components, yaml_io
+from lockstep.config.schema import Job
+from lockstep.core.errors import NumericalError, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import write_atomic
+from lockstep.core.world import World
+from lockstep.runtime import environment
+from lockstep.training import banner, crash_dump
+from lockstep.training.build_data import TrainingData
+from lockstep.training.network import Network
+from lockstep.training.trainer import Progress, Trainer
+
+
+class NoRecord:
+    """The record of a rank that is not main: none."""
+
+    def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
+        """Say what is about to run, where its weights come from, and where the promise of equal runs ends."""
+
+    def begin(self, job: Job, progress: Progress) -> None:
+        """Write what the run is. From here on the folder holds a run and not only the wish for one."""
+
+    def keep_progress(self, progress: Progress) -> None:
+        """Write how far a run came that ends before its last step."""
+
+    def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
+        """Keep what is needed to look at bad numbers."""
+
+    def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
+        """Write how the run ended, and say it."""
+
+
+class RunRecord(NoRecord):
+    """The record of main."""
+
+    def __init__(self, run_dir: RunDir, world: World, composed: Mapping[str, Any]) -> None:
+        self.run_dir = run_dir
+        self.world = world
+        self.composed = composed
+        self.started = time.time()
+
+    def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
+        banner.banner(
+            job=job,
+            run_dir=self.run_dir,
+            world=self.world,
+            plan=data.plan,
+            overrides=yaml_io.load_list(self.run_dir.overrides),
+            parameters=network.parameters,
+            examples=(len(data.train), len(data.val)),
+            loader_reason=data.loader_reason,
+            origin=origin,
+            step=progress.step,
+            notes=self._notes(job, data, network),
+        )
+
+    def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
+        """Where the promise of equal runs ends for this job."""
+        notes: list[str] = job.strategy.notes(network.model, self.world, data.plan) + network.notes
+        if self.world.device.type == "cuda" and job.repro != "strict":
+            notes.append(
+                "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "
+                "repro=strict takes others, and agrees to the bit"
+            )
+        return notes
+
+    def begin(self, job: Job, progress: Progress) -> None:
+        chosen = {"loader": components.node(job.loader), "train": vars(job.train)}  # where `auto` has become a value
+        write_atomic(self.run_dir.config, yaml_io.dump({**self.composed, **chosen}))
+        write_atomic(self.run_dir.environment, environment.as_json(self.world))
+        self.run_dir.mark_latest(Path(job.output_root))
+        self.run_dir.start_summary(started=self.started, step=progress.step)
+
+    def keep_progress(self, progress: Progress) -> None:
+        with suppress(StorageError):  # the error that ends the run says more
+            self.run_dir.write_summary(step=progress.step, best=progress.best, best_step=progress.best_step)
+
+    def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
+        crash_dump.keep(error, trainer, self.run_dir)
+
+    def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
+        seconds = time.time() - self.started
+        self.run_dir.write_summary(
+            status="completed",
+            exit_code=0,
+            objective=progress.best,
+            seconds=round(seconds, 3),
+            step=progress.step,
+            best=progress.best,
+            best_step=progress.best_step,
+            skipped=skipped,
+            **{key: round(value, 3) for key, value in figures.items()},
+        )
+        banner.closing(job=job, run_dir=self.run_dir, progress=progress, seconds=seconds, figures=figures)
+
+
+def run_record(run_dir: RunDir, world: World, composed: Mapping[str, Any]) -> NoRecord:
+    """The record of this rank. `composed` is the resolved config, as plain values."""
+    return RunRecord(run_dir, world, composed) if world.is_main else NoRecord()

@@ -1,0 +1,56 @@
+"""Whether the weights of a run are still sound: finite, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import LockstepError, NumericalError
+from lockstep.core.world import World
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(model: nn.Module) -> Tensor:
+    """The sum of all parameters' bits as integers: an int64 scalar on their device, another one if any bit flips."""
+    sums = [each.detach().view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in model.parameters()]
+    return torch.stack(sums).sum()
+
+
+def check_replicas(model: nn.Module, world: World, step: int) -> None:
+    """Compare the weights of all ranks. Collective; every rank comes to the same end.
+
+    Raises:
+        LockstepError: a rank has other weights than most, or than main where there is no majority.
+    """
+    if world.size == 1:
+        return
+    prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    prints[world.rank] = fingerprint(model)
+    found = world.sum(prints).tolist()
+    # Main's comes first in a Counter, and so wins a tie.
+    right = Counter(found).most_common(1)[0][0]
+    wrong = [str(rank) for rank, each in enumerate(found) if each != right]
+    if wrong:
+        several = len(wrong) > 1
+        raise LockstepError(
+            f"the weights of rank{'s' * several} {', '.join(wrong)} differ from the others' at step {step}: memory "
+            "or a device failed, or code changed one replica alone; resume=latest goes on from the last "
+            "checkpoint, which is older"
+        )
+
+
+def check_finite(model: nn.Module, world: World, step: int) -> None:
+    """Raise NumericalError, on every rank, if a parameter or a buffer of one is not finite.
+
+    Collective, because running statistics may be a rank's own. Syncs the device.
+    """
+    tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+    broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()
+    if world.sum(broken) > 0:
+        raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)
+
+
+REMEDIES = "a smaller optimizer.lr, train.clip_norm=1 or schedule.warmup=5% are the usual remedies"

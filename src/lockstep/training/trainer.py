@@ -1,0 +1,243 @@
+"""The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.checkpoint import Checkpointer
+from lockstep.core.consensus import StopConsensus
+from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Precision, Schedule, Strategy
+from lockstep.core.world import World
+from lockstep.data.loading.shards import Loader, Shard
+from lockstep.data.pipeline import Pipeline
+from lockstep.optim.optimizers import gradient_norm, set_learning_rate
+from lockstep.runtime.signals import StopNow, StopRequest
+from lockstep.telemetry import Telemetry, WindowState
+from lockstep.training.evaluate import evaluate
+from lockstep.training.network import Network
+from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas
+
+
+@dataclass
+class Progress:
+    """How far a run has come: the last finished step, its evaluation if it had one (top-1 in percent), the best one,
+    and the open window."""
+
+    step: int = 0
+    score: float | None = None
+    best: float | None = None
+    best_step: int = 0
+    window: WindowState | None = None
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Trains a network by a plan.
+
+    A stop is heard between two steps, micro-batches or blocks of an evaluation, at the same place on all ranks.
+    `cuts_steps`: whether one may come within a step, which is then undone.
+    """
+
+    world: World
+    plan: Plan
+    network: Network
+    strategy: Strategy
+    precision: Precision
+    lr: float
+    schedule: Schedule
+    loader: Loader
+    pipeline: Pipeline
+    checkpointer: Checkpointer
+    telemetry: Telemetry
+    stop: StopRequest
+    heartbeat: Callable[[], None]
+    label_smoothing: float = 0.0
+    eval_views: int = 1
+    clip_norm: float | None = None
+    cuts_steps: bool = False
+    progress: Progress = field(default_factory=Progress)
+    vote: StopConsensus = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.vote = StopConsensus(self.world)
+
+    def fit(self) -> Progress:
+        """Train to the plan's last step.
+
+        Raises:
+            Stopped: a rank was asked to stop; the state is saved.
+            NumericalError: a loss is not finite.
+        """
+        self.telemetry.time_forward(self.network.replica)
+        try:
+            self.make_up_evaluation()
+            for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
+                with self.all_or_nothing():
+                    scalars = self.step(shard)
+                step = self.progress.step = shard.step
+                self.stop.begin()
+                self.heartbeat()
+                self.progress.score = None
+                if self.plan.due("log", step):
+                    self.log(step, scalars)
+                improved = self.plan.due("eval", step) and self.evaluate(step)
+                stop, overdue = self.vote(
+                    self.stop.requested(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
+                )
+                self.telemetry.heard(self.vote.busy)
+                if stop and step < self.plan.total_steps:
+                    raise StopNow
+                if improved or overdue or self.plan.due("save", step):
+                    self.save()
+        except StopNow:
+            if self.stop.at_once or not self.stop.begun:
+                raise  # there is nothing to save, or it is not to be
+            self.save_and_leave()
+        self.vote.close()
+        return self.progress
+
+    def step(self, shard: Shard) -> dict[str, Any]:
+        """One optimizer update on this rank's shard of a global batch."""
+        network = self.network
+        set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
+        # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
+        # cut into shards and micro-batches.
+        scale = self.strategy.grad_divisor(self.world) / shard.count
+        for micro, last in shard.micro_batches(self.plan.micro_batches):
+            with self.strategy.accumulate(network.replica, last):
+                images, targets = self.pipeline.mixed(micro)
+                with self.precision.autocast(self.world.device):
+                    logits = network.replica(images, network.forward_keys(micro)).to(self.precision.sums)
+                    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
+                network.scaler.scale(loss * scale).backward()
+            self.telemetry.record(loss.detach(), logits.detach(), micro, images)
+            if not last and self.vote.can_wait:
+                self.between()
+        self.strategy.reduce(network.replica)
+        network.scaler.unscale_(network.optimizer)
+        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
+        if self.clip_norm is not None:
+            scalars["optim/grad_norm"] = nn.utils.clip_grad_norm_(network.model.parameters(), self.clip_norm)
+        elif self.plan.due("log", shard.step):
+            scalars["optim/grad_norm"] = gradient_norm(network.model)
+        network.scaler.step(network.optimizer)
+        network.scaler.update()
+        network.optimizer.zero_grad(set_to_none=True)
+        if network.ema is not None:
+            network.ema.update_parameters(network.model)
+        return scalars
+
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        """Write what has gathered since the last log point. The one place of a step that syncs the device."""
+        if self.network.scaler.is_enabled():
+            scalars["optim/scale"] = self.network.scaler.get_scale()
+        window = self.telemetry.flush(step, scalars)
+        # A loss scaler answers a loss that overflows by skipping the step, until it has nothing left to halve.
+        tolerated = self.network.scaler.is_enabled() and scalars["optim/scale"] >= 1
+        if window.first_bad_step is not None and not tolerated:
+            raise NumericalError(
+                f"the loss is {window.loss:.4g} between steps {window.first} and {step}, first at step "
+                f"{window.first_bad_step}; {REMEDIES}",
+                step=window.first_bad_step,
+            )
+        check_replicas(self.network.model, self.world, step)
+
+    def evaluate(self, step: int) -> bool:
+        """Evaluate the model, and its average where there is one; whether it is the best so far."""
+        with self.telemetry.pause():
+            scores = self._scores(self.network.model)
+            scalars = {
+                "loss/val": scores["loss"],
+                "acc/val_top1": scores["top1"],
+                "acc/val_top5": scores["top5"],
+            }
+            top1 = scores["top1"]
+            if self.network.ema is not None:
+                top1 = scalars["acc/val_ema_top1"] = self._scores(self.network.ema.module)["top1"]
+            self.progress.score = top1
+            improved = self.progress.best is None or top1 > self.progress.best
+            if improved:
+                self.progress.best, self.progress.best_step = top1, step
+            self.telemetry.evaluated(step, scalars)
+        return improved
+
+    def _scores(self, model: nn.Module) -> Any:
+        # Nothing of the run changes here: alone, a rank can leave it anywhere.
+        with self.stop.interrupting(self.world.size == 1):
+            return evaluate(
+                model,
+                loader=self.loader,
+                pipeline=self.pipeline,
+                precision=self.precision,
+                world=self.world,
+                views=self.eval_views,
+                between=self.between,
+            )
+
+    def make_up_evaluation(self) -> None:
+        """Evaluate the step that a run goes on from, if a stop cut its evaluation."""
+        step = self.progress.step
+        if step and self.progress.score is None and self.plan.due("eval", step):
+            self.evaluate(step)
+            self.save()
+
+    def between(self) -> None:
+        """Between two micro-batches or blocks: show life, and leave off if any rank is asked to stop. Collective.
+
+        Raises:
+            StopNow: on every rank.
+        """
+        self.heartbeat()
+        if self.world.any(self.stop.heard):
+            raise StopNow
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Undo what the forward passes of a step have changed (statistics, counts) if a stop cuts it."""
+        before = [buffer.clone() for buffer in self.network.model.buffers()] if self.cuts_steps else []
+        try:
+            yield
+        except StopNow:
+            for buffer, value in zip(self.network.model.buffers(), before, strict=self.cuts_steps):
+                buffer.copy_(value)
+            self.telemetry.forget(after=self.progress.step)
+            raise
+
+    def save_and_leave(self) -> NoReturn:
+        """Save what the last finished step has come to, and leave together."""
+        self.stop.leaving = True
+        self.vote.close()
+        self.save()
+        # The launcher ends the other ranks when the first one leaves: none does before main has written.
+        self.checkpointer.wait()
+        self.world.barrier()
+        raise Stopped(f"stopped at step {self.progress.step} of {self.plan.total_steps} and saved")
+
+    def save(self) -> None:
+        """Keep the state as of the last finished step; training waits for the copy to host memory only.
+
+        Raises:
+            NumericalError, LockstepError: the weights are not sound; the checkpoint before stays the last.
+        """
+        with self.telemetry.pause():
+            if not self.plan.due("log", self.progress.step):  # where they have just been compared
+                check_replicas(self.network.model, self.world, self.progress.step)
+            check_finite(self.network.model, self.world, self.progress.step)
+            self.progress.window = self.telemetry.open_window()
+            self.telemetry.sync()
+            self.checkpointer.save(
+                model=self.network.model,
+                ema=self.network.ema,
+                optimizer=self.network.optimizer,
+                scaler=self.network.scaler,
+                progress=vars(self.progress),
+            )
+        self.heartbeat()
