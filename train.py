@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from lockstep.runtime import signals
 
 if __name__ == "__main__":
@@ -13,6 +11,7 @@ from omegaconf import DictConfig
 
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.invocation import Invocation
+from lockstep.core.launched import is_launched
 from lockstep.job.run_folder import claim, claiming
 from lockstep.runtime import program
 from lockstep.runtime.native_threads import configure_native_threads
@@ -28,7 +27,7 @@ def main(composed: DictConfig) -> float | None:
 
     def job() -> float | None:
         with claiming(invocation) as lock:
-            if "RANK" not in os.environ:  # a folder that is in use is said before torch is imported
+            if not is_launched():  # a folder that is in use is said before torch is imported
                 claim(composition.to_dict(composed), invocation, lock)
             configure_native_threads()
             # Imported here, because they need torch, and --help and --cfg job must not wait for it.

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from cifar10_reference import Reference, Split
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.config.schema import Job
-from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.prefetch import sample
 from lockstep.job import resolve
@@ -42,6 +41,7 @@ from lockstep.models.whitenet import WhiteNet
 from lockstep.training import experiment
 from lockstep.training.trainer import Progress, Trainer
 from measure import Figures, Rows, Stopwatch, console, parser, show, write
+from runs import prepared
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,11 +90,8 @@ class Lockstep:
             patch.object(WhiteNet, "initialise", whitened),
             patch.object(experiment, "Trainer", Timed),
         ):
-            run = RunDir.at(Path(folder) / "run")
-            composed = composition.composed(ROOT / "conf", [*self.words, f"seed={seed}", f"output_root={folder}"])
-            run.config.write_text(yaml_io.dump(resolve.resolve(composed, sweep=False)))
-            run.overrides.write_text(yaml_io.dump_list([]))
-            experiment.run(World.solo(str(self.device)), run)
+            job, run = prepared(Path(folder) / "run", [*self.words, f"seed={seed}"])
+            experiment.run(job, run, World.solo(str(self.device)))
             top1 = float(run.read_summary()["best"])
         return {"top1": top1, "seconds": watch.seconds, "compilations": watch.compilations}
 
@@ -175,7 +172,7 @@ def main() -> None:
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"
-    job = components.build_all(resolve.resolve(composition.composed(ROOT / "conf", words(arguments)), sweep=False))
+    job = resolve.resolve(components.build_job(composition.composed(ROOT / "conf", words(arguments))), sweep=False)
     job.precision.configure()  # here already: what is compiled under another setting would be compiled again
     contenders: dict[str, Callable[[int], Figures]] = {
         "reference": reference(job, arguments),

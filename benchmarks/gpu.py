@@ -29,15 +29,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.config.schema import Job
 from lockstep.core.errors import LockstepError
-from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job import resolve
+from lockstep.models import Timm
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training import experiment, micro_batch_search
 from measure import Figures, Rows, console, in_turns, parser, show, write
+from runs import prepared
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 1000
@@ -48,6 +49,7 @@ def raw(job: Job, steps: int, interval: int) -> float:
     """Images per second of the least that trains the job's model."""
     device, storage = torch.device(job.device), job.precision.storage
     layout = job.model.memory_format
+    assert isinstance(job.model, Timm)
     model: nn.Module = timm.create_model(job.model.name, num_classes=CLASSES)
     model = model.to(device, storage).to(memory_format=layout)
     if job.model.compile:
@@ -76,13 +78,9 @@ def raw(job: Job, steps: int, interval: int) -> float:
 def lockstep(words: list[str]) -> float:
     """The same of the real run."""
     with tempfile.TemporaryDirectory() as folder:
-        run = RunDir.at(Path(folder) / "run")
-        composed = composition.composed(ROOT / "conf", [*words, f"output_root={folder}"])
-        resolved = resolve.resolve(composed, sweep=False)
-        run.config.write_text(yaml_io.dump(resolved))
-        run.overrides.write_text(yaml_io.dump_list([]))
+        job, run = prepared(Path(folder) / "run", words)
         with console.capture():
-            experiment.run(World.solo(resolved["device"]), run)
+            experiment.run(job, run, World.solo(job.device))
         lines = map(json.loads, run.metrics.read_text().splitlines())
         return statistics.median([line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line][2:])
 
@@ -114,7 +112,7 @@ def words(arguments: argparse.Namespace, size: int, precision: str, *others: str
 
 def built(overrides: list[str]) -> Job:
     """The job with its components, checked for this machine."""
-    job = components.build_all(resolve.resolve(composition.composed(ROOT / "conf", overrides), sweep=False))
+    job = resolve.resolve(components.build_job(composition.composed(ROOT / "conf", overrides)), sweep=False)
     job.precision.check(job.device)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
@@ -150,6 +148,7 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     found = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}
     found["ratio"] = rates["lockstep"] / rates["raw"]
     if peak := peak_flops(device, job.precision.dtype, tf32=job.precision.matmul == "high"):
+        assert isinstance(job.model, Timm)
         model = timm.create_model(job.model.name, num_classes=CLASSES)
         found["MFU, %"] = 100 * rates["lockstep"] * training_flops(model, job.dataset.input_shape) / peak
     return found

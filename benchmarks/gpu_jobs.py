@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lockstep import checkpoint
-from lockstep.config import composition, yaml_io
+from lockstep.config.schema import Job
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.job import resolve
 from lockstep.training import experiment
 from measure import living
+from runs import prepared
 
 ROOT = Path(__file__).parent.parent
 # Which processes are a step's, in their environment: the ranks of torchrun have sessions of their own.
@@ -71,20 +70,16 @@ def expect(condition: bool, sentence: str) -> None:
         raise Failed(sentence)
 
 
-def resolved(place: Place, *overrides: str) -> dict[str, Any]:
-    """The config of a job on this device."""
-    words = [*QUIET, f"device={place.device}", f"output_root={place.folder}", *overrides]
-    return resolve.resolve(composition.composed(ROOT / "conf", words), sweep=False)
+def prepared_job(place: Place, name: str, *overrides: str) -> tuple[Job, RunDir]:
+    """A job on this device, in the folder of the run `name`."""
+    return prepared(place.folder / name, [*QUIET, f"device={place.device}", *overrides])
 
 
 def trained(place: Place, name: str, *overrides: str, heartbeat: Callable[[], None] = lambda: None) -> RunDir:
     """Train a job in this process, or go on with the run `name`; `heartbeat` is called after each step."""
-    run = RunDir.at(place.folder / name)
-    job = resolved(place, *overrides)
-    torch.set_num_threads(job["launcher"]["threads"])
-    run.config.write_text(yaml_io.dump(job))
-    run.overrides.write_text(yaml_io.dump_list(list(overrides)))
-    experiment.run(World.solo("cuda:0" if place.cuda else "cpu"), run, heartbeat=heartbeat)
+    job, run = prepared_job(place, name, *overrides)
+    torch.set_num_threads(int(job.launcher.threads))
+    experiment.run(job, run, World.solo("cuda:0" if place.cuda else "cpu"), heartbeat=heartbeat)
     return run
 
 

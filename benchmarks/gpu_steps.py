@@ -32,12 +32,12 @@ from gpu_jobs import (
     losses,
     marked,
     newest,
-    resolved,
+    prepared_job,
     state,
     trained,
     wait_for,
 )
-from lockstep.config import components, yaml_io
+from lockstep.config import yaml_io
 from lockstep.core.errors import LockstepError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -105,7 +105,7 @@ def hooks(place: Place) -> str:
     """
     device = torch.device("cuda:0" if place.cuda else "cpu")
     backend = "nccl" if place.cuda else "gloo"
-    job = components.build_all(resolved(place, *SMALL, *place.batch, "model=digitnet", "model.dropout=0"))
+    job, _ = prepared_job(place, "unused", *SMALL, *place.batch, "model=digitnet", "model.dropout=0")
     torch.manual_seed(0)
     bare = job.model.build(10, job.dataset.input_shape).to(device)
     images = torch.randn(16, *job.dataset.input_shape, device=device)

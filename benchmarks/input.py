@@ -32,8 +32,8 @@ from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
+from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Source, Split
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.folder import CropFrom, Folder

@@ -43,6 +43,7 @@ from rich.table import Table
 
 from lockstep import checkpoint
 from lockstep.config import components, composition, yaml_io
+from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
@@ -164,7 +165,7 @@ def stopped_halfway(folder: Path) -> None:
         job = composition.composed(ROOT / "conf", list(overrides))
         run_dir = prepare.prepare(job, called, lock)
         try:
-            experiment.run(World.solo(), run_dir, stop=_StopAt(STOP_AT))
+            experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
         except Stopped as error:
             run_dir.close(error)
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')

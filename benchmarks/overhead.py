@@ -33,13 +33,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.core import log
-from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.job import resolve
 from lockstep.training import experiment
 from measure import Rows, in_turns, parser, scaled, show, write
+from runs import prepared
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, BATCH, CLASSES = 60_000, 64, 10
@@ -51,7 +50,7 @@ Epoch = Callable[[], float]
 
 def network(name: str) -> nn.Module:
     """The network that Lockstep builds for `model=name`."""
-    job = components.build_all(composition.composed(ROOT / "conf", [f"model={name}", "name=overhead"]))
+    job = components.build_job(composition.composed(ROOT / "conf", [f"model={name}", "name=overhead"]))
     return job.model.build(CLASSES, (1, 28, 28))
 
 
@@ -253,9 +252,8 @@ def lockstep(name: str, *overrides: str) -> Epoch:
 
     def epoch() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            run = RunDir.at(Path(folder) / "run")
-            job = composition.composed(
-                ROOT / "conf",
+            job, run = prepared(
+                Path(folder) / "run",
                 [
                     f"model={name}",
                     "dataset=fake",
@@ -271,19 +269,12 @@ def lockstep(name: str, *overrides: str) -> Epoch:
                     "schedule=constant",
                     "device=cpu",
                     "name=overhead",
-                    f"output_root={folder}",
                     *overrides,
                 ],
             )
-            run.config.write_text(yaml_io.dump(resolve.resolve(job, sweep=False)))
-            run.overrides.write_text(yaml_io.dump_list([]))
             ends: list[float] = []
             with log.console.capture():
-                experiment.run(
-                    World.solo(),
-                    run,
-                    heartbeat=lambda: ends.append(time.perf_counter()),
-                )
+                experiment.run(job, run, World.solo(), heartbeat=lambda: ends.append(time.perf_counter()))
             # A save shows life too: of the first epoch, in whose background part the second one begins.
             return ends[2 * STEPS + 1] - ends[STEPS]
 

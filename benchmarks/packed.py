@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.protocols import Split
+from lockstep.core.data_protocols import Split
 from lockstep.core.world import World
 from lockstep.data import packing
 from lockstep.data.datasets.folder import Folder

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.config import components, composition, yaml_io
+from lockstep.config.components import load_job
 from lockstep.config.schema import Job
 from lockstep.core import process_group, world
 from lockstep.core.errors import Stopped
@@ -45,7 +46,7 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 def built(*overrides: str) -> Job:
     """The same with every group built."""
-    return components.build_all(composed(*overrides))
+    return components.build_job(composed(*overrides))
 
 
 def run_dir(path: Path, *overrides: str) -> RunDir:
@@ -53,7 +54,7 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     made = RunDir.at(path)
     told = [*QUICK, f"output_root={path.parent}", *overrides]
     job = composed(*told)
-    made.config.write_text(yaml_io.dump(resolve.resolve(job, sweep=False)))
+    made.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
     (made.hydra / "config.yaml").write_text(yaml_io.dump(job))
     made.overrides.write_text(yaml_io.dump_list(told))
     return made
@@ -95,7 +96,7 @@ class StopAfter(StopRequest):
 def run_until(joined: world.World, run: RunDir, stop_at: int | None, stop_in: int | None = None) -> None:
     """Run a job as a rank, to its end or to a stop (as for `StopAfter`)."""
     try:
-        experiment.run(joined, run, stop=StopAfter(stop_at, stop_in))
+        experiment.run(load_job(run.config), run, joined, stop=StopAfter(stop_at, stop_in))
     except Stopped:
         assert stop_at is not None or stop_in is not None or joined.size > 1
 

@@ -208,9 +208,9 @@ HOSTILE = [
     ("model._target_=lockstep.models.dataclass", "expected a class of lockstep.models"),
     (
         "optimizer._target_=subprocess.run",
-        "optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim.optimizers",
+        "optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim",
     ),
-    ("dataset._target_=3", "dataset._target_ is 3, expected a class of lockstep.data.datasets.builtin"),
+    ("dataset._target_=3", "dataset._target_ is 3, expected a class of lockstep.data.datasets"),
 ]
 
 

@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_dir
 from helpers import ROOT, records, train, train_here
 from lockstep import checkpoint
 from lockstep.config import composition, messages, schema
+from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir, latest
@@ -165,7 +166,7 @@ def test_a_target_from_elsewhere_is_refused_wherever_it_stands(
     node = {"_target_": target, "command": f"touch {tmp_path}/executed"}
     (run / "config.yaml").write_text(yaml.safe_dump({**kept, group: node}))
     with pytest.raises(InputError, match=f"{group}._target_ is"):
-        experiment.run(World.solo(), RunDir(run))
+        experiment.run(load_job(RunDir(run).config), RunDir(run), World.solo())
     assert not (tmp_path / "executed").exists()
 
 

@@ -38,7 +38,7 @@ STREAMING = ("loader=streaming", "loader.workers=1")
 # train.py with a data set whose fourth batch does not come.
 ENDLESS = """
 import itertools, runpy, sys, threading
-from lockstep.data import loader
+from lockstep.data.loading import loaders as loader
 read, calls = loader.read_images, itertools.count(1)
 def endless(*wanted):
     return read(*wanted) if next(calls) < 4 else threading.Event().wait()

@@ -24,8 +24,8 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from helpers import train_here
-from lockstep import config
-config.register()
+from lockstep.config import composition
+composition.register()
 train_here(Path(sys.argv[1]) / "warm", "steps=1", "batch=8", "optimizer=sgd")
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 bound = pages * resource.getpagesize() + 220 * 2**20

@@ -20,8 +20,8 @@ from PIL import Image
 
 from helpers import NARROW, launch, losses, run_dir, run_until, train_here
 from lockstep.core import process_group
+from lockstep.core.data_protocols import Augment, Source, Split
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Augment, Source, Split
 from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World

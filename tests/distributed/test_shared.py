@@ -15,14 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.core import process_group, world
+from lockstep.core.data_protocols import Broken, Split
 from lockstep.core.errors import InputError
-from lockstep.core.protocols import Split
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets import listing
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import prefetch, shared_memory
 from lockstep.data.loading.loaders import Resident
-from lockstep.data.loading.prefetch import Broken
 from lockstep.launcher.spawn import Spawn
 
 SPOILT = (3, 600)  # in the share of either rank

@@ -50,12 +50,12 @@ RAISES = "lambda *_, **__: 1 / 0"
 # A stop that comes where it is easily lost: in a callback from C, whose exceptions go nowhere, or within an import.
 SWALLOWED = """
 import os, signal, sys, time
-from lockstep import refusals
+from lockstep.runtime import program
 class Lost:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
-with refusals.command_line():
+with program.command_line():
     if sys.argv[1] == "del":
         Lost()
     else:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision import transforms as v1
 
+from lockstep.core.data_protocols import Augment
 from lockstep.core.errors import InputError
-from lockstep.core.protocols import Augment
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
 

@@ -13,11 +13,11 @@ from lockstep.config import components, composition, messages, yaml_io
 from lockstep.config.invocation import ConfigFiles
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core.errors import InputError, RankFailed
+from lockstep.core.process_group import Backend
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.loading.loaders import Auto, Resident
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.launcher import Inline, Spawn
-from lockstep.launcher.base import Backend
 from lockstep.models import DigitNet
 from lockstep.optim.optimizers import SGD, AdamW, Timm
 from lockstep.runtime import program
@@ -153,7 +153,7 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     job = composed("optimizer.lr=-1", "augment.flip=2")
     job["model"] = {"_target_": "os.system", "command": "true"}
     with pytest.raises(InputError) as caught:
-        components.build_all(job)
+        components.build_job(job)
     said = str(caught.value).splitlines()
     assert [line.split()[0] for line in said] == ["model._target_", "augment.flip", "optimizer.lr"]
 
@@ -161,9 +161,9 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
     for change in ({"epoch": 3}, {"train": {"microbatches": 3}}, {"epochs": "many"}):
         with pytest.raises(InputError, match=next(iter(change))):
-            components.build_all({**composed(), **change})
+            components.build_job({**composed(), **change})
     with pytest.raises(InputError, match="model is None"):
-        components.build_all({key: value for key, value in composed().items() if key != "model"})
+        components.build_job({key: value for key, value in composed().items() if key != "model"})
 
 
 @pytest.mark.parametrize(

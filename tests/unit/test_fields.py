@@ -112,7 +112,7 @@ def test_durations_and_times_are_read_as_they_are_checked() -> None:
 def test_all_that_is_out_of_range_is_said_at_once() -> None:
     job = composed("epochs=0", "train.ema=nan", "optimizer.lr=inf", "optimizer.eps=-1", "schedule.warmup=101%")
     with pytest.raises(InputError) as caught:
-        components.build_all(job)
+        components.build_job(job)
     said = [line.split()[0] for line in str(caught.value).splitlines()]
     assert said == ["epochs", "train.ema", "optimizer.lr", "optimizer.eps", "schedule.warmup"]
 

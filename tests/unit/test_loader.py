@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from lockstep.core.data_protocols import LoaderContext, Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Source
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.splits import Crop
-from lockstep.data.loading.loaders import Auto, LoaderContext, Resident, Streaming
+from lockstep.data.loading.loaders import Auto, Resident, Streaming
 from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.loading.worker_tuning import workers_needed

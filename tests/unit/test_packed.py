@@ -20,12 +20,13 @@ import torch
 from PIL import Image
 
 from helpers import ROOT, Case, Done, command, gang, records, train_here
+from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.world import World
 from lockstep.data import packing
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import Packed
-from lockstep.data.loading.loaders import Auto, LoaderContext, Resident
+from lockstep.data.loading.loaders import Auto, Resident
 from lockstep.runtime.host import cores
 
 

@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.splits import ArraySplit, BrokenImage, FileSplit, check_labels, check_shapes
+from lockstep.data.datasets.splits import ArraySplit, FileSplit, check_labels, check_shapes
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.process_group import join, launched_rank, own_gpu
+from lockstep.core.launched import Place, is_launched, launched
+from lockstep.core.process_group import join, own_gpu
 from lockstep.core.world import World
 
 
@@ -41,11 +42,25 @@ def test_alone_a_wish_is_heard_at_once() -> None:
 def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert launched_rank() is None
+    assert not is_launched()
     monkeypatch.setenv("RANK", "3")
-    assert launched_rank() is None
+    assert not is_launched()
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert launched_rank() == 3
+    assert is_launched()
+    assert launched() == Place(rank=3, size=4, local_rank=3, local_size=4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launched() == Place(rank=3, size=4, local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("RANK", "main"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", ""), ("LOCAL_RANK", "-1")]
+)
+def test_a_place_that_cannot_be_is_refused(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(InputError, match=f"{name}='{text}'.*expected a number"):
+        launched()
 
 
 def test_joining_without_a_launcher_is_a_world_of_one() -> None:

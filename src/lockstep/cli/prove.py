@@ -165,7 +165,7 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
 
 def _several(overrides: list[str]) -> int | None:
     """Another number of micro-batches for the user's config; None where there is none that keeps the run the same."""
-    job = components.build_all(composition.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
+    job = components.build_job(composition.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):

@@ -6,14 +6,17 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from lockstep.config import yaml_io
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import fields
+from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
 
 # The components built so far: frozen values, of which the jobs of a sweep have most in common.
@@ -77,52 +80,80 @@ def build(group: str, node: Any) -> Any:
 
 def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
     """Raise InputError with a line for each value that is out of its field's range."""
-    values = OmegaConf.to_container(typed)
-    assert isinstance(values, dict)
-    if found := list(fields.problems(cls, {str(key): value for key, value in values.items()}, prefix)):
+    if found := list(fields.problems(cls, _plain(typed), prefix)):
         raise InputError("\n".join(found))
 
 
-def build_all(job: Mapping[str, Any]) -> Job:
-    """Every group of a plain config built, and all that is wrong with them said at once.
+def build_job(values: Mapping[str, Any]) -> Job:
+    """A job from the plain values of its config, with the component of every group.
 
     Raises:
         InputError: one line for each key that does not fit.
     """
     try:
-        typed = OmegaConf.merge(_schema(), {key: value for key, value in job.items() if key not in GROUPS})
-        blocks = OmegaConf.to_object(typed)
+        typed = OmegaConf.merge(schema(), {key: value for key, value in values.items() if key not in GROUPS})
+        job: Job = OmegaConf.to_object(typed)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     except (OverflowError, RecursionError) as error:
         raise unreadable(error) from error
-    assert isinstance(blocks, Job)
     problems: list[str] = []
+    components: dict[str, Any] = {}
     try:
         _check_fields(Job, typed)
     except InputError as error:
         problems.append(str(error))
     for group in GROUPS:
         try:
-            setattr(blocks, group, build(group, job.get(group)))
+            components[group] = build(group, values.get(group))
         except InputError as error:
             problems.append(str(error))
-    problems = problems or list(fields.wide(job))
+    problems = problems or list(fields.wide(values))
     if problems:
         raise InputError("\n".join(problems))
-    return blocks
+    return dataclasses.replace(job, **components)
+
+
+def load_job(path: Path) -> Job:
+    """The job that a run folder's `config.yaml` describes.
+
+    Raises:
+        InputError: the file is missing, or does not describe one.
+    """
+    return build_job(yaml_io.load(path))
 
 
 @functools.cache
-def _schema() -> Any:
-    """That of a job, made once: it takes longer than what is checked by it."""
-    return OmegaConf.structured(Job)
+def schema() -> DictConfig:
+    """The keys of a job for OmegaConf, made once: that takes longer than checking values by it."""
+    nodes = OmegaConf.structured(Job)
+    for each in (nodes, nodes.train, nodes.checkpoint, nodes.telemetry):
+        OmegaConf.set_readonly(each, None)  # a job is frozen, but a config is changed while it is composed
+    return nodes
 
 
-def node(component: Any) -> dict[str, Any]:
+def node(component: Component) -> dict[str, Any]:
     """The node that `build` would make `component` from."""
     cls = type(component)
     module = next(module for module in GROUPS.values() if locate_in(module, cls.__name__) is cls)
-    fields = OmegaConf.to_container(OmegaConf.structured(component), enum_to_str=True)
-    assert isinstance(fields, dict)
-    return {"_target_": f"{module}.{cls.__name__}", **{str(key): value for key, value in fields.items()}}
+    return {"_target_": f"{module}.{cls.__name__}", **_values(component)}
+
+
+def plain(job: Job) -> dict[str, Any]:
+    """The plain values that `build_job` would make `job` from."""
+    keys = [each.name for each in dataclasses.fields(job) if each.name not in GROUPS]
+    groups: dict[str, Component] = {group: getattr(job, group) for group in GROUPS}
+    none: dict[str, Any] = dict.fromkeys(GROUPS)
+    values = _values(dataclasses.replace(job, **none))
+    return {**{key: values[key] for key in keys}, **{group: node(each) for group, each in groups.items()}}
+
+
+def _values(component: Component) -> dict[str, Any]:
+    """The fields of a frozen dataclass as plain values."""
+    return _plain(OmegaConf.structured(component))
+
+
+def _plain(node: Any) -> dict[str, Any]:
+    values = OmegaConf.to_container(node, enum_to_str=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

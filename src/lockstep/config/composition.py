@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import hydra_policy
+from lockstep.config import components, hydra_policy
 from lockstep.config.invocation import ConfigFiles
 from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, unreadable
 from lockstep.config.schema import Job
@@ -28,7 +28,7 @@ def register() -> None:
     """
     hydra_policy.install()
     OmegaConf.clear_resolver("oc.env")
-    ConfigStore.instance().store(name="job", node=Job)
+    ConfigStore.instance().store(name="job", node=components.schema())
     if not OmegaConf.has_resolver("stamp_hex"):
         OmegaConf.register_new_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
 

@@ -5,11 +5,18 @@ What `auto` becomes is decided in `lockstep.job.resolve`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
+
+if TYPE_CHECKING:
+    from lockstep.core.data_protocols import Augment, ImageLoader, Source
+    from lockstep.core.protocols import Launcher, Model, Optimizer, Precision, Schedule, Strategy
+else:  # they import torch, and OmegaConf takes any node for a group
+    Augment = ImageLoader = Launcher = Model = Optimizer = Precision = Schedule = Source = Strategy = Any
 
 # Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
 # module: a config can come from someone else's run folder, and must not be able to name arbitrary code.
@@ -26,7 +33,7 @@ GROUPS: Mapping[str, str] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainBlock:
     """`train.*`: how a step is made of a global batch."""
 
@@ -43,7 +50,7 @@ class TrainBlock:
     cudnn_benchmark: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointBlock:
     """`checkpoint.*`: when a checkpoint is written and how many are kept."""
 
@@ -52,7 +59,7 @@ class CheckpointBlock:
     keep_best: int = ranged(1, least=1, most=1_000_000)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TelemetryBlock:
     """`telemetry.*`: what is measured and written while training."""
 
@@ -62,9 +69,19 @@ class TelemetryBlock:
     samples: bool = False
 
 
-@dataclass
+def _group() -> Any:
+    """A config group: any node in the schema, and the component that `components.build_job` makes of it in a job."""
+    return field(default=None)
+
+
+@dataclass(frozen=True)
 class Job:
-    """One training run as the user composed it. After `build`, each group holds its built component."""
+    """One training run: its keys, and the component of each group.
+
+    What may be `auto` is a number from the moment that it can be known: `launcher.ranks` and `launcher.threads` once
+    the job is resolved, `batch` when the folder is made, `train.micro_batches` and the loader when a rank has the
+    data.
+    """
 
     epochs: int = ranged(20, least=1, most=LONGEST)
     steps: int | None = ranged(None, least=1, most=LONGEST)
@@ -80,12 +97,17 @@ class Job:
     train: TrainBlock = field(default_factory=TrainBlock)
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
-    model: Any = None
-    dataset: Any = None
-    loader: Any = None
-    augment: Any = None
-    strategy: Any = None
-    precision: Any = None
-    launcher: Any = None
-    optimizer: Any = None
-    schedule: Any = None
+    model: Model = _group()
+    dataset: Source = _group()
+    loader: ImageLoader = _group()
+    augment: Augment = _group()
+    strategy: Strategy = _group()
+    precision: Precision = _group()
+    launcher: Launcher = _group()
+    optimizer: Optimizer = _group()
+    schedule: Schedule = _group()
+
+    def micro_batch(self, ranks: int) -> int:
+        """The most examples of one forward pass on one of so many ranks; `auto` micro-batches count as one."""
+        micro_batches = 1 if self.train.micro_batches == "auto" else int(self.train.micro_batches)
+        return math.ceil(int(self.batch) / ranks / micro_batches)

@@ -22,6 +22,18 @@ class InputError(LockstepError):
     exit_code = 2
 
 
+class BrokenImage(InputError):
+    """An image that cannot be decoded. Its arguments: index, path, reason."""
+
+    @property
+    def what(self) -> str:
+        index, path, reason = self.args
+        return f"image {index}, {path}, cannot be decoded ({reason})"
+
+    def __str__(self) -> str:
+        return f"dataset: {self.what}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
+
+
 class StorageError(LockstepError):
     """A file of the run could not be written."""
 

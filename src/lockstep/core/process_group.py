@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import socket
 import sys
@@ -14,17 +15,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.launched import is_launched, launched
 from lockstep.core.world import World
 
 
-def launched_rank() -> int | None:
-    """The rank that a launcher (ours, torchrun, srun with its variables set) gave this process, if any."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+class Backend(enum.Enum):
+    """What carries the collectives; `auto` is NCCL on CUDA and gloo on the CPU."""
 
-
-def local_size(ranks: int) -> int:
-    """How many of a job's `ranks` are on this machine, as far as their launcher says: all, if it does not."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    auto = "auto"
+    nccl = "nccl"
+    gloo = "gloo"
 
 
 @contextmanager
@@ -41,25 +41,23 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
         threads: CPU threads of this process.
 
     Raises:
-        InputError: this rank has no GPU of its own.
+        InputError: this rank has no GPU of its own, or its launcher does not say what place it has.
     """
     torch.set_num_threads(threads)
-    if launched_rank() is None or os.environ["WORLD_SIZE"] == "1":  # nobody to meet: a group takes 20 ms, NCCL's more
+    place = launched() if is_launched() else None
+    if place is None or place.size == 1:  # nobody to meet: a group takes 20 ms, NCCL's more
         yield World.solo(torch.device(device, 0) if device == "cuda" else device)
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    on_device = torch.device(device, own_gpu(local_rank)) if device == "cuda" else torch.device("cpu")
+    on_device = torch.device(device, own_gpu(place.local_rank)) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(on_device)
-    _stay_on_loopback()
+    if place.local_size == place.size:
+        _stay_on_loopback()
     _init_process_group(backend, timedelta(seconds=timeout), on_device)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     try:
         yield World(
-            rank=dist.get_rank(),
-            local_rank=local_rank,
-            size=dist.get_world_size(),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            **vars(place),
             device=on_device,
             control=control,
             local_peer_pids=_neighbours(control),
@@ -101,7 +99,7 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
 
 def _stay_on_loopback() -> None:
     """Have the ranks of one machine talk on its loopback interface, so that they listen on no other (Linux)."""
-    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+    if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 

@@ -1,4 +1,7 @@
-"""What the parts of a run promise each other. The trainer knows these and no concrete part."""
+"""What the parts of a run promise each other. The trainer knows these and no concrete part.
+
+Those of the data path are in `lockstep.core.data_protocols`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.component import Component
 from lockstep.core.plan import Plan
+from lockstep.core.process_group import Backend
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 
 Entry = Callable[[Path], None]
 
 
-class Strategy(Protocol):
+class Strategy(Component, Protocol):
     """How the gradients of several ranks or devices become one update. Holds no state of a run."""
 
     def ranks(self, gpus: int) -> int:
@@ -47,7 +52,7 @@ class Strategy(Protocol):
         """Sentences that the user should read before the run: where equal runs end, what holds it back."""
 
 
-class Precision(Protocol):
+class Precision(Component, Protocol):
     """The number format of the forward and backward pass.
 
     `storage` is the dtype of parameters, `dtype` that of products and images (by autocast where they differ), `sums`
@@ -82,131 +87,35 @@ class Precision(Protocol):
         """The loss scaler, disabled for the formats that need none."""
 
 
-class Launcher(Protocol):
-    """How the ranks of one job come to life."""
+class Launcher(Component, Protocol):
+    """How the ranks of one job come to life. `ranks` and `threads` are numbers once they are resolved."""
 
-    ranks: int | str
+    @property
+    def ranks(self) -> int | str: ...
+
+    @property
+    def threads(self) -> int | str:
+        """CPU threads of each rank."""
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def timeout(self) -> str:
+        """Without a finished step, after which a job is ended as hanging: a time such as `10min`."""
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry(run_dir.path)` in every rank, wait for all, and return the job's objective."""
 
 
-class Split(Protocol):
-    """The examples of one split, in a fixed order, each stored at one shape.
-
-    `labels` is int64 of shape (N,). `images` is uint8 of shape (N, C, H, W) where the split is an array,
-    else None; `fetch` gives any of its images, decoded on the spot.
-    """
-
-    @property
-    def labels(self) -> Tensor: ...
-
-    @property
-    def images(self) -> Tensor | None: ...
-
-    @property
-    def skip(self) -> int:
-        """The most images that may be broken."""
-
-    def __len__(self) -> int: ...
-
-    def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
-        """uint8 images of shape (len(indices), C, H, W). Raises InputError for one that cannot be read.
-
-        `epoch` is for a split that cuts other boxes from its images in each.
-        """
-
-
-class Stepped(Protocol):
-    """What belongs to one step of a run."""
-
-    @property
-    def step(self) -> int: ...
-
-
-class MicroBatch(Stepped, Protocol):
-    """The examples of one forward pass: labels (b,), and sample indices of which the first b are theirs."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def number(self) -> int:
-        """Which piece of its global batch it is, from 0."""
-
-    @property
-    def labels(self) -> Tensor: ...
-
-    @property
-    def indices(self) -> Tensor: ...
-
-
-class Source(Protocol):
-    """Where images and labels come from."""
-
-    @property
-    def classes(self) -> int: ...
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of a stored image."""
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """The same of what the model sees."""
-
-    @property
-    def eval_crop(self) -> float:
-        """The central share of a stored image's side that is evaluated."""
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Per channel, of pixels from 0 to 1; `std` likewise."""
-
-    @property
-    def std(self) -> tuple[float, ...]: ...
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """By label; empty where they have none."""
-
-    def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
-        """What tells the examples of each split, "train" and "val", from others, wherever they are kept.
-
-        Parts of a split that can differ by themselves have words of their own, so that a difference can be named.
-        """
-
-    def prepare(self) -> None:
-        """See that the data is there, downloading it under a lock where it may be. Raises InputError."""
-
-    def train(self) -> Split: ...
-
-    def eval(self) -> Split: ...
-
-
-class Sink(Protocol):
-    """A place for scalars. Only main has real ones."""
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def flush(self) -> None:
-        """Have the file hold all that was written."""
-
-    def close(self) -> None: ...
-
-
-class Schedule(Protocol):
-    """The learning rate over a run, as a pure function of the step: there is no state to save."""
-
-    def factor(self, step: int, plan: Plan) -> float:
-        """What the base learning rate is multiplied with at `step` (from 1)."""
-
-
-class Model(Protocol):
+class Model(Component, Protocol):
     """A network to be built."""
 
-    compile: bool
-    compile_mode: Enum
+    @property
+    def compile(self) -> bool: ...
+
+    @property
+    def compile_mode(self) -> Enum: ...
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -222,46 +131,32 @@ class Model(Protocol):
         """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
 
 
-class Optimizer(Protocol):
+class Optimizer(Component, Protocol):
     """An optimizer to be built over a model's parameters."""
+
+    @property
+    def lr(self) -> float:
+        """The base learning rate, which the schedule multiplies."""
+
+    @property
+    def weight_decay(self) -> float: ...
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer: ...
 
 
-class SampleRNG(Protocol):
-    """The random numbers of a batch of examples, each float32 (b,) in [0, 1)."""
+class Schedule(Component, Protocol):
+    """The learning rate over a run, as a pure function of the step: there is no state to save."""
 
-    @property
-    def epoch(self) -> int:
-        """Counted from 0."""
-
-    def uniform(self, n: int) -> Tensor:
-        """Number `n` of each example in this epoch."""
-
-    def epoch_invariant(self, n: int) -> Tensor:
-        """Number `n` of each example, the same in all epochs."""
+    def factor(self, step: int, plan: Plan) -> float:
+        """What the base learning rate is multiplied with at `step` (from 1)."""
 
 
-class Augment(Protocol):
-    """Random changes of training images, a pure function of (seed, epoch, sample index)."""
+class Sink(Protocol):
+    """A place for scalars. Only main has real ones."""
 
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        """Change a batch.
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
-        Args:
-            images: uint8 (B, C, H, W).
-            draws: the random numbers of its examples.
-            size: the (height, width) the model wants; an augmentation that resamples may go there at once.
-        """
+    def flush(self) -> None:
+        """Have the file hold all that was written."""
 
-
-@runtime_checkable
-class BoxAugment(Augment, Protocol):
-    """An augmentation whose first part can be left to who reads the files: a box of each whole image."""
-
-    def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
-        """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
-
-    @property
-    def rest(self) -> Augment:
-        """What is left to do where the boxes have been cut and resized."""
+    def close(self) -> None: ...

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import opened
 from lockstep.core.safe_write import sync
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import DTYPES, SPLITS, Manifest, _manifest, _mapped, _refused
-from lockstep.data.datasets.splits import BrokenImage, FileSplit
+from lockstep.data.datasets.splits import FileSplit
 from lockstep.data.loading.prefetch import in_order, read_images
 
 CHUNK = 64  # images that a thread decodes at a time

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.protocols import Augment, BoxAugment, Precision, Source
+from lockstep.core.data_protocols import Augment, BoxAugment, Source
+from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets.folder import crops_files
 from lockstep.data.loading.shards import BatchGroup, Shard

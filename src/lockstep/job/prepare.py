@@ -41,8 +41,8 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         job, overrides = resumed_job(RunDir(earlier), invocation)
         # A run folder can be someone else's: where else to write is for today's command to say.
         job["output_root"] = today["output_root"]
-    resolved = resolve(_fitting(job, overrides, invocation.configs), sweep=invocation.sweep)
-    built = components.build_all(resolved)
+    built = components.build_job(_fitting(job, overrides, invocation.configs))
+    built = resolve(built, sweep=invocation.sweep)
     if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
         raise InputError(
             "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
@@ -58,14 +58,14 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         label = slug(",".join(told) or "defaults")
         run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
     else:
-        run_dir = RunDir.create(Path(resolved["output_root"]), resolved["name"])
+        run_dir = RunDir.create(Path(built.output_root), built.name)
     if folder is None:
         lock.take(run_dir.lock)
     if isinstance(built.launcher, Spawn) and can_fork():
         _import_for_ranks(built)
     return run_dir.begin(
         {
-            run_dir.config: yaml_io.dump(resolved),
+            run_dir.config: yaml_io.dump(components.plain(built)),
             run_dir.command: invocation.command + "\n",
             run_dir.hydra / "hydra.yaml": invocation.hydra,
             run_dir.overrides: yaml_io.dump_list(overrides),

@@ -2,68 +2,82 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lockstep.config import components
 from lockstep.config.schema import Job
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.process_group import launched_rank, local_size
+from lockstep.core.launched import is_launched, launched, local_size
+from lockstep.core.process_group import Backend
+from lockstep.core.protocols import Launcher, Strategy
 from lockstep.core.run_dir import MANIFEST
 from lockstep.launcher import Auto as AutoLauncher
-from lockstep.launcher import Inline, Spawn
-from lockstep.launcher.base import Backend
+from lockstep.launcher import Elastic, Inline, Spawn
 from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 
 
-def resolve(job: dict[str, Any], *, sweep: bool) -> dict[str, Any]:
-    """A plain config with device, ranks, strategy, launcher and paths decided.
+def resolve(job: Job, *, sweep: bool) -> Job:
+    """A job with its device, ranks, strategy, launcher and paths decided.
 
     Raises:
         InputError: the machine does not have what was asked for.
     """
-    built = components.build_all(job)
-    device = _device(built.device)
+    device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    launcher, strategy = built.launcher, _strategy(built)
-    ranks = _ranks(launcher, strategy, gpus, device)
+    strategy = _strategy(job)
+    ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
+    return replace(
+        job,
+        device=device,
+        strategy=strategy,
+        launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
+        repro="strict" if isinstance(strategy, Strict) else "exact",
+        train=replace(job.train, micro_batches=_micro_batches(job, strategy, ranks)),
+        dataset=_with_absolute_paths(job.dataset),
+        data_root=_absolute(job.data_root),
+        output_root=_absolute(job.output_root),
+        init_from=_absolute(job.init_from) if job.init_from is not None else None,
+        resume=_checkpoint(job.resume),
+    )
+
+
+def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
+    """The launcher of a job, with its numbers."""
+    launcher = job.launcher
     if type(launcher) is AutoLauncher:
-        alone = launched_rank() is not None or (ranks == 1 and not sweep)
+        alone = is_launched() or (ranks == 1 and not sweep)
         launcher = (Inline if alone else Spawn)(**vars(launcher))
-    if type(launcher) is Inline and ranks > 1 and launched_rank() is None:
+    if type(launcher) is Inline and ranks > 1 and not is_launched():
         wants = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
             f"launcher=inline has one rank, but {wants} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
         )
-    launcher = replace(
+    return replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
     )
-    absolute = {key: _absolute(job[key]) for key in ("data_root", "output_root", "init_from")}
-    data_paths = {"root", "path"} & set(job["dataset"])
-    resume = _absolute(job["resume"]) if job["resume"] not in (None, "latest") else None
-    return {
-        **job,
-        **absolute,
-        "dataset": {**job["dataset"], **{key: _absolute(getattr(built.dataset, key)) for key in data_paths}},
-        "resume": resume if resume and Path(resume, MANIFEST).is_file() else None,
-        "device": device,
-        "repro": "strict" if isinstance(strategy, Strict) else "exact",
-        "train": {**job["train"], "micro_batches": _micro_batches(built, strategy, ranks)},
-        "strategy": components.node(strategy),
-        "launcher": components.node(launcher),
-    }
 
 
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).expanduser().absolute())
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
+
+
+def _with_absolute_paths(dataset: Source) -> Source:
+    """A data set that is found from any current folder."""
+    names = {"root", "path"} & {each.name for each in fields(dataset)}
+    return replace(dataset, **{name: _absolute(getattr(dataset, name)) for name in names})
+
+
+def _checkpoint(resume: str | None) -> str | None:
+    """The checkpoint that `resume` names; None for a run folder, in which the job itself goes on."""
+    path = None if resume in (None, "latest") else _absolute(str(resume))
+    return path if path is not None and Path(path, MANIFEST).is_file() else None
 
 
 def _device(wanted: str) -> str:
@@ -74,7 +88,7 @@ def _device(wanted: str) -> str:
     return wanted
 
 
-def _strategy(job: Job) -> Any:
+def _strategy(job: Job) -> Strategy:
     """The strategy that was asked for, by its own name or by `repro=strict`."""
     if job.repro == "exact" or isinstance(job.strategy, Strict):
         return job.strategy
@@ -91,7 +105,7 @@ def _strategy(job: Job) -> Any:
     return Strict()
 
 
-def _micro_batches(job: Job, strategy: Any, ranks: int) -> int | str:
+def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
     """Under `repro=strict` each virtual shard is a micro-batch."""
     wanted = job.train.micro_batches
     if not isinstance(strategy, Strict):
@@ -104,10 +118,10 @@ def _micro_batches(job: Job, strategy: Any, ranks: int) -> int | str:
     return max(1, strategy.shards // ranks)
 
 
-def _ranks(launcher: Any, strategy: Any, gpus: int, device: str) -> int:
-    if launched_rank() is not None:
+def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> int:
+    if is_launched():
         return _launched_ranks(launcher)
-    ranks: int = strategy.ranks(gpus) if launcher.ranks == "auto" else launcher.ranks
+    ranks = strategy.ranks(gpus) if launcher.ranks == "auto" else int(launcher.ranks)
     if device == "cuda" and ranks > gpus:
         raise InputError(
             f"launcher.ranks is {ranks}, but this machine has {gpus} GPU{'s' * (gpus != 1)}, and each rank needs "
@@ -116,9 +130,9 @@ def _ranks(launcher: Any, strategy: Any, gpus: int, device: str) -> int:
     return ranks
 
 
-def _launched_ranks(launcher: Any) -> int:
+def _launched_ranks(launcher: Launcher) -> int:
     """The ranks that torchrun has started, which leaves a launcher of ours nothing to do."""
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks = launched().size
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
             f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; use launcher.ranks=auto, or "
@@ -126,7 +140,9 @@ def _launched_ranks(launcher: Any) -> int:
         )
     if type(launcher) not in (AutoLauncher, Inline):
         name = type(launcher).__name__.lower()
-        restarts = f" --max-restarts={launcher.restarts}" if getattr(launcher, "restarts", 0) else ""
+        restarts = (
+            f" --max-restarts={launcher.restarts}" if isinstance(launcher, Elastic) and launcher.restarts else ""
+        )
         raise InputError(
             f"launcher={name} starts ranks, but torchrun has started them; use launcher=auto"
             + (f" and torchrun{restarts}" if restarts else "")
@@ -142,7 +158,7 @@ def _backend(wanted: Backend, device: str) -> Backend:
     return wanted
 
 
-def _threads(launcher: Any, ranks: int, strategy: Any) -> int:
+def _threads(launcher: Launcher, ranks: int, strategy: Strategy) -> int:
     if isinstance(strategy, Strict) and launcher.threads == "auto":
         return 1  # another number of threads adds in another order
     return max(1, cores() // local_size(ranks)) if launcher.threads == "auto" else int(launcher.threads)

@@ -16,10 +16,10 @@ import torch
 from lockstep import checkpoint
 from lockstep.config.schema import Job
 from lockstep.core import log
+from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError
+from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
-from lockstep.core.process_group import launched_rank, local_size
-from lockstep.core.protocols import BoxAugment, Source
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.data.datasets.builtin import Fake
@@ -79,15 +79,19 @@ def check_threads(job: Job, device: str) -> None:
     Raises:
         InputError: there would be more.
     """
-    ranks, threads, workers = job.launcher.ranks, job.launcher.threads, getattr(job.loader, "workers", 0)
-    if launched_rank() is not None:
+    ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
+    workers = job.loader.workers if isinstance(job.loader, Streaming) else 0
+    if is_launched():
         ranks = local_size(ranks)
     elif device == "cpu" and ranks > (most := max(RANKS, RANKS_A_CORE * cores())):
         raise InputError(
             f"launcher.ranks is {ranks}, but this machine has {cores()} CPU cores, expected at most {most} ranks: "
             "launcher.ranks=2"
         )
-    total, most = ranks * (threads + (0 if workers == "auto" else workers)), max(THREADS, THREADS_A_CORE * cores())
+    total, most = (
+        ranks * (threads + (0 if workers == "auto" else int(workers))),
+        max(THREADS, THREADS_A_CORE * cores()),
+    )
     if total > most:
         raise InputError(
             f"launcher.threads is {threads} and loader.workers is {workers}, which on {ranks} ranks are {total:,} "
@@ -138,7 +142,7 @@ def check_memory(job: Job, plan: Plan) -> None:
 def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     """What needs how many bytes on this machine, and a remedy."""
     pixels = math.prod(job.dataset.input_shape)
-    ranks = local_size(job.launcher.ranks)
+    ranks = local_size(int(job.launcher.ranks))
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
     batch = math.ceil(plan.batch / micro_batches)
     smaller = "a smaller dataset.input_size"
@@ -146,7 +150,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     block = min(job.train.eval_batch, plan.examples)
     yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
     if isinstance(job.loader, Streaming) and job.loader.workers != "auto":
-        ahead = min(job.loader.workers * job.loader.prefetch, plan.total_steps) * plan.batch
+        ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
     if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and have the sizes they have
@@ -168,7 +172,7 @@ def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float,
 def check_job(job: Job) -> None:
     """Everything that can be known without the data, and all that is wrong with it at once."""
     single: list[Callable[[], None]] = [
-        lambda: job.strategy.check(job.launcher.ranks, job.device),
+        lambda: job.strategy.check(int(job.launcher.ranks), job.device),
         lambda: job.precision.check(job.device),
         job.model.check,
         lambda: _check_crop(job),

@@ -18,9 +18,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.config import components, yaml_io
+from lockstep.config.components import load_job
 from lockstep.core import log, plan, process_group
 from lockstep.core.errors import LockstepError, RankFailed, StorageError
+from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.runtime import program, watchdog
@@ -31,31 +32,29 @@ from lockstep.training import experiment
 def main(path: Path) -> None:
     """Be one rank of the job in `path`; raises what ended it."""
     run_dir = RunDir(path)
-    resolved = yaml_io.load(run_dir.config)
-    launcher = components.build("launcher", resolved["launcher"])
-    timeout = plan.seconds("launcher.timeout", launcher.timeout)
-    if resolved["repro"] == "strict":  # cuBLAS reads it when it starts
+    job = load_job(run_dir.config)
+    timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
+    if job.repro == "strict":  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    launched = process_group.launched_rank()
-    word = RankErrorFile(run_dir, launched or 0)
+    word = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
     stop = StopRequest()
     with (
-        log.rank_logging(run_dir, word.rank, separate=launched is not None),
+        log.rank_logging(run_dir, word.rank, separate=is_launched()),
         watchdog.dump_stacks_on_signal(run_dir.rank_log(word.rank)) as file,
         word.of_an_error(),
         full_disk(run_dir.path),
         # A rank that a launcher started leaves behind this: what it still hears comes too late.
-        stop_signals(stop, restore=launched is None),
+        stop_signals(stop, restore=not is_launched()),
         watchdog.watched(word.rank, timeout=timeout, stop=stop, file=file, leave_word=word.of_a_hang) as dog,
         process_group.join(
-            device=resolved["device"],
-            backend=launcher.backend.value,
+            device=job.device,
+            backend=job.launcher.backend.value,
             timeout=watchdog.GROUP_TIMEOUT_S,
-            threads=launcher.threads,
+            threads=int(job.launcher.threads),
         ) as joined,
     ):
         dog.local_peer_pids = joined.local_peer_pids
-        experiment.run(joined, run_dir, stop=stop, heartbeat=dog.heartbeat)
+        experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat)
 
 
 class RankErrorFile:

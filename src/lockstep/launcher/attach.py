@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.core.errors import LockstepError, RankFailed
-from lockstep.core.process_group import launched_rank
+from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 
 # For main's word, which comes when the data is there; and for the store of an agent, which is there before its ranks.
@@ -32,10 +32,10 @@ def once(make: Callable[[], RunDir], say: Callable[[LockstepError], None]) -> It
         make: makes the folder.
         say: shows an error to the user.
     """
-    rank = launched_rank()
-    if rank is None:
+    if not is_launched():
         yield make()
         return
+    rank = launched().rank
     # torchrun's agent serves a store; without one (srun) main serves it, and shares it with the process group.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(serve=rank == 0 and not served, seconds=REACHED_S if served else WAIT_S)

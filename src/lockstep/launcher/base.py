@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,19 +11,12 @@ from typing import Any
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
 from lockstep.core.fields import Time, ranged, ruled
-from lockstep.core.process_group import launched_rank
+from lockstep.core.launched import is_launched, launched
+from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.runtime.signals import NOT_BEGUN, StopNow
-
-
-class Backend(enum.Enum):
-    """What carries the collectives; `auto` is NCCL on CUDA and gloo on the CPU."""
-
-    auto = "auto"
-    nccl = "nccl"
-    gloo = "gloo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +46,7 @@ class Inline:
         except BaseException as error:
             # The handler of a stop was not yet, or no longer, that of the ranks or of what forwards it to them.
             ended = Stopped(NOT_BEGUN) if isinstance(error, StopNow) else error
-            if launched_rank() in (None, 0):
+            if not is_launched() or launched().rank == 0:
                 run_dir.close(ended)
             raise ended from None
         return run_dir.read_summary().get("objective")

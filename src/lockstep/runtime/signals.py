@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
+from lockstep.core.launched import is_launched
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 AGAIN_S = 1.0
@@ -163,7 +164,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
     named = os.environ.pop(PARENT, None)
     if parent is None and named is not None:
         parent = int(named)
-    if parent is not None or "RANK" in os.environ:
+    if parent is not None or is_launched():
         die_with_parent(parent)
 
     def leave_early(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.core.protocols import MicroBatch
+from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.rng import FORWARD, FORWARD_BATCH, draw, key, sample_keys
 from lockstep.stochastic.numbers import random_bits
 

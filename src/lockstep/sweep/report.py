@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from omegaconf import DictConfig
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.launched import is_launched
 from lockstep.core.safe_read import parsed_json, read_lines
 from lockstep.runtime import program
 from lockstep.sweep.jobs import LEDGER, Outcome
@@ -21,7 +21,7 @@ from lockstep.sweep.jobs import LEDGER, Outcome
 
 def _refuse_under_torchrun() -> None:
     """Leave if this process is one of several ranks, each of which would run the whole sweep."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not is_launched():
         return
     from lockstep.launcher import once  # needs torch, which --help does not wait for
 

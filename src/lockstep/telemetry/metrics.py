@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.closing import closing
+from lockstep.core.data_protocols import MicroBatch, Stepped
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import MicroBatch, Sink, Stepped
+from lockstep.core.protocols import Sink
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.core.protocols import MicroBatch, Sink
+from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.protocols import Sink
 
 
 class NoSamples:

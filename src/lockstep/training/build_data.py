@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.config.schema import Job
+from lockstep.core.data_protocols import BoxAugment, LoaderContext, Split
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Split
 from lockstep.core.world import World
 from lockstep.data.datasets.folder import crops_files
-from lockstep.data.datasets.splits import Crop
-from lockstep.data.loading.loaders import LoaderContext
+from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.loading.prefetch import sample
 from lockstep.data.loading.shards import Loader
 from lockstep.data.loading.shared_memory import share_listings
@@ -56,14 +55,14 @@ def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
         InputError: the data does not fit the job, or the ranks do not have the same.
     """
     train, val = _splits(job, world)
-    task = _loader_task(job, train, val, world)
+    context = _loader_context(job, train, val, world)
     if job.train.micro_batches == "auto":
-        chosen = micro_batch_search.choose_micro_batches(job, world, held_gb=job.loader.held_gb(task))
+        chosen = micro_batch_search.choose_micro_batches(job, world, held_gb=job.loader.held_gb(context))
         job = replace(job, train=replace(job.train, micro_batches=chosen))
-        task = replace(task, training_rate=lambda: training_rate(job, world))
+        context = replace(context, training_rate=lambda: training_rate(job, world))
     facts = identity(job, len(train))
     check_same_data(facts, world)
-    loader, reason = world.broadcast(job.loader.choose(task))
+    loader, reason = world.broadcast(job.loader.choose(context))
     job = replace(job, loader=loader)
     data = TrainingData(
         train=train,
@@ -108,11 +107,13 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
     share_listings(job.dataset, world)
     train = job.dataset.train()
     if crops_files(job.dataset):
+        assert isinstance(train, FileSplit)
+        assert isinstance(job.augment, BoxAugment)
         train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
     return train, job.dataset.eval()
 
 
-def _loader_task(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
+def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
     """What a loader has to know of a run to choose."""
     plan = plan_of(job, len(train))
     evaluations = math.ceil(plan.total_steps / plan.eval_every)

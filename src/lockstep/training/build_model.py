@@ -13,7 +13,6 @@ from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Precision, Strategy
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.optim.ema import make_ema
@@ -35,8 +34,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     Raises:
         InputError: the model cannot be built for the data, or the weights of `init_from` do not fit it.
     """
-    precision: Precision = job.precision
-    strategy: Strategy = job.strategy
+    precision, strategy = job.precision, job.strategy
     shape = job.dataset.input_shape
     model: nn.Module = job.model.build(job.dataset.classes, shape)
     job.model.initialise(model, images)

@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 
 from lockstep import checkpoint
 from lockstep.core import log
-from lockstep.core.errors import NumericalError
+from lockstep.core.errors import BrokenImage, NumericalError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
-from lockstep.data.datasets.splits import BrokenImage
 from lockstep.training.trainer import Trainer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -60,8 +59,7 @@ def training_rate(job: Job, world: World) -> float | None:
     """
     if job.model.compile:
         return None
-    assert isinstance(job.train.micro_batches, int)
-    examples = math.ceil(int(job.batch) / world.size / job.train.micro_batches)
+    examples = job.micro_batch(world.size)
     tried = min(FEW, examples)
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with torch.random.fork_rng(devices=[]):

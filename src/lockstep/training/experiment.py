@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from lockstep.checkpoint import Checkpointer
-from lockstep.config import components, yaml_io
 from lockstep.config.schema import Job
 from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
@@ -25,9 +24,14 @@ from lockstep.training.trainer import Trainer
 
 
 def run(
-    world: World, run_dir: RunDir, *, stop: StopRequest | None = None, heartbeat: Callable[[], None] = lambda: None
+    job: Job,
+    run_dir: RunDir,
+    world: World,
+    *,
+    stop: StopRequest | None = None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train the job of `run_dir` as one rank of `world`, or go on with it, until `stop` is asked for.
+    """Train a resolved job in its folder as one rank of `world`, or go on with it, until `stop` is asked for.
 
     `heartbeat` is called as it advances.
 
@@ -37,9 +41,7 @@ def run(
         NumericalError: a loss is not finite.
     """
     stop = stop or StopRequest()
-    composed = yaml_io.load(run_dir.config)
-    job = components.build_all(composed)
-    record = run_record(run_dir, world, composed)
+    record = run_record(run_dir, world)
     configure_torch(job, world)
 
     job, data = build_data(job, world)

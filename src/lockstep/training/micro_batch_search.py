@@ -80,16 +80,14 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
 
 def oom_advice(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
     """The error of a rank that ran out of memory while training, with what would have fitted."""
-    assert isinstance(job.train.micro_batches, int)
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     gc.collect()
     keep_freed_memory(world, keep=False)
-    now = job.train.micro_batches
-    examples = math.ceil(int(job.batch) / world.size / now)
-    fitting = micro_batches_that_fit(job, world, least=2 * now) if examples > 1 else None
+    examples = job.micro_batch(world.size)
+    fitting = micro_batches_that_fit(job, world, least=2 * int(job.train.micro_batches)) if examples > 1 else None
     advice = (
         f"train.micro_batches={fitting} fits and leaves the global batch as it is; train.micro_batches=auto "
         "finds such a number by itself"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.core.protocols import MicroBatch
+from lockstep.core.data_protocols import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import components, yaml_io
 from lockstep.config.schema import Job
@@ -43,10 +42,9 @@ class NoRecord:
 class RunRecord(NoRecord):
     """The record of main."""
 
-    def __init__(self, run_dir: RunDir, world: World, composed: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: RunDir, world: World) -> None:
         self.run_dir = run_dir
         self.world = world
-        self.composed = composed
         self.started = time.time()
 
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
@@ -66,7 +64,7 @@ class RunRecord(NoRecord):
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
         """Where the promise of equal runs ends for this job."""
-        notes: list[str] = job.strategy.notes(network.model, self.world, data.plan) + network.notes
+        notes = job.strategy.notes(network.model, self.world, data.plan) + network.notes
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "
@@ -75,8 +73,8 @@ class RunRecord(NoRecord):
         return notes
 
     def begin(self, job: Job, progress: Progress) -> None:
-        chosen = {"loader": components.node(job.loader), "train": vars(job.train)}  # where `auto` has become a value
-        write_atomic(self.run_dir.config, yaml_io.dump({**self.composed, **chosen}))
+        # Once more: what was `auto` is a number by now.
+        write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
         self.run_dir.start_summary(started=self.started, step=progress.step)
@@ -104,6 +102,6 @@ class RunRecord(NoRecord):
         banner.closing(job=job, run_dir=self.run_dir, progress=progress, seconds=seconds, figures=figures)
 
 
-def run_record(run_dir: RunDir, world: World, composed: Mapping[str, Any]) -> NoRecord:
-    """The record of this rank. `composed` is the resolved config, as plain values."""
-    return RunRecord(run_dir, world, composed) if world.is_main else NoRecord()
+def run_record(run_dir: RunDir, world: World) -> NoRecord:
+    """The record of this rank."""
+    return RunRecord(run_dir, world) if world.is_main else NoRecord()

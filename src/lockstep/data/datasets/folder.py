@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lockstep.core.data_protocols import Source
 from lockstep.core.fields import pathname, ranged
-from lockstep.core.protocols import Source
 from lockstep.data.datasets.listing import Listing, class_names, listing
 from lockstep.data.datasets.splits import FileSplit
 

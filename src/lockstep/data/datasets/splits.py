@@ -12,21 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile
-
-
-class BrokenImage(InputError):
-    """An image that cannot be decoded. Its arguments: index, path, reason."""
-
-    @property
-    def what(self) -> str:
-        index, path, reason = self.args
-        return f"image {index}, {path}, cannot be decoded ({reason})"
-
-    def __str__(self) -> str:
-        return f"dataset: {self.what}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
 
 
 def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:

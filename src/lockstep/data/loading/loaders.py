@@ -6,26 +6,25 @@ Both give the same shards (`lockstep.data.loading.shards`): a loader only moves 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.core.fields import ranged
-from lockstep.core.protocols import Split
-from lockstep.core.world import World
-from lockstep.data.datasets.packed import MappedSplit
-from lockstep.data.loading.prefetch import (
+from lockstep.core.data_protocols import (
     Broken,
+    ImageLoader,
     ImageReader,
+    LoaderContext,
     ReadRequest,
     ReadResult,
-    in_order,
-    read_images,
-    worthwhile,
+    Split,
 )
+from lockstep.core.fields import ranged
+from lockstep.core.world import World
+from lockstep.data.datasets.packed import MappedSplit
+from lockstep.data.loading.prefetch import in_order, read_images, worthwhile
 from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.loading.worker_tuning import reading_rate, workers_needed
 from lockstep.runtime.host import GB, cores, free_memory
@@ -38,41 +37,21 @@ BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderContext:
-    """What a loader that chooses is told of a run, for one rank.
-
-    Fields:
-        splits: to train on and to evaluate.
-        gigabytes: that both need as uint8.
-        reads: images that this machine's ranks read in the whole run, those of evaluation too.
-        boxes: whether others are cut from the files in each epoch.
-        training_rate: tries how many images per second the model trains on; None where that takes too long.
-    """
-
-    world: World
-    splits: tuple[Split, Split]
-    gigabytes: float
-    reads: int
-    boxes: bool
-    training_rate: Callable[[], float | None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Resident:
     """The whole split as uint8 on the device; a batch is one gather there."""
 
     def __str__(self) -> str:
         return "resident"
 
-    def choose(self, task: LoaderContext) -> tuple[Any, str]:
+    def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, and why."""
         return self, "as asked"
 
-    def held_gb(self, task: LoaderContext) -> float:
+    def held_gb(self, context: LoaderContext) -> float:
         """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
-        if task.world.device.type != "cpu":
-            return task.gigabytes + STRIDE_SHARE * free_memory(task.world)
-        return task.gigabytes / task.world.local_size if task.splits[0].images is None else 0.0
+        if context.world.device.type != "cpu":
+            return context.gigabytes + STRIDE_SHARE * free_memory(context.world)
+        return context.gigabytes / context.world.local_size if context.splits[0].images is None else 0.0
 
     def order_device(self, world: World) -> torch.device:
         """Where indices are wanted."""
@@ -114,7 +93,7 @@ class Streaming:
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
     prefetch: int = ranged(2, least=1, most=1024)
 
-    def held_gb(self, task: LoaderContext) -> float:
+    def held_gb(self, context: LoaderContext) -> float:
         """As for `Resident`: none."""
         return 0.0
 
@@ -129,20 +108,22 @@ class Streaming:
     def __str__(self) -> str:
         return f"streaming, {self.workers} worker{'s' * (self.workers != 1)}"
 
-    def choose(self, task: LoaderContext) -> tuple[Any, str]:
+    def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, and why: `workers=auto` by measurement."""
         if self.workers != "auto":
             return self, "as asked"
-        if task.splits[0].images is not None and not isinstance(task.splits[0], MappedSplit):
+        if context.splits[0].images is not None and not isinstance(context.splits[0], MappedSplit):
             # Only a worker reads ahead: one does where that is asked for.
             return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
-        reader, model = reading_rate(task.splits[0]), task.training_rate()
-        most = max(1, cores() // task.world.local_size)
-        if task.splits[0].images is None:  # mapped rows are copied, and awaited from the disk, without Python's lock
+        reader, model = reading_rate(context.splits[0]), context.training_rate()
+        most = max(1, cores() // context.world.local_size)
+        if (
+            context.splits[0].images is None
+        ):  # mapped rows are copied, and awaited from the disk, without Python's lock
             most = worthwhile(most, 1 / reader)
         if model is None:
             return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
-        needed = workers_needed(model, reader, most, own_cores=task.world.device.type != "cpu")
+        needed = workers_needed(model, reader, most, own_cores=context.world.device.type != "cpu")
         return replace(self, workers=needed), f"model {model:,.0f} img/s, one worker {reader:,.0f} img/s"
 
     def feed(self, split: Split, world: World) -> ImageReader:
@@ -172,30 +153,30 @@ class Auto(Streaming):
 
     resident_gb: float = ranged(4.0, least=0, most=1e6)
 
-    def choose(self, task: LoaderContext) -> tuple[Any, str]:
-        against = self._against_resident(task)
+    def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
+        against = self._against_resident(context)
         if not against:
-            return Resident(), f"{task.gigabytes:.2f} GB fit in {self._room(task):.1f} GB"
-        streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(task)
+            return Resident(), f"{context.gigabytes:.2f} GB fit in {self._room(context):.1f} GB"
+        streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(context)
         return streaming, f"{against}; {rates}"
 
-    def held_gb(self, task: LoaderContext) -> float:
-        return 0.0 if self._against_resident(task) else Resident().held_gb(task)
+    def held_gb(self, context: LoaderContext) -> float:
+        return 0.0 if self._against_resident(context) else Resident().held_gb(context)
 
-    def _room(self, task: LoaderContext) -> float:
-        return min(self.resident_gb, free_memory(task.world) / 2)
+    def _room(self, context: LoaderContext) -> float:
+        return min(self.resident_gb, free_memory(context.world) / 2)
 
-    def _against_resident(self, task: LoaderContext) -> str:
+    def _against_resident(self, context: LoaderContext) -> str:
         """Why the images are not to become resident; empty where they are."""
-        room, stored = self._room(task), sum(map(len, task.splits))
+        room, stored = self._room(context), sum(map(len, context.splits))
         if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
             return "loader.workers or loader.prefetch is given"
-        if task.boxes:
+        if context.boxes:
             return "other boxes of the files in each epoch"
-        if task.gigabytes > room:
-            return f"{task.gigabytes:.1f} GB do not fit in {room:.1f} GB"
-        if task.splits[0].images is None and task.reads <= stored:
-            return f"{task.reads:,} images to read, {stored:,} to decode in advance"
+        if context.gigabytes > room:
+            return f"{context.gigabytes:.1f} GB do not fit in {room:.1f} GB"
+        if context.splits[0].images is None and context.reads <= stored:
+            return f"{context.reads:,} images to read, {stored:,} to decode in advance"
         return ""
 
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lockstep.core.protocols import Split
-from lockstep.data.datasets.splits import BrokenImage
+from lockstep.core.data_protocols import ReadResult, Split
+from lockstep.core.errors import BrokenImage
 
 LIGHT_S = 40e-6
-# The broken images among those that were read (blank there), by their indices.
-Broken = Mapping[int, BrokenImage]
-# The images that are wanted together: an epoch, and indices (int64, on the CPU). What is read: uint8 images.
-ReadRequest = tuple[int, Tensor]
-ReadResult = tuple[Tensor, Broken]
 W = TypeVar("W")
 R = TypeVar("R")
-# Reads many batches, in order, onto the device.
-ImageReader = Callable[[Iterable[ReadRequest]], Iterator[ReadResult]]
 
 
 def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lockstep.core import log
+from lockstep.core.data_protocols import Broken, ImageReader, ReadRequest
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.loading.prefetch import Broken, ImageReader, ReadRequest
 from lockstep.data.loading.sampler import Batch, batches, blocks, share, strides
 
 # The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.

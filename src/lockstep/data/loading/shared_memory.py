@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import InputError
-from lockstep.core.protocols import Source, Split
+from lockstep.core.data_protocols import Broken, ReadResult, Source, Split
+from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.world import World
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.listing import KNOWN, Listing, class_names
-from lockstep.data.datasets.splits import BrokenImage
-from lockstep.data.loading.prefetch import Broken, ReadResult, in_order, read_images, worthwhile
+from lockstep.data.loading.prefetch import in_order, read_images, worthwhile
 from lockstep.data.loading.sampler import share
 
 TRIED, CHUNK = 64, 256

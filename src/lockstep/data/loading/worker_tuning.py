@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from lockstep.core.protocols import Split
+from lockstep.core.data_protocols import Split
 from lockstep.data.loading.prefetch import (
     read_images,
 )

@@ -1,0 +1,22 @@
+"""What the benchmarks that train with Lockstep in their own process share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.schema import Job
+from lockstep.core.run_dir import RunDir
+from lockstep.job.resolve import resolve
+
+CONF = Path(__file__).parent.parent / "conf"
+
+
+def prepared(folder: Path, overrides: list[str]) -> tuple[Job, RunDir]:
+    """A job, and the folder in which it can be run in this process, or go on."""
+    words = [*overrides, f"output_root={folder.parent}"]
+    job = resolve(components.build_job(composition.composed(CONF, words)), sweep=False)
+    run = RunDir.at(folder)
+    run.config.write_text(yaml_io.dump(components.plain(job)))
+    run.overrides.write_text(yaml_io.dump_list(words))
+    return job, run

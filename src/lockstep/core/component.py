@@ -1,0 +1,12 @@
+"""What the components of every config group have in common."""
+
+from __future__ import annotations
+
+from dataclasses import Field
+from typing import Any, ClassVar, Protocol
+
+
+class Component(Protocol):
+    """One option of a config group: a frozen dataclass, whose fields are the keys."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
