@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.launched import is_launched
-from lockstep.job.run_folder import claim, claiming
+from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
 from lockstep.runtime.native_threads import configure_native_threads
 
@@ -26,16 +26,20 @@ def main(composed: DictConfig) -> float | None:
         invocation = Invocation.current()
 
     def job() -> float | None:
-        with claiming(invocation) as lock:
+        with job_lock(invocation) as lock:
             if not is_launched():  # a folder that is in use is said before torch is imported
-                claim(composition.to_dict(composed), invocation, lock)
+                lock_run_folder(composition.to_dict(composed), invocation, lock)
             configure_native_threads()
             # Imported here, because they need torch, and --help and --cfg job must not wait for it.
             from lockstep.job import worker
+            from lockstep.job.preparation import Preparation
             from lockstep.job.prepare import prepare
-            from lockstep.launcher import once
+            from lockstep.launcher import create_on_main
 
-            with once(lambda: prepare(composition.to_dict(composed), invocation, lock), program.say) as run_dir:
+            def make() -> Preparation:
+                return prepare(composition.to_dict(composed), invocation, lock)
+
+            with create_on_main(make, program.say) as run_dir:
                 launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
                 return launcher.launch(worker.main, run_dir)
 

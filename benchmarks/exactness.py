@@ -6,8 +6,9 @@ Augmentation: random numbers that are derived from each sample's key, against th
 plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
 against torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the
 examples, against torch's own. Strict: the real command on one and two ranks. Besides training:
-the vote and the watchdog's sign of life of each step, and the comparison of the replicas at each log point, on two
-ranks. Figures are medians; CPU, one thread per rank. What a save costs is `benchmarks/checkpoint.py`.
+the consensus and the watchdog's sign of life of each step, and the comparison of the replicas at each
+log point, on two ranks. Figures are medians; CPU, one thread per rank. What a save costs is
+`benchmarks/checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -200,11 +201,11 @@ def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) ->
     with torch.no_grad():
         for each in model.parameters():
             each.fill_(0.5)
-    vote = StopConsensus(world)
+    consensus = StopConsensus(world)
 
     def voted() -> float:
         time.sleep(STEP_S)  # the sum of the step before goes on meanwhile
-        return timed(lambda: vote(False, False, busy=STEP_S))
+        return timed(lambda: consensus.agree(False, False, busy=STEP_S))
 
     def lived() -> float:
         calls = 10_000
@@ -217,8 +218,8 @@ def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) ->
         world.barrier()
         return timed(lambda: check_replicas(model, world, 1))
 
-    found = in_turns({"vote": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
-    vote.close()
+    found = in_turns({"consensus": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
+    consensus.close()
     found["check_replicas, per step"] = found["check_replicas, 25.6 M"] / LOG_INTERVAL
     return found
 

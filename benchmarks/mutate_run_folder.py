@@ -49,7 +49,7 @@ from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job import prepare, worker
-from lockstep.job.run_folder import claiming
+from lockstep.job.run_folder import job_lock
 from lockstep.job.run_lock import Lock
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
@@ -151,7 +151,7 @@ class _StopAt(StopRequest):
         super().__init__()
         self.left = step
 
-    def requested(self) -> bool:
+    def requested_after_step(self) -> bool:
         self.left -= 1
         return self.left == 0
 
@@ -163,11 +163,8 @@ def stopped_halfway(folder: Path) -> None:
     folder.mkdir()
     with Lock() as lock:
         job = composition.composed(ROOT / "conf", list(overrides))
-        run_dir = prepare.prepare(job, called, lock)
-        try:
+        with suppress(Stopped), prepare.prepare(job, called, lock) as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
-        except Stopped as error:
-            run_dir.close(error)
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
 
 
@@ -184,9 +181,9 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.command_line(),
             program.bypass_hydra_errors(),
             initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
-            claiming(called) as lock,
+            job_lock(called) as lock,
+            prepare.prepare(job, called, lock) as run_dir,
         ):
-            run_dir = prepare.prepare(job, called, lock)
             components.build("launcher", yaml_io.load(run_dir.config)["launcher"]).launch(worker.main, run_dir)
 
     return forked(command, folder)

@@ -81,15 +81,15 @@ class StopAfter(StopRequest):
         super().__init__()
         self.step, self.steps = step, itertools.count(1)
 
-    def requested(self) -> bool:
+    def requested_after_step(self) -> bool:
         return next(self.steps) == self.step
 
     @property
-    def heard(self) -> bool:
+    def requested(self) -> bool:
         return next(self.places) == self.place
 
-    @heard.setter
-    def heard(self, value: bool) -> None:
+    @requested.setter
+    def requested(self, value: bool) -> None:
         """Nothing else sets it."""
 
 

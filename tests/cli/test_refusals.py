@@ -22,7 +22,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job import prepare
-from lockstep.job.run_folder import claiming
+from lockstep.job.run_folder import job_lock
 
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
@@ -30,8 +30,8 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
-        with claiming(called) as lock:
-            return prepare.prepare(job, called, lock)
+        with job_lock(called) as lock:
+            return prepare.prepare(job, called, lock).run_dir
 
 
 def refusal(output_root: Path, *overrides: str) -> str:

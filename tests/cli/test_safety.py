@@ -28,7 +28,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir, latest
 from lockstep.core.world import World
 from lockstep.job import prepare
-from lockstep.job.run_folder import claiming
+from lockstep.job.run_folder import job_lock
 from lockstep.training import experiment
 from processes import wait_for
 
@@ -40,7 +40,7 @@ def refusal(root: Path, *overrides: str) -> str:
     with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # noqa: PT011, PT012
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
         job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
-        with claiming(called) as lock:
+        with job_lock(called) as lock:
             prepare.prepare(job, called, lock)
     said = messages.translate(raised.value)
     assert isinstance(said, InputError), repr(raised.value)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from helpers import ROOT, command, records
 from lockstep.core.errors import RankFailed
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import attach, once
+from lockstep.launcher import attach, create_on_main
 from processes import (
     ELASTIC,
     INLINE,
@@ -85,7 +86,7 @@ def test_a_stop_that_is_raised_where_nothing_can_be_raised_is_heard_without_a_wo
         "request = StopRequest()\n"
         "with stop_signals(request):\n"
         "    Lost()\n"
-        "print(request.heard)\n"
+        "print(request.requested)\n"
     )
     done = command(sys.executable, "-c", program)
     assert (done.code, done.out, done.err) == (0, "True\n", "")
@@ -185,7 +186,8 @@ def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.Monke
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", **served}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(attach, "REACHED_S", 0.2)
-    with pytest.raises(RankFailed, match="does not answer"), once(lambda: RunDir(Path()), lambda error: None):
+    folder = nullcontext(RunDir(Path()))
+    with pytest.raises(RankFailed, match="does not answer"), create_on_main(lambda: folder, lambda error: None):
         pass
 
 

@@ -133,7 +133,7 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("optimizer", "lockstep.optim._Optimizer"),
         ("optimizer", "lockstep.optim.AveragedModel"),
         ("schedule", "lockstep.optim.schedule.Plan"),
-        ("launcher", "lockstep.launcher.once"),
+        ("launcher", "lockstep.launcher.create_on_main"),
         ("launcher", "lockstep.launcher.__doc__"),
         ("strategy", "lockstep.strategy.base.Single"),
     ],

@@ -34,9 +34,9 @@ def test_only_rank_0_is_main() -> None:
 
 
 def test_alone_a_wish_is_heard_at_once() -> None:
-    vote = StopConsensus(World.solo())
-    assert [vote(False, True), vote(True, False)] == [[False, True], [True, False]]
-    vote.close()
+    consensus = StopConsensus(World.solo())
+    assert [consensus.agree(False, True), consensus.agree(True, False)] == [[False, True], [True, False]]
+    consensus.close()
 
 
 def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

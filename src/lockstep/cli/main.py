@@ -1,4 +1,4 @@
-"""`lockstep COMMAND`: what there is to do with a job besides training it."""
+"""The command `lockstep`: what can be done besides training."""
 
 from __future__ import annotations
 

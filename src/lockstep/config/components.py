@@ -19,12 +19,12 @@ from lockstep.core import fields
 from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
 
-# The components built so far: frozen values, of which the jobs of a sweep have most in common.
-_MADE: dict[tuple[type[Any], str], Any] = {}
+# The components built so far. They are frozen values, and the jobs of a sweep share most of them.
+_BUILT: dict[tuple[type[Any], str], Any] = {}
 
 
 def locate_in(module: str, name: str) -> type[Any] | None:
-    """The public dataclass `name` of a module, if it has one: of its `__all__`, or else its own, not an import."""
+    """The public dataclass `name` of a module: one in its `__all__`, or without that one defined there; else None."""
     home = importlib.import_module(module)
     found = None if name.startswith("_") else getattr(home, name, None)
     if not isinstance(found, type) or not dataclasses.is_dataclass(found):
@@ -48,7 +48,7 @@ def locate(group: str, target: object) -> type[Any]:
 
 
 def build(group: str, node: Any) -> Any:
-    """The component that a group's node describes: its class is the schema of its fields.
+    """The component that a group's node describes. Its class is the schema of its fields.
 
     Raises:
         InputError: an unknown key, or a value of the wrong type or out of range.
@@ -59,11 +59,11 @@ def build(group: str, node: Any) -> Any:
     values = {key: value for key, value in node.items() if key != "_target_"}
     try:
         key = (cls, repr(values))
-        if key not in _MADE:
+        if key not in _BUILT:
             typed = OmegaConf.merge(OmegaConf.structured(cls), values)
             _check_fields(cls, typed, f"{group}.")
-            _MADE[key] = OmegaConf.to_object(typed)
-        return _MADE[key]
+            _BUILT[key] = OmegaConf.to_object(typed)
+        return _BUILT[key]
     except ConfigKeyError as error:
         known = [item.name for item in dataclasses.fields(cls)]
         raise InputError(
@@ -79,7 +79,7 @@ def build(group: str, node: Any) -> Any:
 
 
 def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
-    """Raise InputError with a line for each value that is out of its field's range."""
+    """Raise InputError with a line for each value that does not fit the rule of its field."""
     if found := list(fields.problems(cls, _plain(typed), prefix)):
         raise InputError("\n".join(found))
 
@@ -125,7 +125,7 @@ def load_job(path: Path) -> Job:
 
 @functools.cache
 def schema() -> DictConfig:
-    """The keys of a job for OmegaConf, made once: that takes longer than checking values by it."""
+    """The keys of a job for OmegaConf. Cached, because making it takes longer than checking values with it."""
     nodes = OmegaConf.structured(Job)
     for each in (nodes, nodes.train, nodes.checkpoint, nodes.telemetry):
         OmegaConf.set_readonly(each, None)  # a job is frozen, but a config is changed while it is composed

@@ -1,4 +1,4 @@
-"""How Hydra composes the config of a job, and the plain values that come of it."""
+"""Composing the config of a job with Hydra, and turning it into plain values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from lockstep.core.errors import InputError
 
 
 def register() -> None:
-    """Give Hydra the schema of the fixed blocks, so that their errors show while composing.
+    """Register the schema of a job with Hydra, so that mistakes show while composing.
 
-    A config cannot read the environment, where secrets are: it may be someone else's, and its values are kept.
+    A config cannot read the environment: it may be somebody else's, its values are written to files, and variables
+    hold secrets.
     """
     hydra_policy.install()
     OmegaConf.clear_resolver("oc.env")
@@ -34,7 +35,7 @@ def register() -> None:
 
 
 def showed_help(program: str) -> bool:
-    """Show the help if the command line asks for it; Hydra would look into every config group first (0.3 s).
+    """Show the help if the command line asks for it. Hydra would look through all config groups first (0.3 s).
 
     Args:
         program: the file beside whose `conf` folder has the text, in `hydra.help.template` of `config.yaml`.
@@ -68,10 +69,10 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
 
 
 def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> DictConfig:
-    """The config of an earlier command with further overrides behind its own (later ones win), from `configs`.
+    """The config of an earlier command from `configs`, with further overrides after its own; later ones win.
 
     Raises:
-        InputError: an override of the earlier command is of Hydra itself, which no run keeps.
+        InputError: an override of the earlier command is one of Hydra itself, which a run does not keep.
     """
     for text in stored:
         check_word(text)

@@ -1,9 +1,9 @@
-"""What a config may ask of Hydra, decided before Hydra acts on it.
+"""What a config may ask of Hydra, checked before Hydra acts on it.
 
-Hydra makes objects of `hydra.callbacks`, `hydra.launcher`, `hydra.sweeper` and both logging configs, and sets
-environment variables, before there is a job. A config file can be someone else's, so it has no say in that: each
-value below `hydra` has to be the one that Hydra, its installed plugins and the command line give without it, except
-for a few that only name folders and texts. The command line chooses among what is installed, and names no code.
+Before a job begins, Hydra makes objects from `hydra.callbacks`, `hydra.launcher`, `hydra.sweeper` and both logging
+configs, and sets environment variables. A config file can be somebody else's, so it must not control that: each value
+below `hydra` has to be what Hydra, its installed plugins and the command line give without the file, except for a few
+that only name folders and texts. The command line chooses among installed plugins, and cannot name code.
 
 What Hydra does with a config is listed in `tests/unit/test_hydra_policy.py`, which reads Hydra's source.
 """
@@ -32,13 +32,13 @@ from lockstep.core.errors import InputError
 
 Key = tuple[str, ...]
 
-# What `conf/config.yaml` says to Hydra, besides the keys of FREE.
+# What `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
 OURS: Mapping[Key, object] = {
     ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
     ("output_subdir",): None,
     ("job", "chdir"): False,
 }
-# What any config file may say to Hydra: each key with all below it.
+# What any config file may set below `hydra`: each key with everything below it.
 FREE: tuple[Key, ...] = (
     ("run", "dir"),
     ("sweep", "dir"),
@@ -51,14 +51,14 @@ FREE: tuple[Key, ...] = (
 )
 # Written by Hydra itself while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
-# What Hydra makes objects of. The first three name code in every value: not even the command line sets them.
+# What Hydra makes objects from. The first three can only hold code, so not even the command line may set them.
 LOGGING = ("job_logging", "hydra_logging")
 CLOSED = ("callbacks", *LOGGING)
 MADE = (*CLOSED, "launcher", "sweeper")
 
 
 def install() -> None:
-    """Have Hydra compose with the loader below, for whatever it composes, and unpickle nothing."""
+    """Have Hydra compose every config with `CheckedLoader`, and unpickle nothing."""
     application: Any = importlib.import_module("hydra._internal.hydra")
     application.ConfigLoaderImpl = CheckedLoader
     entry: Any = importlib.import_module("hydra.main")
@@ -66,10 +66,10 @@ def install() -> None:
 
 
 def is_of_hydra(override: str) -> bool:
-    """Whether an override is of Hydra itself, by its key or by the package that it puts a group into.
+    """Whether an override changes Hydra's own config, by its key or by the package of its group.
 
     Raises:
-        OverrideParseException: it is no override.
+        OverrideParseException: it is not an override.
     """
     parsed = OverridesParser.create().parse_override(override)
     return any(str(each or "").lstrip(":").startswith("hydra") for each in (parsed.key_or_group, parsed.package))
@@ -82,7 +82,7 @@ def _refuse_rerun(file_path: str, overrides: list[str]) -> None:
 
 
 class CheckedLoader(ConfigLoaderImpl):
-    """Hydra's loader, which gives a config away only when all that it asks of Hydra is allowed."""
+    """Hydra's loader, which returns a config only if all its values below `hydra` are allowed."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         _check_folders(config_search_path)
@@ -133,10 +133,10 @@ class CheckedLoader(ConfigLoaderImpl):
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
 
     def _check(self, composed: DictConfig, overrides: list[str]) -> None:
-        """Compare what was composed for Hydra with what it has without the user's files.
+        """Compare the values below `hydra` with those that Hydra has without the user's files.
 
         Raises:
-            InputError: a config file says something to Hydra that it may not.
+            InputError: a config file sets a value that it may not.
         """
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
@@ -159,12 +159,12 @@ class CheckedLoader(ConfigLoaderImpl):
 
 
 def dotted(key: Key) -> str:
-    """A key below `hydra` as it is written in an override."""
+    """A key below `hydra` as an override writes it."""
     return ".".join(("hydra", *key))
 
 
 def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every value of a plain config with its key; of a list by its indices."""
+    """Every value of a plain config with its key; list items have their index."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from leaves(value, (*key, str(name)))
@@ -176,18 +176,18 @@ def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def names_code(key: Key, value: object) -> bool:
-    """Whether a value is one of Hydra's words for an object (`_target_`, `_args_`), or stands for something else."""
+    """Whether a key is one of Hydra's for objects (`_target_`, `_args_`), or a value there is an interpolation."""
     return any(re.fullmatch("_.*_", part) for part in key) or (set(key[:1]) <= set(MADE) and "${" in str(value))
 
 
 def shortened(value: object) -> str:
-    """A value as it is shown in a sentence."""
+    """A value for use in a sentence."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def is_free(key: Key) -> bool:
-    """Whether a config file may say this to Hydra."""
+    """Whether a config file may set this key."""
     return _below(key, FREE)
 
 
@@ -196,12 +196,12 @@ def _below(key: Key, prefixes: Iterable[Key]) -> bool:
 
 
 def _of_user(provider: str) -> bool:
-    """Whether a source is the user's: `--config-path` or our own `conf`, `--config-dir`, `hydra.searchpath`."""
+    """Whether the user names a source: `--config-path` (or our `conf`), `--config-dir`, `hydra.searchpath`."""
     return provider in ("main", "command-line") or provider.startswith("hydra.searchpath")
 
 
 def _check_folders(search_path: ConfigSearchPath) -> None:
-    """Sources of configs that the user names are folders: a Python package would be imported to be read."""
+    """Refuse a source of the user that is not a folder: a Python package would be imported to be read."""
     for each in search_path.get_path():
         scheme, named, _ = each.path.partition("://")
         if _of_user(each.provider) and named and scheme != "file":
@@ -212,7 +212,7 @@ def _check_folders(search_path: ConfigSearchPath) -> None:
 
 
 def _chosen_logging(values: Mapping[Key, Any], asked: Iterable[Override]) -> Iterator[str]:
-    """Which of Hydra's own logging configs a file chose, where the command line does not."""
+    """Overrides for the logging configs of Hydra's own that a file chose, unless the command line chooses others."""
     for group in LOGGING:
         own = {each.stem for each in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
         choice = values.get(("runtime", "choices", f"hydra/{group}"))
@@ -221,7 +221,7 @@ def _chosen_logging(values: Mapping[Key, Any], asked: Iterable[Override]) -> Ite
 
 
 def _checked(asked: Iterable[Override]) -> Iterator[str]:
-    """What the command line says to Hydra beyond what a file may.
+    """The overrides of the command line that a config file may not make.
 
     Raises:
         InputError: it names code.
@@ -247,7 +247,7 @@ def _checked(asked: Iterable[Override]) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)
 def _without_files(sources: tuple[tuple[str, str], ...], overrides: tuple[str, ...]) -> Mapping[Key, Any]:
-    """What Hydra's own part of a config is from these sources, none of which is the user's."""
+    """The values below `hydra` that Hydra composes from these sources, none of which is the user's."""
     search_path = ConfigSearchPathImpl()
     for provider, path in sources:
         search_path.append(provider, path)

@@ -1,4 +1,4 @@
-"""How the command line asked for a job: what Hydra knows, kept as plain values."""
+"""How the command line asked for a job, as plain values taken from Hydra."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFiles:
-    """Where a command has its config from, if not from the project's own: without it its overrides mean nothing.
+    """The config files that a command named besides the project's own. A resume needs them to compose again.
 
     Fields:
         name: of the primary config.
@@ -30,7 +30,7 @@ class ConfigFiles:
 
     @classmethod
     def current(cls) -> ConfigFiles:
-        """Those of the job that Hydra is running right now."""
+        """The files of the job that Hydra is running."""
         hydra = HydraConfig.get()
         added = [each.path for each in hydra.runtime.config_sources if each.provider == "command-line"]
         return cls(
@@ -41,7 +41,7 @@ class ConfigFiles:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What a command line says to have them."""
+        """The words of a command line that name them."""
         name = (f"--config-name={self.name}",) if self.name != ConfigFiles.name else ()
         folder = (f"--config-dir={self.folder}",) if self.folder else ()
         return (*name, *folder, *self.searchpath)
@@ -49,7 +49,7 @@ class ConfigFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """How the command line asked for a job: what Hydra knows and a rank must not have to ask for."""
+    """How the command line asked for a job."""
 
     overrides: tuple[str, ...]
     command: str
@@ -61,10 +61,10 @@ class Invocation:
 
     @classmethod
     def current(cls) -> Invocation:
-        """The invocation of the job that Hydra is running right now.
+        """The invocation of the job that Hydra is running.
 
         Raises:
-            InputError: a folder is named that such a job does not use.
+            InputError: it names a folder that a job of this kind does not use.
         """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
@@ -90,5 +90,5 @@ class Invocation:
 
 
 def config_words(command: str) -> list[str]:
-    """The words of a run's command that say where its config is from, which a resume has to repeat."""
+    """The words of a run's command that name its config files. A resume has to repeat them."""
     return [each for each in shlex.split(command) if each.startswith(("--config-", "hydra.searchpath="))]

@@ -23,22 +23,23 @@ from lockstep.core.errors import InputError, LockstepError, StorageError, did_yo
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
 
-# Of an override: what Hydra's parser and Python's numbers take, with room to spare for what anybody types.
+# The most characters, nested brackets and digits of an override: more than anybody types, and fewer than would
+# overload Hydra's parser or Python's integers.
 LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
-# What Hydra and OmegaConf raise, without a word of their own, for a value that they had not expected.
+# What Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
 
 def key_of(override: str) -> str:
-    """The key or group that an override is of: `++epochs=3` is of `epochs`."""
+    """The key or group of an override: `epochs` for `++epochs=3`."""
     return override.lstrip("+~").partition("=")[0].strip()
 
 
 def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overtax the parser behind it, or have Hydra write files.
+    """Refuse a word of the command line that would overload the parser, or make Hydra write files.
 
     Raises:
-        InputError: it is no Unicode, too long, too deep, or has a number with too many digits.
+        InputError: it is not Unicode, too long, too deeply nested, or has a number with too many digits.
     """
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
@@ -57,7 +58,7 @@ def check_word(text: str) -> None:
 
 
 def translate(error: BaseException) -> LockstepError | None:
-    """A user's mistake as one of our exceptions; None for what is not one."""
+    """One of our exceptions for a user's mistake; None for another error."""
     if isinstance(error, LockstepError):
         return error
     if isinstance(error, OSError) and error.errno in FULL:
@@ -69,7 +70,7 @@ def translate(error: BaseException) -> LockstepError | None:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return InputError(_no_such_file(error.missing_cfg_file, list(error.options or [])))
-    # Hydra wraps OmegaConf's errors; anything else that one led to is a bug, whose traceback is wanted.
+    # Hydra wraps OmegaConf's errors. With another cause it is a bug, and its traceback is shown.
     wrapped = (error.__cause__ or error.__context__) if isinstance(error, HydraException) else None
     where = ""
     if found := re.match(r"In '([^']+)': \w+ raised while composing", str(error)):
@@ -88,7 +89,7 @@ def translate(error: BaseException) -> LockstepError | None:
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:
-    """What Hydra raises as it comes, before there is a job: a group without a name, a folder it cannot make."""
+    """The same for errors that Hydra raises unwrapped before a job: a group without a name, an unwritable folder."""
     if isinstance(error, OSError) and error.filename:
         return InputError(
             f"{error.filename} cannot be written ({error.strerror}); name another folder with output_root=FOLDER, or "
@@ -104,7 +105,7 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
 
 
 def unreadable(error: Exception) -> InputError:
-    """That a value of the command line or of a config file is one which cannot be composed."""
+    """The error for a value of the command line or of a config file that cannot be composed."""
     why = " ".join(str(error).split()) or "no reason given"
     return InputError(
         f"the config cannot be composed ({type(error).__name__}: {shown_message(why)}); look at the values that are "
@@ -113,12 +114,12 @@ def unreadable(error: Exception) -> InputError:
 
 
 def shown_message(text: str) -> str:
-    """A message of a library, cut where it is long."""
+    """A library's message, cut if it is long."""
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _no_such_file(path: str, options: list[str]) -> str:
-    """Which option of which group there is none of, and which was meant."""
+    """The sentence for an option that does not exist, with the one that was probably meant."""
     group, _, name = path.removesuffix(".yaml").rpartition("/")
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
@@ -127,7 +128,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     return f"{group}={name}: there is no {group} of that name.{meant}"
 
 
-# OmegaConf's messages, and what is said instead: what was found, what was expected, an override that would do.
+# OmegaConf's messages, and ours instead: what was found, what was expected, an override that fits.
 _MESSAGES = (
     (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),
     (r"Value '(.*)' of type .* could not be converted to Float", "is '{0}', expected a number: {key}=0.1"),
@@ -146,7 +147,7 @@ _MESSAGES = (
 
 
 def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
-    """OmegaConf's message as one line: the key (behind `prefix`), what was found, what was expected, a remedy."""
+    """OmegaConf's message as one line: the key (after `prefix`), what was found, what was expected, a remedy."""
     key = f"{prefix}{error.full_key or error.key or ''}"
     message = (error.msg or str(error)).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
@@ -173,11 +174,11 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _no_such_key(key: str, known: Iterable[str]) -> str:
-    """That there is no `key`, and which of the `known` ones was meant."""
+    """The sentence for a `key` that does not exist, with the one of `known` that was probably meant."""
     block, _, last = key.rpartition(".")
     ours = [each for each in known if each.startswith("hydra.") == key.startswith("hydra.")]
     inside = [each for each in ours if each.rpartition(".")[0] == block and not each.endswith("._target_")]
-    # A key without its block (`lr`), or in a misspelt one: the same last part is what was meant.
+    # A key without its block (`lr`), or in a misspelt block: look for the same last part.
     same = [each for each in ours if each.rpartition(".")[2] == last][:3]
     if block and inside:
         names = [each.rpartition(".")[2] for each in inside]

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.fields import LONGEST, Text, choice, duration, pathname, ranged, ruled
+from lockstep.core.durations import LONGEST
+from lockstep.core.fields import Text, choice, duration, pathname, ranged, ruled
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 else:  # they import torch, and OmegaConf takes any node for a group
     Augment = ImageLoader = Launcher = Model = Optimizer = Precision = Schedule = Source = Strategy = Any
 
-# Where the classes of each config group live. A node's `_target_` has to be a dataclass of exactly that
-# module: a config can come from someone else's run folder, and must not be able to name arbitrary code.
+# The module with the classes of each config group. A node's `_target_` has to be a public dataclass of that module:
+# a config can come from somebody else's run folder, and must not name arbitrary code.
 GROUPS: Mapping[str, str] = {
     "model": "lockstep.models",
     "dataset": "lockstep.data.datasets",
@@ -70,7 +71,7 @@ class TelemetryBlock:
 
 
 def _group() -> Any:
-    """A config group: any node in the schema, and the component that `components.build_job` makes of it in a job."""
+    """A config group: any node in the schema; in a job the component that `components.build_job` makes of it."""
     return field(default=None)
 
 

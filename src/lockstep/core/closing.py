@@ -1,4 +1,4 @@
-"""The end of a run's parts: every one is closed, and the first error is the one that the run ends with."""
+"""Closing the parts of a run: all of them are closed, and the first error is raised."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lockstep.core.errors import Interrupted
 
 @contextmanager
 def closing(*closes: Callable[[], object]) -> Iterator[None]:
-    """Call each of `closes` in turn when the context ends, however it ends and whichever of them raise.
+    """Call each of `closes` in turn when the context ends, even if it or some of them raise.
 
-    The first error, that of the context before any other, is raised: it says why the run ended, and the exit code is
-    its. Each later one is a warning. (An `ExitStack` raises the last one.)
+    The first error is raised, since it says why the run ended and gives the exit code. Later ones are warnings. (An
+    `ExitStack` would raise the last one.)
     """
     first: BaseException | None = None
     try:
@@ -24,7 +24,7 @@ def closing(*closes: Callable[[], object]) -> Iterator[None]:
     for close in closes:
         try:
             close()
-        except Interrupted:  # asked for twice: nothing is waited for any more
+        except Interrupted:  # the user asked twice: do not wait for the others
             raise
         except Exception as error:
             if first is None:

@@ -1,7 +1,7 @@
-"""The exceptions a user can meet, and the exit code that each one means.
+"""The exceptions that a user can meet, and the exit code of each.
 
-An exception from here carries one sentence for the user: what, where, found, expected, and the override
-that fixes it. A broken invariant of our own is an `assert`, not one of these.
+Each carries one sentence for the user: what, where, found, expected, and the override that fixes it. A broken
+invariant of our own is an `assert`, not one of these.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 
 class LockstepError(Exception):
-    """A job could not go on. Base of all errors that end with a sentence instead of a traceback."""
+    """A job cannot continue. Base of all errors that are shown as a sentence instead of a traceback."""
 
     exit_code = 70
 
 
 class InputError(LockstepError):
-    """The user asked for something that cannot be: a config, a file or a machine does not fit."""
+    """A mistake of the user: a config, a file or a machine does not fit."""
 
     exit_code = 2
 
@@ -47,10 +47,7 @@ class Stopped(LockstepError):
 
 
 class NumericalError(LockstepError):
-    """The numbers went bad: a loss or a weight is not finite, or a loss is absurd.
-
-    `step` is the first that shows it.
-    """
+    """A loss or a weight is not finite, or a loss is absurdly high. `step` is the first one with it."""
 
     exit_code = 76
 
@@ -60,7 +57,7 @@ class NumericalError(LockstepError):
 
 
 class Interrupted(LockstepError):
-    """The user asked twice: the job stopped at once, without saving."""
+    """The user interrupted twice: the job stopped at once, without saving."""
 
     exit_code = 130
 
@@ -72,7 +69,7 @@ class Interrupted(LockstepError):
 
 
 class RankFailed(LockstepError):
-    """A rank raised or died. `details` is the original traceback of the first one that did."""
+    """A rank raised or died. `details` is the traceback of the first one."""
 
     def __init__(self, sentence: str, details: str = "") -> None:
         super().__init__(sentence)
@@ -85,15 +82,15 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 
 
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
-    """` Did you mean 'a', 'b'?` for the options closest to `word`, shown behind `prefix`; or an empty string."""
+    """` Did you mean 'a', 'b'?` for the options closest to `word`, each with `prefix`; empty if none is close."""
     close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.65)
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
 
 
 def escaped(text: str, keep: str = "\n\t") -> str:
-    """`text` as a terminal may get it: what steers one (ESC, CR, C1, the direction of writing) as `\\x1b` and so on.
+    """`text` with control characters (ESC, CR, C1, writing direction) shown as `\\x1b` and so on.
 
-    Names of files, classes and models, and what libraries raise about them, can hold any character.
+    Names of files, classes and models, and the errors of libraries about them, can hold any character.
     """
     if text.isprintable():
         return text

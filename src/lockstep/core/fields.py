@@ -1,53 +1,45 @@
-"""What a field of a config may hold: its range stands in the class that has the field.
+"""The rules for the values of a config. Each rule stands at the field, in the class that has it.
 
     lr: float = ranged(1e-3, above=0, most=1e6)
 
 `lockstep.config.components` checks all values of a component by these rules before it is made, so no class checks a
-range by hand. A subclass that only changes a default keeps the rule. A rule says what fits and how that is
-called; the sentence for what does not fit is made here.
+range by hand. A subclass that only changes a default keeps the rule.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lockstep.core.durations import LONGEST, LONGEST_S, is_timed, parse_duration, parse_time
+
 _RULE = "rule"
-# More steps than any run has; its product with the examples of a data set still fits into 63 bits.
-LONGEST = 10**9
-# Of a time, in seconds: 500 hours. What waits for sockets counts milliseconds in 31 bits, which end at 596 hours.
-LONGEST_S = 500 * 3600.0
-# Of a name in a path, in bytes, as file systems have it; and of a path, which leaves room for the files of a run.
+# The most bytes of a name in a path (the limit of file systems), and of a path (with room for the files of a run).
 NAME_BYTES, PATH_BYTES = 255, 3500
 TEXT_CHARACTERS = 1000
-# What is shown of a value, and the digits of the largest number that is shown whole.
+# The most characters of a value that an error shows, and the most digits of a number.
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Rule(Protocol):
-    """What a value has to be. A rule of a list holds for each of its items."""
+    """A condition on a value. A rule of a list applies to each item."""
 
     @property
     def expected(self) -> str:
         """What fits, in words."""
 
     def fits(self, value: Any) -> bool:
-        """Whether `value`, which is not null, is that."""
+        """Whether `value`, which is not null, fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A number between two bounds, which belong to the range or not, or one of a few words. NaN is in no range.
+    """A number between two bounds, each open or closed, or one of a few words. NaN is in no range.
 
-    That it is `whole` is seen to by the field's type, and said here.
+    `whole` only changes the words: the field's type checks it.
     """
 
     low: float
@@ -90,7 +82,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Duration:
-    """Steps, epochs or a share of the run; above zero where something recurs, and where `timed` also by the clock."""
+    """Steps, epochs or a share of the run. `zero` allows 0, `timed` also a time by the clock."""
 
     zero: bool = False
     timed: bool = False
@@ -122,7 +114,7 @@ class Time:
 
 @dataclass(frozen=True)
 class Text:
-    """Any text that a file can hold."""
+    """A text that can be written to a file."""
 
     @property
     def expected(self) -> str:
@@ -134,7 +126,7 @@ class Text:
 
 @dataclass(frozen=True)
 class PathText:
-    """The path of a file or folder, as far as that can be told from its text."""
+    """The text of a path. Whether it exists is checked elsewhere."""
 
     @property
     def expected(self) -> str:
@@ -151,7 +143,7 @@ class PathText:
 
 @dataclass(frozen=True)
 class Options:
-    """A mapping that goes to a library's constructor: no number in it, however deep, is out of all proportion."""
+    """A mapping of arguments for a library's constructor, in which no number is absurdly large."""
 
     most: float
 
@@ -177,13 +169,13 @@ def ranged(
     below: float | None = None,
     words: tuple[str, ...] = (),
 ) -> Any:
-    """A field that holds a number, or a list of numbers, in a range that has both ends.
+    """A field for a number, or a list of numbers, in a range with two ends.
 
     Args:
-        default: its default; a whole number asks for whole ones, as `least` does where the default is none.
-        least, above: the lower end, that belongs to the range or does not.
-        most, below: the upper end, likewise.
-        words: what it may say instead, such as `auto`.
+        default: its default. If it is an integer, or null and `least` is one, only integers fit.
+        least, above: the lower end, included or excluded.
+        most, below: the upper end, included or excluded.
+        words: texts that fit as well, such as `auto`.
     """
     low, high = least if above is None else above, most if below is None else below
     assert low is not None, "a range has two ends"
@@ -201,29 +193,29 @@ def ranged(
 
 
 def ruled(default: Any, rule: Rule) -> Any:
-    """A field of a dataclass whose values `rule` holds for."""
+    """A field of a dataclass whose values have to fit `rule`."""
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata={_RULE: rule})
     return dataclasses.field(default=default, metadata={_RULE: rule})
 
 
 def choice(default: Any, *values: Any) -> Any:
-    """A field that holds one of a few values."""
+    """A field for one of a few values."""
     return ruled(default, Choice(values))
 
 
 def duration(default: Any, *, zero: bool = False, timed: bool = False) -> Any:
-    """A field that holds a duration; see `Duration`."""
+    """A field for a duration; see `Duration`."""
     return ruled(default, Duration(zero=zero, timed=timed))
 
 
 def pathname(default: str | None) -> Any:
-    """A field that holds a path, or null."""
+    """A field for a path, or null."""
     return ruled(default, PathText())
 
 
 def rule_of(cls: type[Any], name: str) -> Rule | None:
-    """The rule of a field, which a subclass need not repeat."""
+    """The rule of a field, which may come from a base class."""
     for base in cls.__mro__:
         field = base.__dict__.get("__dataclass_fields__", {}).get(name)
         if field is not None and _RULE in field.metadata:
@@ -233,9 +225,9 @@ def rule_of(cls: type[Any], name: str) -> Rule | None:
 
 
 def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A sentence for each of `values` that the field of its name in `cls` must not hold; `prefix` is before its key.
+    """A sentence for each of `values` that does not fit the rule of its field in `cls`. `prefix` goes before its key.
 
-    Null is left to the field's type.
+    The field's type decides about null.
     """
     for field in dataclasses.fields(cls):
         value = values.get(field.name)
@@ -250,7 +242,7 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
 
 
 def wide(node: Any, prefix: str = "") -> Iterator[str]:
-    """A sentence for each whole number of a config that has no 64 bits, whatever a field would make of it."""
+    """A sentence for each integer of a config that does not fit into 64 bits."""
     if isinstance(node, Mapping):
         for key, value in node.items():
             yield from wide(value, f"{prefix}.{key}" if prefix else str(key))
@@ -262,7 +254,7 @@ def wide(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value as a sentence shows it: cut where it is long, a number of very many digits by their number."""
+    """A value for use in a sentence: cut if it is long; of a very long number only its length."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
         return f"a number of more than {SHOWN_DIGITS} digits"
     if isinstance(value, list):
@@ -270,29 +262,8 @@ def shown(value: Any) -> str:
     return _cut(repr(value) if isinstance(value, str) else str(value))
 
 
-def parse_duration(value: Any) -> tuple[float, str] | None:
-    """The amount and the unit (`ep`, `%`, or empty for steps) of a duration; None for what is none."""
-    found = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
-    if found is None or (found[2] is None and "." in found[1]):
-        return None
-    amount, unit = float(found[1]), found[2] or ""
-    return (amount, unit) if amount <= (100 if unit == "%" else LONGEST) else None
-
-
-def parse_time(value: Any) -> float | None:
-    """A time such as `30s`, `10min`, `2h` or a bare number of seconds, in seconds; None for what is none."""
-    found = _TIME.fullmatch(str(value).strip())
-    seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found is not None else 0.0
-    return seconds if 0 < seconds <= LONGEST_S else None
-
-
-def is_timed(value: Any) -> bool:
-    """Whether something has the unit of a time."""
-    return re.search(r"\d\s*(s|min|h)\s*$", str(value)) is not None
-
-
 def _remedy(key: str, field: dataclasses.Field[Any]) -> str:
-    """An override that would do: the default."""
+    """An override that fits: the default."""
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if default in ("???", {}):
         return ""
@@ -309,7 +280,7 @@ def _cut(text: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a file can hold it: what is typed may be bytes that are no text."""
+    """Whether a text can be written to a file: the command line may have bytes that are no text."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Where words go: the terminal and `train.log` from main, `logs/rank*.log` from each rank."""
+"""The terminal and the log files: `train.log` of main, `logs/rank*.log` of each rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger("lockstep")
 
 
 class Terminal(Console):
-    """A console that shows every text as it is: nothing in it steers the terminal or is taken for markup."""
+    """A console that shows every text literally: no control characters, no markup."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escaped(text), **{**options, "markup": False, "emoji": False})
 
 
 class LineFormatter(logging.Formatter):
-    """Log lines with their time, to be looked at on a terminal later."""
+    """Log lines with their time, safe to show on a terminal."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -43,7 +43,7 @@ CHATTY = "torch.distributed.elastic"
 
 
 class LogFile(logging.FileHandler):
-    """A log file of a run. What cannot be written to it ends nothing, and is said once on the terminal."""
+    """A log file of a run. If it cannot be written, the run continues, and the terminal says so once."""
 
     def __init__(self, path: Path) -> None:
         with storing(path):
@@ -59,7 +59,7 @@ class LogFile(logging.FileHandler):
             show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written is tried once more
+        with suppress(OSError):  # closing flushes what could not be written
             super().close()
 
 
@@ -70,8 +70,8 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     Args:
         run_dir: the folder of the job.
         rank: this process's rank; main also writes `train.log`.
-        separate: whether the rank is a process of its own next to others. Then everything it prints, of
-            libraries too, goes to its own file unless it is main, so that the terminal has one voice.
+        separate: whether the rank is one of several processes. Then everything that it prints goes to its own file
+            unless it is main, so that only one process writes to the terminal.
 
     Raises:
         StorageError: there is no room for a file.
@@ -100,7 +100,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
 
 
 def say(message: str = "") -> None:
-    """Print one line for the user and keep it in the log. Called by main only."""
+    """Print one line for the user and log it. Called by main only."""
     line = escaped(message, keep="")
     console.print(line, soft_wrap=True)
     logger.info(line)
@@ -113,14 +113,14 @@ def warn(message: str) -> None:
 
 
 def show_warning(message: str) -> None:
-    """The same on the terminal only, from where there is no log."""
+    """Warn the user on the terminal only, where there is no log."""
     console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep the chatter of torch's elastic agent off the terminal; what failed is said by us."""
-    # Each of torch's modules gives its logger a level of its own, so the parent's does not reach them.
+    """Silence the logging of torch's elastic agent: we report failures ourselves."""
+    # Each of torch's modules sets the level of its own logger, so the parent's level has no effect on them.
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(CHATTY)]
     levels = [each.level for each in loggers]
     for each in loggers:

@@ -1,4 +1,4 @@
-"""When things happen: every duration of the config as a number of steps, converted here and nowhere else."""
+"""When things happen: the durations of the config in steps, converted in one place."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.core.durations import is_timed, parse_duration, parse_time
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Duration, Time, is_timed, parse_duration, parse_time, shown
+from lockstep.core.fields import Duration, Time, shown
 
 Event = Literal["log", "eval", "save"]
 

@@ -1,4 +1,4 @@
-"""How a process becomes a rank: its device, its threads, and the process group that it joins."""
+"""Becoming a rank: the device, the threads and the process group of this process."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Backend(enum.Enum):
 
 @contextmanager
 def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
-    """Become a rank of the job: set the device and the threads, and join the process group of several.
+    """Become a rank of the job: set the device and the threads, and join the process group if there are several.
 
-    The group is destroyed where all ranks have just met: at the end, and after a stop that was saved. After an error
-    the other ranks may hang in a collective, and waiting for them would hide it.
+    The group is destroyed at the end and after a saved stop, where all ranks have just met. After an error it is not:
+    another rank may hang in a collective, and waiting for it would hide the error.
 
     Args:
         device: `cpu` or `cuda`.
         backend: `gloo` or `nccl`.
-        timeout: seconds after which a collective that does not end is an error.
+        timeout: seconds after which an unfinished collective is an error.
         threads: CPU threads of this process.
 
     Raises:
-        InputError: this rank has no GPU of its own, or its launcher does not say what place it has.
+        InputError: this rank has no GPU of its own, or the variables of its launcher do not fit.
     """
     torch.set_num_threads(threads)
     place = launched() if is_launched() else None
-    if place is None or place.size == 1:  # nobody to meet: a group takes 20 ms, NCCL's more
+    if place is None or place.size == 1:  # a group would take 20 ms, and more with NCCL
         yield World.solo(torch.device(device, 0) if device == "cuda" else device)
         return
     on_device = torch.device(device, own_gpu(place.local_rank)) if device == "cuda" else torch.device("cpu")
@@ -60,7 +60,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
             **vars(place),
             device=on_device,
             control=control,
-            local_peer_pids=_neighbours(control),
+            local_peer_pids=_local_peer_pids(control),
         )
     except Stopped:
         dist.destroy_process_group()
@@ -69,9 +69,9 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
 
 
 def own_gpu(local_rank: int) -> int:
-    """The number of a rank's GPU among those that its process sees.
+    """The index of a rank's GPU among those that its process sees.
 
-    A launcher may show each process one GPU alone, which is then its number 0 (`srun --gpus-per-task=1`).
+    A launcher may show each process only one GPU, which then has index 0 (`srun --gpus-per-task=1`).
 
     Raises:
         InputError: the process sees several, but none for this rank.
@@ -98,14 +98,14 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
 
 
 def _stay_on_loopback() -> None:
-    """Have the ranks of one machine talk on its loopback interface, so that they listen on no other (Linux)."""
+    """Let the ranks of one machine use the loopback interface only, so that they listen on no other (Linux)."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
-def _neighbours(control: Any) -> dict[int, int]:
-    """The process numbers of the other ranks of this machine. Called by all."""
+def _local_peer_pids(control: Any) -> dict[int, int]:
+    """The process numbers of the other ranks of this machine. Collective."""
     here = (socket.gethostname(), os.getpid())
     everyone: list[tuple[str, int]] = [here] * dist.get_world_size()
     dist.all_gather_object(everyone, here, group=control)

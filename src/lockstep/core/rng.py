@@ -1,4 +1,4 @@
-"""Random numbers that are derived, never stored: each is a pure function of a key and a counter.
+"""Random numbers without state: each is a pure function of a key and a counter.
 
 The generator is splitmix64 (Steele, Lea and Flood 2014) used by position: `draw(key, n)` is output n+1 of
 splitmix64 seeded with `key`. Integer arithmetic wraps alike on every device, so the CPU and a GPU agree.
@@ -17,7 +17,7 @@ _MASK = (1 << 64) - 1
 
 
 def _signed(word: int) -> int:
-    """A 64-bit word as the int64 that has its bits."""
+    """A 64-bit word read as a signed integer."""
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word
 
@@ -36,7 +36,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 
 def draw(key: Tensor | int, n: Tensor | int) -> Tensor:
-    """The number at position `n` (from 0) of the stream `key`, one of them a tensor: int64, all 64 bits random."""
+    """The number at position `n` (from 0) of the stream `key`: int64, all 64 bits random. One of both is a tensor."""
     z = key + ((n + 1) * _GOLDEN if isinstance(n, Tensor) else _signed((n + 1) * _GOLDEN))
     assert isinstance(z, Tensor)
     z = (z ^ _shifted(z, 30)) * _FIRST
@@ -45,9 +45,9 @@ def draw(key: Tensor | int, n: Tensor | int) -> Tensor:
 
 
 def key(seed: int, *words: int) -> int:
-    """The key of the stream (seed, *words), as the int64 that has its bits.
+    """The key of the stream (seed, *words), as a signed 64-bit integer.
 
-    By Python's integers, which for a single word take a tenth of the time of tensors.
+    In Python integers, which take a tenth of the time of tensors for a single word.
     """
     state = seed & _MASK
     for word in words:
@@ -64,7 +64,7 @@ def uniform(keys: Tensor, n: int) -> Tensor:
 
 
 def permutation(seed: int, epoch: int, n: int, device: torch.device | None = None) -> Tensor:
-    """The order of an epoch: int64 of shape (n,), a function of (seed, epoch) alone, on every device the same."""
+    """The order of an epoch: int64 of shape (n,), a function of (seed, epoch) alone, the same on every device."""
     return torch.argsort(draw(key(seed, ORDER, epoch), torch.arange(n, device=device)), stable=True)
 
 
@@ -84,7 +84,7 @@ def generator_seed(seed: int, step: int, micro_batch: int) -> int:
 def reseed(device: torch.device, seed: int) -> None:
     """Seed the generators that a forward pass on `device` draws from.
 
-    What `torch.manual_seed` does, without looking at every other kind of device: 1 instead of 97 us.
+    Like `torch.manual_seed`, which also looks at every other kind of device: 1 instead of 97 us.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -93,7 +93,7 @@ def reseed(device: torch.device, seed: int) -> None:
 
 @dataclass(frozen=True)
 class SampleRNG:
-    """The random numbers of a batch of examples: each example's own, a pure function of (seed, epoch, index).
+    """The random numbers of a batch, for each example a pure function of (seed, epoch, index).
 
     `indices` is int64 (b,).
     """
@@ -104,7 +104,7 @@ class SampleRNG:
 
     @cached_property
     def keys(self) -> Tensor:
-        """One key for each example, another one in each epoch."""
+        """One key for each example, different in each epoch."""
         return sample_keys(self.seed, self.epoch, self.indices)
 
     def uniform(self, n: int) -> Tensor:

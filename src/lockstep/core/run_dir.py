@@ -8,9 +8,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,40 +35,11 @@ def slug(text: str) -> str:
     return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
 
 
-def replaceable(path: Path) -> bytes | None:
-    """What is in a file that is about to be replaced, so that it can be put back; None where there is none.
-
-    Raises:
-        UnreadableFile: it is no plain file, or too large to be kept in memory.
-    """
-    try:
-        return safe_read.read_bytes(path, 64 * safe_read.MB)
-    except UnreadableFile as error:
-        if error.missing:
-            return None
-        raise
-
-
-def _which(path: Path) -> tuple[int, int] | None:
-    """Tells a file from the one that takes its place, whatever is in them; None where there is none."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns
-
-
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one job. Each file has one writer: main, or the rank that a name carries.
-
-    `before` is the content of the files that `begin` replaced (None for those that it made), and `summary_before`
-    which file the summary was then.
-    """
+    """The folder of one job. Each file has one writer: main, or the rank whose number is in its name."""
 
     path: Path
-    before: Mapping[Path, bytes | None] = field(default_factory=dict, repr=False, compare=False)
-    summary_before: tuple[int, int] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
@@ -233,71 +203,23 @@ class RunDir:
         """Replace `summary.json` by that of a run under way: how an earlier part of it ended is no longer true."""
         write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
 
-    def begin(self, texts: Mapping[Path, str]) -> RunDir:
-        """Write the files that describe a job, so that `close` can take them back.
-
-        Raises:
-            StorageError: one cannot be written; all are as they were.
-        """
-        before = {path: replaceable(path) for path in texts}
-        begun = replace(self, before=before, summary_before=_which(self.summary))
-        try:
-            # The overrides are compared with it: a kill between the two must not leave those of another command.
-            self.composed.unlink(missing_ok=True)
-            for path, text in texts.items():
-                write_atomic(path, text)
-        except StorageError:
-            begun.take_back()
-            raise
-        return begun
-
-    def take_back(self) -> None:
-        """Undo `begin`, for a job that was refused: of one that is new nothing is left, another one is as it was.
-
-        Raises:
-            StorageError: a file cannot be written back.
-        """
-        if not self.began and not any(self.before.values()):
-            self._remove()
-            return
-        for path, content in self.before.items():
-            if content is None:
-                path.unlink(missing_ok=True)
-            elif content != replaceable(path):
-                write_atomic(path, content)
-
-    def close(self, error: BaseException) -> None:
-        """Say in the summary how the job ended; leave nothing of one that was refused before it began.
-
-        Where the summary cannot be written the error alone has to say it.
-        """
+    def write_ending(self, error: BaseException) -> None:
+        """Say in the summary how the job ended. Where the summary cannot be written, the error alone says it."""
+        known = isinstance(error, LockstepError)
         with suppress(OSError, StorageError, UnreadableFile):
-            unchanged = not self.began or (bool(self.before) and _which(self.summary) == self.summary_before)
-            if isinstance(error, InputError) and unchanged:
-                self.take_back()
-                return
-            known = isinstance(error, LockstepError)
             self.write_summary(
                 status="stopped" if isinstance(error, Stopped) else "failed",
                 exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
                 error=str(error) if known else f"{type(error).__name__}: {error}",
             )
 
-    def _remove(self) -> None:
-        """Remove what a job writes before it begins, and the folder if that was all: it may be the user's own."""
-        for file in self._before_it_begins():
-            file.unlink(missing_ok=True)
-        for folder in (self.hydra, self.logs, self.checkpoints, self.path):
-            with suppress(OSError):  # not empty
-                folder.rmdir()
-
     @property
     def began(self) -> bool:
         """Whether training started in this folder."""
         return self.metrics.exists()
 
-    def _before_it_begins(self) -> set[Path]:
-        """The files that a job writes before it begins."""
+    def prepared_files(self) -> set[Path]:
+        """The files that a job writes before training starts; some of them may not exist."""
         written = {self.lock, self.config, self.command, self.environment, self.summary, self.log, self.none_yet}
         written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
         return written | {*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")}
@@ -305,7 +227,7 @@ class RunDir:
     @property
     def only_prepared(self) -> bool:
         """Whether a job has at most been prepared here: the folder is empty, or its start was killed."""
-        expected = {*self._before_it_begins(), self.hydra, self.logs, self.checkpoints}
+        expected = {*self.prepared_files(), self.hydra, self.logs, self.checkpoints}
         return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
 
     def mark_latest(self, root: Path) -> None:

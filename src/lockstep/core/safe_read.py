@@ -1,8 +1,7 @@
-"""Files that someone else may have written, or that a fault may have changed: read without trust.
+"""Reading files that somebody else may have written, or that a fault may have changed.
 
-What is read is a plain file of a bounded size, and what is parsed is made of numbers, words, lists and keys, a few
-levels deep: a pipe is not waited for, a device has no end, and a few lines of YAML can stand for gigabytes. Knows no
-torch.
+Only plain files of a bounded size are read: opening a pipe waits, and a device has no end. Only numbers, texts, lists
+and mappings are parsed, a few levels deep: a few lines of YAML can stand for gigabytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ import yaml
 from lockstep.core.errors import InputError
 
 KB, MB = 2**10, 2**20
-LIMIT = 256 * KB  # of a text; a config has about 3 kB
+LIMIT = 256 * KB  # bytes of a text; a config has about 3 kB
 LINE_LIMIT = MB
-DEPTH = 32  # of lists and keys in each other; a config has 3
-EVENTS = 20_000  # of a YAML file: each key and each value is one
-WHOLE = 2**63  # integers beyond it are none of ours, and Python may refuse to print them
+DEPTH = 32  # levels of lists and mappings; a config has 3
+EVENTS = 20_000  # of a YAML file: one for each key and each value
+WHOLE = 2**63  # larger integers cannot be ours, and Python may refuse to print them
 
 # The parser in C, where PyYAML has it, is ten times as fast.
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -46,7 +45,7 @@ _KINDS = {
 
 
 class UnreadableFile(InputError):
-    """A file is missing, or is not what it has to be; `reason` says how without its path."""
+    """A file is missing or not what it should be; `reason` says so without its path."""
 
     def __init__(self, path: Path, reason: str, *, missing: bool = False) -> None:
         super().__init__(f"{path} {reason}")
@@ -54,21 +53,20 @@ class UnreadableFile(InputError):
 
 
 def kind(mode: int) -> str:
-    """What a file is by its `st_mode`: "a pipe"; an empty string for a plain file."""
+    """The kind of a file by its `st_mode`, such as "a pipe"; empty for a plain file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 @contextmanager
 def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
-    """Open a plain file for reading, without waiting for what is none.
+    """Open a plain file for reading. Never blocks on another kind of file.
 
     Args:
         path: of the file.
-        links: whether `path` may be a symbolic link: where the user named it, but not in a run folder.
+        links: whether `path` may be a symbolic link. Yes where the user named it, no inside a run folder.
 
     Raises:
-        UnreadableFile: it is missing, no plain file, or the disk or its rights keep it from being read, also while
-            the context is open.
+        UnreadableFile: it is missing, not a plain file, or cannot be read, also while the context is open.
     """
     with _open(path, links) as file:
         try:
@@ -79,7 +77,7 @@ def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
 
 def _open(path: Path, links: bool) -> BufferedReader:
     try:
-        # Looked at first, and opened without waiting: opening a pipe waits for a writer, and a device may start.
+        # Check the kind first, and open without blocking: opening a pipe waits for a writer, and a device may react.
         mode = path.stat(follow_symlinks=links).st_mode
         if not (found := kind(mode)):
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
@@ -96,7 +94,7 @@ def _open(path: Path, links: bool) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
-    """What is in a plain file of at most `limit` bytes.
+    """The content of a plain file of at most `limit` bytes.
 
     Raises:
         UnreadableFile: see `opened`; or it is longer.
@@ -110,16 +108,16 @@ def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:
-    """The UTF-8 text in a plain file of at most `limit` bytes, its line ends as they are.
+    """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends.
 
     Raises:
-        UnreadableFile: see `read_bytes`; or it is no such text.
+        UnreadableFile: see `read_bytes`; or it is not UTF-8.
     """
     return _decoded(path, read_bytes(path, limit))
 
 
 def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
-    """The value in a JSON file, made of plain values of `DEPTH` levels at most.
+    """The value in a JSON file: plain values, at most `DEPTH` levels deep.
 
     Raises:
         UnreadableFile: see `read_text`; or it is not JSON, has a key twice, or is too deep.
@@ -128,7 +126,7 @@ def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """The value in the content of a JSON file, as `read_json` has it."""
+    """The value in the content of a JSON file, checked as by `read_json`."""
     try:
         return checked(parsed_json(_decoded(path, data)))
     except (ValueError, RecursionError) as error:
@@ -136,12 +134,12 @@ def parse_json(path: Path, data: bytes) -> Any:
 
 
 def parsed_json(text: str) -> Any:
-    """The value of a JSON text, in which no key may be twice; raises ValueError or RecursionError."""
+    """The value of a JSON text. Raises ValueError (also for a repeated key) or RecursionError."""
     return json.loads(text, object_pairs_hook=_unique)
 
 
 class _Loader(_PARSER):
-    """YAML as OmegaConf writes it: a key is there once, and what looks like a date is a text."""
+    """YAML as OmegaConf writes it: no key twice, and dates are texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -155,10 +153,10 @@ class _Loader(_PARSER):
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file, made of plain values, `DEPTH` levels deep at most, and without aliases.
+    """The value in a YAML file: plain values, at most `DEPTH` levels deep, without aliases.
 
     Raises:
-        UnreadableFile: see `read_text`; or it is not YAML, not such YAML, or not as `with_checksum` made it.
+        UnreadableFile: see `read_text`; or it is not such YAML, or does not match its checksum (`with_checksum`).
     """
     text = read_text(path)
     head, _, rest = text.partition("\n")
@@ -176,7 +174,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _check_events(text: str) -> None:
-    """Raise ValueError where a YAML text has aliases, or is too deep or too long to be made values of."""
+    """Raise ValueError if a YAML text has aliases, or is too deep or too long."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_PARSER)):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
@@ -187,7 +185,7 @@ def _check_events(text: str) -> None:
 
 
 def with_checksum(text: str) -> str:
-    """A YAML text with its own sha256 in the first line, by which `read_yaml` knows that it is as it was."""
+    """A YAML text with its sha256 in the first line, which `read_yaml` checks."""
     return f"# sha256 of what follows: {_sha256(text)}\n{text}"
 
 
@@ -196,10 +194,10 @@ def _sha256(text: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str | None]:
-    """The whole lines of a plain file with their ends, one by one; None for one that is no UTF-8 text.
+    """The complete lines of a plain file with their ends; None for a line that is not UTF-8.
 
-    A last line without an end was cut short by a kill, and is left out. A line beyond `LINE_LIMIT` bytes is none of
-    ours, and what follows it is not read.
+    A last line without an end was cut by a kill, and is left out. Reading stops at a line beyond `LINE_LIMIT` bytes,
+    which cannot be ours.
 
     Raises:
         UnreadableFile: see `opened`.
@@ -217,10 +215,11 @@ def read_lines(path: Path) -> Iterator[str | None]:
 
 
 def checked(value: Any) -> Any:
-    """`value` itself, which may be made of plain values, `DEPTH` levels deep, only.
+    """`value`, checked to be made of plain values, at most `DEPTH` levels deep.
 
     Raises:
-        ValueError: it has other types, keys that are no text, text that has no UTF-8, or integers beyond 64 bits.
+        ValueError: it has other types, keys that are not texts, texts that are not Unicode, or integers beyond 64
+            bits.
     """
     level = [value]
     for _ in range(DEPTH):

@@ -1,4 +1,4 @@
-"""Files that are written to last: after a kill or a power cut whole and under their names, or not there at all."""
+"""Writing files that are complete or absent, also after a kill or a power cut."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import NoReturn
 
 from lockstep.core.errors import StorageError
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # what the system says of a full disk
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a full disk
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` in one step: whoever reads it, also after a power cut, sees the old or the new.
+    """Replace `path` by `content` in one step: a reader sees the old or the new one, also after a power cut.
 
     Raises:
-        StorageError: it cannot be written; the old one is there as it was.
+        StorageError: it cannot be written; the old one is unchanged.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     write_atomic_parts(path, [data])
 
 
 def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """The same for content that comes in parts and need not be in memory as a whole."""
+    """The same for content that comes in parts, so that it need not fit into memory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -41,12 +41,12 @@ def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk really hold `path` (a file, or a folder's list of names)."""
+    """Flush `path` to the disk (a file, or the list of names in a folder)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # what some network file systems say of a folder
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
             raise
     finally:
         os.close(descriptor)
@@ -63,7 +63,7 @@ def storing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def full_disk(folder: Path) -> Iterator[None]:
-    """Turn what a full disk raises, wherever it does, into StorageError; `folder` is named where no file is."""
+    """Turn the error of a full disk into StorageError. `folder` is named if the error names no file."""
     try:
         yield
     except OSError as error:

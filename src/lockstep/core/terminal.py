@@ -1,4 +1,4 @@
-"""Words on the terminal may get lost, with a full disk or a reader that went away, and that ends no run."""
+"""Standard output that may fail: a full disk or a closed pipe must not end a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any, TextIO
 
 
 class Shown:
-    """Standard output, as it is at each write, without its errors: the log has the same words.
-
-    A program may have none (`sys.stdout` is None).
-    """
+    """The present `sys.stdout`, whose errors are ignored: the log has the same lines. It may be None."""
 
     def write(self, text: str) -> int:
         self._try(lambda stdout: stdout.write(text))
@@ -35,9 +32,9 @@ class Shown:
 
 
 def drop(stream: TextIO) -> None:
-    """Have all that is written to `stream`, and all that it still holds, go nowhere.
+    """Discard all further output to `stream`, and what it has buffered.
 
-    Python would try once more at its end, and leave with 120 instead of our exit code.
+    Otherwise Python would flush it once more at exit, fail, and exit with 120 instead of our code.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

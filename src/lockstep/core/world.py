@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A rank's identity, fixed for the life of the process.
+    """The place of this process among the ranks, fixed for its life.
 
-    `control` is a gloo group for small words between the ranks (`StopConsensus`): it never touches the device.
-    `local_peer_pids` has the process number of each other rank of this machine.
+    `control` is a gloo group for small messages between the ranks, which never touch the device. `local_peer_pids`
+    maps each other rank of this machine to its process number.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class World:
         return bool(flags)
 
     def broadcast(self, value: T) -> T:
-        """Main's `value` on every rank. Pickled: for small values of our own at start-up only."""
+        """Main's `value` on every rank. Pickled, so only for small values of our own at start-up."""
         if self.size == 1:
             return value
         box = [value]
@@ -61,7 +61,7 @@ class World:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """The `value` of every rank, by rank, on each of them. Pickled, as in `broadcast`."""
+        """The values of all ranks, by rank, on every rank. Pickled, as in `broadcast`."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
@@ -73,10 +73,10 @@ class World:
             dist.barrier()
 
     def share_buffers(self, module: torch.nn.Module) -> None:
-        """Main's buffers on every rank.
+        """Copy main's buffers to every rank.
 
-        Running statistics do not enter a training forward, so main's are the truth and the others' are
-        fetched where they matter (evaluation, checkpoints) instead of at each step.
+        A training forward does not read running statistics, so they may differ between ranks: main's count, and are
+        copied where they matter (evaluation, checkpoints) instead of at each step.
         """
         if self.size > 1:
             for buffer in module.buffers():

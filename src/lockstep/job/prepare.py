@@ -1,7 +1,4 @@
-"""From a composed config to a run folder.
-
-Nothing is written before everything is known to fit, and all that does not fit is said at once.
-"""
+"""From a composed config to a run folder. Nothing is written before the whole job has been checked."""
 
 from __future__ import annotations
 
@@ -16,9 +13,10 @@ from lockstep.config.invocation import ConfigFiles, Invocation
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir, slug
+from lockstep.job.preparation import Preparation
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import check_kept_config, resumed_job
-from lockstep.job.run_folder import claim, continued
+from lockstep.job.run_folder import continued, lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run
 from lockstep.launcher import Spawn
@@ -27,19 +25,21 @@ from lockstep.models import ResNet34, Timm
 from lockstep.strategy import DDP, Strict
 
 
-def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
-    """The run folder of the job that was asked for, with its resolved config in it, held by `lock`.
+def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparation:
+    """Make the run folder of the job that was asked for, with its resolved config in it, and hold it with `lock`.
 
     Raises:
-        InputError: something of the job does not fit, or another job is in the folder; nothing was written.
+        InputError: the job does not fit, or another job is in the folder; nothing was written.
     """
-    torch.set_num_threads(1)  # a process of one thread can be forked into ranks, each of which sets its own number
-    folder = claim(job, invocation, lock)
+    torch.set_num_threads(
+        1
+    )  # only a process with one thread can be forked into ranks, and each rank sets its own number
+    folder = lock_run_folder(job, invocation, lock)
     overrides = list(invocation.overrides)
     today = job
     if (earlier := continued(job, invocation)) is not None:
         job, overrides = resumed_job(RunDir(earlier), invocation)
-        # A run folder can be someone else's: where else to write is for today's command to say.
+        # A run folder can be somebody else's: only the present command says where else to write.
         job["output_root"] = today["output_root"]
     built = components.build_job(_fitting(job, overrides, invocation.configs))
     built = resolve(built, sweep=invocation.sweep)
@@ -63,19 +63,20 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> RunDir:
         lock.take(run_dir.lock)
     if isinstance(built.launcher, Spawn) and can_fork():
         _import_for_ranks(built)
-    return run_dir.begin(
+    return Preparation.write(
+        run_dir,
         {
             run_dir.config: yaml_io.dump(components.plain(built)),
             run_dir.command: invocation.command + "\n",
             run_dir.hydra / "hydra.yaml": invocation.hydra,
             run_dir.overrides: yaml_io.dump_list(overrides),
             run_dir.composed: yaml_io.dump(job),
-        }
+        },
     )
 
 
 def _import_for_ranks(job: Job) -> None:
-    """Import what each rank would import for itself, before they are forked from this process."""
+    """Import what each rank would import, before the ranks are forked from this process."""
     wanted = {
         "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
         "timm": isinstance(job.model, (ResNet34, Timm)),
@@ -86,9 +87,9 @@ def _import_for_ranks(job: Job) -> None:
 
 
 def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
-    """`batch=auto` in other words: the global batch that the job has without it, cut so that it fits.
+    """Translate `batch=auto`: the global batch that the job has without it, with `train.micro_batches=auto`.
 
-    The batch is part of what a run is, so it is never chosen by what a machine has room for.
+    The batch identifies a run, so it must not depend on the memory of a machine.
     """
     if job["batch"] != "auto":
         return job

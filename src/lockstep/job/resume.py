@@ -1,4 +1,4 @@
-"""The job of a run that goes on: its first command's overrides, those of today after them, and nothing else new."""
+"""The job of a run that is resumed: the overrides of its first command, then those of the present command."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from lockstep.config import composition, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir, replaceable
+from lockstep.core.run_dir import RunDir
+from lockstep.job.preparation import content_to_keep
 
 SHOWN = 4
-# The name is taken from the run itself, and where else to write from today's command.
+# Not compared: the name comes from the run itself, and the place to write from the present command.
 NOT_KEPT = ("name", "output_root")
 
 
 def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], list[str]]:
-    """The composed config of the run in `run_dir` with the overrides of today's command, and all overrides of both.
+    """The composed config of a run with the overrides of the present command (`today`), and the overrides of both.
 
     Raises:
         InputError: an override does not fit.
@@ -34,19 +35,19 @@ def _added(today: Invocation) -> tuple[str, ...]:
 
 
 def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -> None:
-    """Check that the overrides of a run still give the config that it keeps beside them.
+    """Check that the overrides of a run still give the config that its folder keeps.
 
-    `job` is that of `resumed_job` for the same command. What today's overrides say is theirs to say.
+    `job` comes from `resumed_job` for the same command. Keys that the present command overrides are not compared.
 
     Raises:
-        InputError: they do not: a line of them was lost, or a recipe has other values by now. Or what is in the
-            place of the kept config cannot be replaced.
+        InputError: they do not, because a line of them was lost or a recipe has changed; or the file of the kept
+            config cannot be replaced.
     """
     composed = run_dir.composed
     try:
         kept = _leaves(yaml_io.load(composed))
     except InputError as error:
-        replaceable(composed)  # or the job ends here, with that alone said
+        content_to_keep(composed)  # raises if it cannot be replaced either
         log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
         return
     added = _added(today)
@@ -71,7 +72,7 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a config by their whole keys."""
+    """The values of a config by their full keys."""
 
     def found() -> Iterator[tuple[str, Any]]:
         for key, value in node.items():

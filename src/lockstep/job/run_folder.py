@@ -1,6 +1,6 @@
-"""Which folder a job runs in, where its command names one, and the claim to it: no other job is there.
+"""The folder in which a job runs, if its command names one, and the lock on it.
 
-Imports no torch, which takes seconds: a folder that is in use is said at once.
+Imports no torch, which takes seconds: a folder in use by another job is refused at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.core.run_dir import MANIFEST, RunDir, latest
 from lockstep.core.safe_read import kind
 from lockstep.job.run_lock import Lock
 
-# What can only be a file, by the names that a run folder has for them.
+# The names of RunDir's paths that can only be files.
 FILES = (
     *("config", "command", "environment", "metrics", "table", "gpu", "weights", "log", "summary", "lock"),
     *("last", "best", "none_yet"),
@@ -26,10 +26,10 @@ FILES = (
 
 
 @contextmanager
-def claiming(invocation: Invocation) -> Iterator[Lock]:
-    """The lock of a job, to the job's end.
+def job_lock(invocation: Invocation) -> Iterator[Lock]:
+    """The lock of a job, released at the end of the context.
 
-    Hydra makes the folder that is named for a job before anyone looks at it: it goes if the job is refused.
+    Hydra makes the folder that the command names before the job is checked. If the job is refused, it is removed.
     """
     with Lock() as lock:
         try:
@@ -42,11 +42,11 @@ def claiming(invocation: Invocation) -> Iterator[Lock]:
             raise
 
 
-def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | None:
-    """The folder that the command names to run in, now held by `lock`; None where the job gets a new one.
+def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | None:
+    """The folder that the command names, locked now; None if the job will get a new one.
 
     Raises:
-        InputError: it is no folder to run in, or another job is in it; nothing was changed.
+        InputError: the job cannot run in it, or another job does; nothing was changed.
     """
     resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
     if resumed is not None and named is not None and named.resolve() != resumed:
@@ -70,9 +70,9 @@ def claim(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | Non
 
 
 def _check_kinds(run_dir: RunDir) -> None:
-    """A run folder is made of plain files and folders, each in its place.
+    """Check that a run folder has only plain files and folders, each in its place.
 
-    It can come from someone else: what is written to a link is written to where it leads, and a pipe is waited for.
+    It can come from somebody else: writing to a link would write elsewhere, and opening a pipe would block.
     """
     checkpoints = run_dir.checkpoints.glob("step-*")
     folders = {run_dir.hydra, run_dir.logs, run_dir.checkpoints, run_dir.incident, *checkpoints}
@@ -97,7 +97,7 @@ def _check_kinds(run_dir: RunDir) -> None:
 
 
 def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
-    """The run folder that `resume=` asks to go on in, if it names one (and not a single checkpoint).
+    """The run folder that `resume=` names; None if it names a checkpoint or nothing.
 
     Raises:
         InputError: there is no such run.

@@ -1,7 +1,7 @@
-"""One job at a time in a run folder: a lock that the kernel frees with the process that holds it.
+"""The lock on a run folder, so that one job at a time runs in it. The kernel releases it when its process ends.
 
-The process that was started by the user holds it, not its ranks: they end with it. It is of the file system, so a job
-on another machine is seen wherever `flock` reaches over the network.
+The process that the user started holds it, not its ranks: they end with it. It is a file lock, so it also works
+between machines where `flock` works over the network.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lock:
         self.file: int | None = None
 
     def take(self, path: Path) -> None:
-        """Hold the lock file at `path`, and say in it who does; what is held already stays so.
+        """Take the lock file at `path`, and write into it who holds it. No effect if it is held already.
 
         Raises:
             InputError: another job holds it, or it cannot be written.
@@ -37,7 +37,7 @@ class Lock:
             assert path == self.path
             return
         try:
-            while not self._opened(path):  # the holder before let go of it, and of the file, just now
+            while not self._opened(path):  # its holder has just removed the file: try again
                 continue
         except BlockingIOError:
             raise InputError(
@@ -53,7 +53,7 @@ class Lock:
             ) from error
 
     def _opened(self, path: Path) -> bool:
-        """Lock the file; whether it still is the one of that name."""
+        """Lock the file; returns whether `path` still names it."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +67,7 @@ class Lock:
             os.close(file)
             raise
         self.path, self.file = path, file
-        # A forked process can outlive a job that is killed: it must not keep the lock.
+        # A forked process can outlive a killed job, and must not keep the lock.
         os.register_at_fork(after_in_child=self._forget)
         return True
 
@@ -77,7 +77,7 @@ class Lock:
             self.file = None
 
     def release(self) -> None:
-        """Remove the lock file and let go of it, in this order: a job that finds it gone makes a new one."""
+        """Remove the lock file, then release the lock: a job that finds the file gone makes a new one."""
         if self.file is not None and _is(self.file, self.path):
             self.path.unlink()
         self._forget()
@@ -100,7 +100,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, as its file says."""
+    """Who holds a lock, according to its file."""
     try:
         facts = safe_read.read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"

@@ -33,14 +33,14 @@ from lockstep.runtime.host import GB, available_memory, cores
 from lockstep.strategy import DataParallel, Strict
 from lockstep.training.fingerprint import identity, plan_of, train_longer
 
-# Of the ranks on a CPU and of all their threads: what any machine can bear, and for large ones so many a core.
+# The most ranks on a CPU, and threads of all ranks: a number for any machine, and one per core for large ones.
 RANKS, RANKS_A_CORE = 64, 4
 THREADS, THREADS_A_CORE = 1024, 16
 FLOAT32 = 4  # bytes
 
 
 def check_effects(job: Job) -> None:
-    """Refuse a key that was given and that another key leaves without effect.
+    """Refuse a key that has no effect because of another key.
 
     Raises:
         InputError: there is one.
@@ -74,10 +74,10 @@ def check_effects(job: Job) -> None:
 
 
 def check_threads(job: Job, device: str) -> None:
-    """Refuse more processes or threads than the system would start: it ends the program then, in the middle.
+    """Refuse more processes or threads than a system can start: it would kill the program in the middle.
 
     Raises:
-        InputError: there would be more.
+        InputError: there are more.
     """
     ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
     workers = job.loader.workers if isinstance(job.loader, Streaming) else 0
@@ -101,10 +101,10 @@ def check_threads(job: Job, device: str) -> None:
 
 
 def check_folders(job: Job) -> None:
-    """Refuse places for data and runs that are no folders and cannot become any.
+    """Refuse paths for data and runs that are not folders and cannot become folders.
 
     Raises:
-        InputError: one is not.
+        InputError: one is such a path.
     """
     for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
         try:
@@ -117,7 +117,7 @@ def check_folders(job: Job) -> None:
 
 
 def check_data_memory(job: Job) -> None:
-    """Refuse made-up data that this machine has no room for, before it is made.
+    """Refuse `dataset=fake` with more images than fit into memory.
 
     Raises:
         InputError: it does not fit.
@@ -130,7 +130,7 @@ def check_data_memory(job: Job) -> None:
 
 
 def check_memory(job: Job, plan: Plan) -> None:
-    """Refuse what no rank has room for, on the CPU, where one that asks for too much is killed without a word.
+    """Refuse a job that does not fit into memory, on the CPU, where the kernel kills a process without a message.
 
     Raises:
         InputError: something does not fit.
@@ -140,7 +140,7 @@ def check_memory(job: Job, plan: Plan) -> None:
 
 
 def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
-    """What needs how many bytes on this machine, and a remedy."""
+    """What needs memory on this machine, how many bytes, and a remedy."""
     pixels = math.prod(job.dataset.input_shape)
     ranks = local_size(int(job.launcher.ranks))
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
@@ -153,7 +153,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
-    if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and have the sizes they have
+    if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and their sizes are known to fit
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             parameters = job.model.build(job.dataset.classes, job.dataset.input_shape).parameters()
             size = sum(each.numel() for each in parameters)
@@ -170,7 +170,7 @@ def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float,
 
 
 def check_job(job: Job) -> None:
-    """Everything that can be known without the data, and all that is wrong with it at once."""
+    """Check all that can be checked without the data. One error has everything that is wrong."""
     single: list[Callable[[], None]] = [
         lambda: job.strategy.check(int(job.launcher.ranks), job.device),
         lambda: job.precision.check(job.device),
@@ -194,7 +194,7 @@ def check_job(job: Job) -> None:
 
 
 def _check_crop(job: Job) -> None:
-    """Boxes that are cut from files need an augmentation that has some, and others in each epoch."""
+    """Cropping from files needs an augmentation with boxes, and a loader that reads anew in each epoch."""
     if not crops_files(job.dataset):
         return
     if not isinstance(job.augment, BoxAugment):
@@ -210,7 +210,7 @@ def _check_crop(job: Job) -> None:
 
 
 def _check_kernels(job: Job) -> None:
-    """Under `repro=strict` no stopwatch may choose the kernels."""
+    """Under `repro=strict` kernels must not be chosen by timing them."""
     timed = {
         "train.cudnn_benchmark=false": job.train.cudnn_benchmark,
         "model.compile_mode=default": job.model.compile and job.model.compile_mode.value == "max-autotune",
@@ -224,7 +224,7 @@ def _check_kernels(job: Job) -> None:
 
 
 def _check_compile(job: Job) -> None:
-    """What torch cannot do with a compiled model on GPUs."""
+    """Refuse what torch cannot do with a compiled model on GPUs."""
     if not job.model.compile or job.device != "cuda":
         return
     # A graph writes its gradients where those of the micro-batch before are (pytorch/pytorch#169545).
@@ -242,9 +242,10 @@ def _check_compile(job: Job) -> None:
 
 
 def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
-    """The data is there, the plan is possible on it, and a checkpoint to go on from is of this run.
+    """Check that the data exists, that the plan fits it, and that a checkpoint to resume from belongs to this run.
 
-    Missing data is downloaded, if `fetch`: not to where only a run folder says, which can be someone else's.
+    Missing data is downloaded if `fetch` is set: not to a place that only a run folder names, which can be somebody
+    else's.
     """
     if job.init_from is not None:
         checkpoint.weights_file(Path(job.init_from))
@@ -256,8 +257,8 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     plan = plan_of(job, examples)
     check_memory(job, plan)
     for step in (1, plan.total_steps):
-        job.schedule.factor(step, plan)  # its durations are read here for the first time
-    # What is damaged is said by the ranks, which look at it again: then there is a log to keep it in.
+        job.schedule.factor(step, plan)  # raises if one of its durations does not fit
+    # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.
     found = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
     if found is None and job.resume is not None:
         found = Path(job.resume)
@@ -273,7 +274,7 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
 
 
 def _ended(run_dir: RunDir) -> bool:
-    """Whether a run came to its end, and not only to its last step; of a damaged summary a new one is made."""
+    """Whether a run was completed, and not only its last step done. A damaged summary is written anew later."""
     try:
         return run_dir.read_summary().get("status") == "completed"
     except UnreadableFile as error:
@@ -282,7 +283,7 @@ def _ended(run_dir: RunDir) -> bool:
 
 
 def _check_data(dataset: Source) -> None:
-    """Both splits can be read as they are."""
+    """Check that both splits can be read."""
     try:
         dataset.train()
         dataset.eval()

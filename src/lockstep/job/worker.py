@@ -2,8 +2,8 @@
 
 Under a launcher of ours it begins in `lockstep.runtime.child`.
 
-It reads the resolved config from there, joins the world and runs the experiment. What ends it is left for the
-launcher in `logs/rank<N>.error.json`.
+It reads the resolved config from there, joins the process group and runs the experiment. An error is written to
+`logs/rank<N>.error.json` for the launcher.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lockstep.training import experiment
 
 
 def main(path: Path) -> None:
-    """Be one rank of the job in `path`; raises what ended it."""
+    """Be one rank of the job in the folder `path`. Raises the error that ended it."""
     run_dir = RunDir(path)
     job = load_job(run_dir.config)
     timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
     if job.repro == "strict":  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    word = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
+    errors = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
     stop = StopRequest()
     with (
-        log.rank_logging(run_dir, word.rank, separate=is_launched()),
-        watchdog.dump_stacks_on_signal(run_dir.rank_log(word.rank)) as file,
-        word.of_an_error(),
+        log.rank_logging(run_dir, errors.rank, separate=is_launched()),
+        watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as file,
+        errors.of_an_error(),
         full_disk(run_dir.path),
-        # A rank that a launcher started leaves behind this: what it still hears comes too late.
+        # A rank that a launcher started exits after this, so its handlers stay: a later signal has no effect.
         stop_signals(stop, restore=not is_launched()),
-        watchdog.watched(word.rank, timeout=timeout, stop=stop, file=file, leave_word=word.of_a_hang) as dog,
+        watchdog.watched(errors.rank, timeout=timeout, stop=stop, file=file, leave_word=errors.of_a_hang) as dog,
         process_group.join(
             device=job.device,
             backend=job.launcher.backend.value,
@@ -58,7 +58,7 @@ def main(path: Path) -> None:
 
 
 class RankErrorFile:
-    """What a rank leaves for the launcher, with the time, so that it can tell cause from effect."""
+    """The error file of a rank for the launcher, with the time, which tells cause from effect."""
 
     def __init__(self, run_dir: RunDir, rank: int) -> None:
         self.run_dir = run_dir
@@ -67,7 +67,7 @@ class RankErrorFile:
 
     @contextmanager
     def of_an_error(self) -> Iterator[None]:
-        """Leave word of what is raised."""
+        """Write the error that the context raises."""
         try:
             yield
         except Exception as error:
@@ -75,15 +75,15 @@ class RankErrorFile:
             raise
 
     def of_a_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
-        """Leave word from the watchdog's thread, after which the process ends; say it, if no launcher is above."""
+        """Write an error from the watchdog's thread, which then ends the process; show it if there is no launcher."""
         if isinstance(error, RankFailed):
             error = RankFailed(f"{error}; the stacks are in {self.run_dir.logs}/rank*.log")
-        else:  # of a stop nobody asks where
+        else:  # for a stop the places do not matter
             places = {}
         self._leave(error, places)
         if LAUNCHER not in os.environ:
             error = type(error)("; ".join([str(error), *(f"rank {rank} {place}" for rank, place in places.items())]))
-            self.run_dir.close(error)
+            self.run_dir.write_ending(error)
             program.say(error)
 
     def _leave(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
@@ -97,13 +97,13 @@ class RankErrorFile:
             "places": places or {},
             "traceback": "".join(traceback.format_exception(error)),
         }
-        with suppress(StorageError):  # on a full disk the exit code has to say it
+        with suppress(StorageError):  # on a full disk only the exit code remains
             write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
         log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
 
 
 def exit_as_rank(path: Path) -> NoReturn:
-    """Run `main` as a process of its own and leave with the exit code of what ended it."""
+    """Run `main` in a process of its own, and exit with the code of its error."""
     code = 0
     try:
         main(path)

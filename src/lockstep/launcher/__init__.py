@@ -4,9 +4,9 @@ They know an entry point and a run folder, nothing of what is run. (`hydra/launc
 jobs of a sweep are run.)
 """
 
-from lockstep.launcher.attach import once
+from lockstep.launcher.attach import create_on_main
 from lockstep.launcher.base import Auto, Inline
 from lockstep.launcher.elastic import Elastic
 from lockstep.launcher.spawn import Spawn
 
-__all__ = ["Auto", "Elastic", "Inline", "Spawn", "once"]
+__all__ = ["Auto", "Elastic", "Inline", "Spawn", "create_on_main"]

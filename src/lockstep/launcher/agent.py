@@ -1,8 +1,7 @@
 """Torch's elastic agent in this process: one command per rank, restarts.
 
-The agent starts, watches and restarts the ranks. Where they meet, which of them are ended and what becomes of a
-signal is ours, as under `spawn`: the agent's own rendezvous listens on all interfaces, and its signal handler
-raises in the middle of whatever it does.
+The agent starts, watches and restarts the ranks. Rendezvous, signals and the end of the other ranks are done as
+under `spawn`: the agent's own rendezvous listens on all interfaces, and its signal handler raises wherever it is.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def watch(entry: Entry, run_dir: RunDir, *, ranks: int, restarts: int) -> None:
         role="rank",
         local_world_size=ranks,
         rdzv_handler=LoopbackRendezvous(),
-        # A command and not a function: a function's worker cannot leave cleanly after a signal.
+        # A command, because the agent's worker for a function cannot end cleanly after a signal.
         entrypoint=sys.executable,
         args=("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)),
         max_restarts=restarts,
@@ -65,7 +64,7 @@ def watch(entry: Entry, run_dir: RunDir, *, ranks: int, restarts: int) -> None:
 
 
 class Agent(LocalElasticAgent):
-    """The agent, with our way to start ranks, to end the others when one has failed, and to restart."""
+    """The agent, with our own start of ranks, end of the others after a failure, and restart."""
 
     def __init__(self, spec: WorkerSpec, run_dir: RunDir) -> None:
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull))
@@ -81,7 +80,7 @@ class Agent(LocalElasticAgent):
             process.send_signal(number)
 
     def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
-        if self._pcontext is None:  # a signal came first
+        if self._pcontext is None:  # a signal came before the start
             return {}
         assert isinstance(self._pcontext, SubprocessContext)
         return {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
@@ -99,9 +98,9 @@ class Agent(LocalElasticAgent):
         return result
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Called after a failure: only a fault is worth another try."""
+        """Called after a failure. Only a fault is tried again: not a stop, nor a mistake of the user."""
         ended = first_failure(self.run_dir, self.failed)
-        if self.request.heard or not isinstance(ended, RankFailed):
+        if self.request.requested or not isinstance(ended, RankFailed):
             raise ended
         log.warn(f"{ended}; all ranks are started again from the last checkpoint")
         forget_errors(self.run_dir)
@@ -109,9 +108,9 @@ class Agent(LocalElasticAgent):
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """One machine has no one to wait for: a rendezvous is a fresh store on the loopback interface.
+    """On one machine a rendezvous is only a store on the loopback interface.
 
-    Fresh for each attempt, because a restarted rank could find an entry of the one before it.
+    Each attempt gets a new store: in an old one a restarted rank could find entries of its predecessor.
     """
 
     use_agent_store = True

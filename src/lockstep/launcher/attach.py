@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,33 +22,37 @@ OK, FAILED = "ok", "failed"
 
 
 @contextmanager
-def once(make: Callable[[], RunDir], say: Callable[[LockstepError], None]) -> Iterator[RunDir]:
-    """The run folder that `make` gives: called by main only, its path told to the other ranks.
+def create_on_main(
+    make: Callable[[], AbstractContextManager[RunDir]], say: Callable[[LockstepError], None]
+) -> Iterator[RunDir]:
+    """The run folder that main makes and closes, and whose path it tells the other ranks.
 
-    Where `make` fails, main says why before the others are told to leave, so that the launcher above them
-    does not end main for a rank that left first.
+    If `make` fails, main shows the error before it tells the others to leave. Otherwise the launcher above could end
+    main because another rank left first.
 
     Args:
-        make: makes the folder.
+        make: makes the folder, and gives the context in which it is used. Called by main only.
         say: shows an error to the user.
     """
     if not is_launched():
-        yield make()
+        with make() as run_dir:
+            yield run_dir
         return
     rank = launched().rank
-    # torchrun's agent serves a store; without one (srun) main serves it, and shares it with the process group.
+    # torchrun's agent serves a store. Without one (srun) main serves it, and the process group uses it too.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(serve=rank == 0 and not served, seconds=REACHED_S if served else WAIT_S)
     key = f"lockstep/run_dir/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         try:
-            run_dir = make()
+            made = make()
         except LockstepError as error:
             say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
             raise SystemExit(error.exit_code) from error
-        store.set(key, f"{OK} {run_dir.path}")
-        yield run_dir
+        with made as run_dir:
+            store.set(key, f"{OK} {run_dir.path}")
+            yield run_dir
         return
     status, _, word = _awaited(store, key).partition(" ")
     if status == FAILED:
@@ -65,7 +69,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     until = time.monotonic() + seconds
     try:
-        # Waited for here: in the store's own wait no signal is heard.
+        # Poll, because signal handlers do not run while the store waits.
         while not (serve or _answers(address, port)):
             if time.monotonic() > until:
                 raise DistNetworkError("it does not answer")
@@ -93,7 +97,7 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _awaited(store: TCPStore, key: str) -> str:
-    """What the store has at `key`, once it is there. Polled, because no signal would be heard in a wait."""
+    """The value of `key` in the store, once it is set. Polled, because signal handlers do not run in a wait."""
     until = time.monotonic() + WAIT_S
     try:
         while not store.check([key]):

@@ -1,4 +1,4 @@
-"""What all launchers have, and the one that launches nothing."""
+"""What all launchers share, and `inline`, which starts no process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
 from lockstep.core.fields import Time, ranged, ruled
-from lockstep.core.launched import is_launched, launched
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
@@ -21,12 +20,12 @@ from lockstep.runtime.signals import NOT_BEGUN, StopNow
 
 @dataclass(frozen=True, kw_only=True)
 class Inline:
-    """The rank is this process. Also what runs under torchrun, whose ranks exist already.
+    """This process is the rank. Also used under torchrun, which has started the ranks already.
 
     Fields:
         ranks: processes of the job; `auto` is one per GPU, or what the strategy needs without one.
         backend: of the process group.
-        timeout: without a finished step after which a job is ended as hanging.
+        timeout: how long no step may be finished before the job is ended as hanging.
         threads: CPU threads per rank; `auto` shares the cores out evenly.
     """
 
@@ -39,20 +38,16 @@ class Inline:
         """Run `entry` in every rank, wait for all, and return the job's objective.
 
         Raises:
-            LockstepError: what ended the job, also written to its summary.
+            LockstepError: what ended the job.
         """
         try:
             self.run(entry, run_dir)
-        except BaseException as error:
-            # The handler of a stop was not yet, or no longer, that of the ranks or of what forwards it to them.
-            ended = Stopped(NOT_BEGUN) if isinstance(error, StopNow) else error
-            if not is_launched() or launched().rank == 0:
-                run_dir.close(ended)
-            raise ended from None
+        except StopNow:  # the handlers of the ranks were not set yet, or not any more
+            raise Stopped(NOT_BEGUN) from None
         return run_dir.read_summary().get("objective")
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
-        """Bring the ranks to life and wait for them."""
+        """Start the ranks and wait for them."""
         entry(run_dir.path)
 
 
@@ -62,17 +57,17 @@ class Auto(Inline):
 
 
 def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
-    """What ended a job whose ranks failed with `exit_codes`, before any were ended by us.
+    """The error that ended a job whose ranks failed with `exit_codes`, before the launcher ended the others.
 
-    A rank that a signal ended left no word, so it is looked for first. Else it is the earliest error that a rank
-    left word of: a rank that raises breaks the connections of the others, which then raise too, later.
+    A rank that was killed by a signal left no error file, so it is looked for first. Otherwise it is the earliest
+    error in the files: a rank that raises breaks the connections of the others, which raise later.
     """
     if killed := {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = _left_errors(run_dir)
-    if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # before they could leave word
+    if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # before they could write an error file
         return Stopped(NOT_BEGUN)
     if not errors:
         if StorageError.exit_code in exit_codes.values():
@@ -83,7 +78,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     first: dict[str, Any] = errors[0]
     if not first["known"]:
         return RankFailed(f"rank {first['rank']} failed: {first['sentence']}", first["traceback"])
-    # A rank that hangs says where, and whether another one was stopped; each knows a part.
+    # A rank that hangs knows where it was and which of its neighbours were suspended: put all of it together.
     places: dict[str, str] = {}
     for error in errors:
         places = {**error["places"], **places}
@@ -94,7 +89,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
 
 
 def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
-    """What the ranks left word of, as far as it can be read: a rank may have been killed by the disk it wrote to."""
+    """The error files of the ranks. One that cannot be read is left out: the disk may be what ended its rank."""
     errors = []
     for path in run_dir.logs.glob("rank*.error.json"):
         with suppress(UnreadableFile):
@@ -103,6 +98,6 @@ def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
 
 
 def forget_errors(run_dir: RunDir) -> None:
-    """Remove what the ranks of an earlier launch in this folder left word of."""
+    """Remove the error files of an earlier launch in this folder."""
     for path in Path(run_dir.logs).glob("rank*.error.json"):
         path.unlink()

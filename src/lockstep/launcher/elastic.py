@@ -1,4 +1,4 @@
-"""The launcher of ranks that are started again when one fails."""
+"""The launcher that restarts the ranks when one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a job's ranks, for the launchers that start some: signals, ends, and a place to meet."""
+"""What the launchers that start processes share: signals, how ranks end, and where they meet."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lockstep.core.errors import Interrupted, LockstepError
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
-# When a rank leaves because it was asked to, main has saved (or no step had ended), and the others only have files to
-# close; one that waits in native code is ended by its watchdog. After a fault one may hang in a collective.
+# Seconds that ranks have to end after the first one has. After a stop they only have files to close; after a fault
+# one may hang in a collective.
 GRACE_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
 class Ranks(Protocol):
-    """The processes of one job, whoever started them."""
+    """The processes of one job."""
 
     def codes(self) -> dict[int, int | None]:
         """The exit code of each rank, negative for a signal; None while it runs."""
@@ -34,7 +34,7 @@ class Ranks(Protocol):
 
 
 def failures(ranks: Ranks) -> dict[int, int]:
-    """The exit codes of the ranks that failed; once one did the others cannot go on, and are ended first."""
+    """The exit codes of the ranks that failed. If one has, the others cannot go on: end them before returning."""
     failed = {rank: code for rank, code in ranks.codes().items() if code}
     if failed:
         ranks.send(signal.SIGTERM)
@@ -47,7 +47,7 @@ def failures(ranks: Ranks) -> dict[int, int]:
 
 
 class Forwarding(StopRequest):
-    """Passes a wish to stop on to the ranks, as SIGTERM: their terminal may have sent them a SIGINT already."""
+    """Passes a stop on to the ranks as SIGTERM: the terminal may have sent them SIGINT already."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -56,22 +56,22 @@ class Forwarding(StopRequest):
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.take(number)
-        self.repeat()  # and nothing is raised: what the ranks make of it is waited for
+        self.repeat()  # nothing is raised: the launcher waits for the ranks to end
 
     def repeat(self) -> None:
-        """Say it (again), to ranks that were not there yet when it came."""
-        if self.heard:
-            self.ranks.send(signal.SIGKILL if self.at_once else signal.SIGTERM)
+        """Send the stop again, for ranks that had not started when it came."""
+        if self.requested:
+            self.ranks.send(signal.SIGKILL if self.force else signal.SIGTERM)
 
 
 @contextmanager
 def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
     """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks while the context is open; a second SIGINT kills them.
 
-    With Ctrl-Z they are suspended and go on together with this process, also in sessions of their own.
+    Ctrl-Z suspends them with this process, and they continue with it, also in sessions of their own.
 
     Raises:
-        Interrupted: they were killed so.
+        Interrupted: a second SIGINT killed them.
     """
 
     def suspend(number: int, frame: FrameType | None) -> None:
@@ -85,7 +85,7 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
         try:
             yield request
         except LockstepError as error:
-            if request.at_once:
+            if request.force:
                 raise Interrupted from error
             raise
         finally:
@@ -94,9 +94,9 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Around the start of ranks: tell them who launches them, and hold signals back until they can hear them.
+    """Start ranks in this context: they are told who launches them, and signals are blocked meanwhile.
 
-    A rank inherits the held signals, and lets them through as soon as it has its own handlers.
+    A rank inherits the blocked signals, and unblocks them when it has its own handlers.
     """
     os.environ[LAUNCHER] = str(os.getpid())
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -108,11 +108,11 @@ def starting() -> Iterator[None]:
 
 
 def loopback_listener() -> socket.socket:
-    """A port of its own for the ranks of this machine to meet at, out of reach for other machines."""
+    """A free port on which the ranks of this machine can meet; other machines cannot reach it."""
     return socket.create_server((LOOPBACK, 0))
 
 
 def loopback_store(listener: socket.socket) -> TCPStore:
-    """A store that serves a port: left to itself a `TCPStore` listens on all interfaces. It has threads."""
+    """A store that serves this port. By default a `TCPStore` listens on all interfaces. It starts threads."""
     port = listener.getsockname()[1]
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -48,7 +48,7 @@ class Spawn(Inline):
         inherited = listener.fileno() if fork else None
         children = Children(
             [
-                # By the entry's name: what carried the function would import all of it first.
+                # By its name: pickling the function would import its module first, before signals are handled.
                 context.Process(
                     target=child.begin,
                     args=(
@@ -78,11 +78,11 @@ class Spawn(Inline):
 
 
 def can_fork() -> bool:
-    """Whether a child of this process can be its copy.
+    """Whether ranks can be forked from this process.
 
-    A copy has one thread, and waits for ever for a lock that another one held: of autograd, which has run a
-    backward pass, or of OpenMP. So it takes a process of one thread. And what talked to a GPU's
-    driver cannot be copied, as the question for a GPU does.
+    A forked process has one thread, and waits for ever for a lock that another thread held (autograd's after a
+    backward pass, OpenMP's): so this process must have one thread. A process that has used a GPU's driver cannot be
+    forked either, and asking whether there is a GPU uses it.
     """
     if sys.platform != "linux" or torch.cuda.is_available():
         return False
@@ -90,7 +90,7 @@ def can_fork() -> bool:
 
 
 class Children:
-    """The ranks as children of this process; whatever ends the context, none of them outlives it."""
+    """The ranks as child processes. None of them outlives the context."""
 
     def __init__(self, processes: list[BaseProcess]) -> None:
         self.processes = processes
@@ -108,7 +108,7 @@ class Children:
                 process.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait for one that still runs to end, so long at most."""
+        """Wait until a rank ends, at most so many seconds."""
         multiprocessing.connection.wait([each.sentinel for each in self.processes if each.exitcode is None], seconds)
 
     def codes(self) -> dict[int, int | None]:
@@ -121,7 +121,7 @@ class Children:
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torch.distributed wants to find in the environment of a rank."""
+    """The variables that torch.distributed needs in the environment of a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,6 +1,6 @@
-"""How a rank begins as a fresh process of ours: `python -m lockstep.runtime.child PARENT MODULE PATH`, or forked.
+"""How a rank starts as a process of our launchers: `python -m lockstep.runtime.child PARENT MODULE PATH`, or forked.
 
-It imports nothing that takes long before the process is tied to its parent and hears a stop.
+Slow imports come after the process has been tied to its parent and handles a stop.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lockstep.runtime import signals
 def begin(
     parent: int, module: str, path: Path, environment: Mapping[str, str] | None = None, inherited: int | None = None
 ) -> None:
-    """Be the rank that `exit_as_rank(path)` of a module is.
+    """Become a rank: call `exit_as_rank(path)` of a module.
 
     Args:
         parent: the process that started this one.
         module: dotted name of the entry's module.
         path: of the run folder.
-        environment: of the rank, where the process does not have it yet.
-        inherited: a file descriptor that is of the parent alone.
+        environment: variables of the rank that the process does not have yet.
+        inherited: a file descriptor that only the parent needs.
     """
     signals.begin(parent)
-    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # a forked process has that of its launcher
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # a forked process has inherited the launcher's handler
     if inherited is not None:
         os.close(inherited)
     os.environ.update(environment or {})

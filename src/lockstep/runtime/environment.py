@@ -71,10 +71,10 @@ def _driver() -> str | None:
 
 
 def source_state(package: Path) -> dict[str, str | bool]:
-    """The commit that the source in the folder `package` is of, and whether that checkout has changes.
+    """The commit of the source in the folder `package`, and whether that checkout has changes.
 
-    Each is "unknown" where git does not say: there is no git, or the source is no part of a repository. An
-    installed package may lie inside the repository of somebody else's project, which does not track it.
+    Each is "unknown" where git does not know: git is missing, or the source is not in a repository. An installed
+    package may lie inside the repository of another project, which does not track it.
     """
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     commit = _git(package, "rev-parse", "HEAD") if tracked else None
@@ -86,7 +86,7 @@ def source_state(package: Path) -> dict[str, str | bool]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says of a folder; None where it says nothing. A repository that the environment names is another."""
+    """The output of a git command in a folder; None if it fails. Variables such as GIT_DIR are ignored."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(folder), "--no-optional-locks", *arguments]
     try:

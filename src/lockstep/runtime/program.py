@@ -28,35 +28,35 @@ from lockstep.runtime.signals import (
     speaks,
 )
 
-# Of a line that is shown, in characters.
+# The most characters of a line that are shown.
 LONGEST_LINE = 800
 
 
 class PastHydra(BaseException):
-    """What a job raised, on its way past Hydra, which adds a line of its own to an `Exception`."""
+    """Carries an error of a job past Hydra, which would add its own line to an `Exception`."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class _StopEarly(StopRequest):
-    """What a signal does while no job listens to it: it ends the program.
+    """The signal handler while no job has its own: a stop ends the program.
 
-    The first one interrupts the main thread. What is interrupted there may swallow that (a callback from C, a bare
-    `except`), or take long to come to its end: then the program is ended without it. An import is not interrupted:
-    there is nothing yet that would have to come to its end.
+    The first signal interrupts the main thread. The interrupted code may swallow that (a callback from C, a bare
+    `except`) or take long to end: then the program is ended all the same. During an import the program is ended at
+    once.
     """
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if importing(frame):
             self._leave()
-        if not self.heard:
+        if not self.requested:
             # Not by `threading`, whose locks the interrupted code may hold.
             _thread.start_new_thread(self._insist, ())
         super().__call__(number, frame)
 
     def over(self) -> None:
-        """The program comes to its end: a signal would only change the exit code."""
+        """Ignore signals from now on: the program is ending, and they would only change its exit code."""
         self.leaving = True
         listen(signal.SIG_IGN)
 
@@ -72,7 +72,7 @@ class _StopEarly(StopRequest):
 
 @contextmanager
 def bypass_hydra_errors() -> Iterator[None]:
-    """Wrap what a job raises for `command_line` to unwrap: all else that arrives there is of the command line."""
+    """Wrap the errors of a job, which `command_line` unwraps. Any other error there is one of the command line."""
     try:
         yield
     except Exception as error:
@@ -81,16 +81,16 @@ def bypass_hydra_errors() -> Iterator[None]:
 
 @contextmanager
 def command_line() -> Iterator[None]:
-    """End the program as a user expects: one sentence and the right exit code, no traceback for a mistake.
+    """End the program with one sentence and the right exit code; a user's mistake shows no traceback.
 
-    Hydra formats its own errors and leaves with 1 for all of them; asked for a full error it passes them on,
-    which is what is done here, so that they can be translated. HYDRA_FULL_ERROR=1 still shows everything.
+    Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them, so it is
+    set here and they are translated. If the user has set it, the traceback is shown as well.
     """
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # No interpreter below this one imports from the current folder, which can be someone else's run.
+    # A child process must not import from the current folder, which can be someone else's run.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Hydra's argparse refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
+    # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
     stop = _StopEarly()
     listen(stop)
@@ -106,8 +106,8 @@ def command_line() -> Iterator[None]:
         raise
     except (Exception, PastHydra, StopNow) as raised:
         stop.over()
-        # A library that was interrupted may have made another exception of the stop.
-        stopped = Stopped(STOPPED_EARLY) if stop.heard else None
+        # An interrupted library may have turned the stop into another exception.
+        stopped = Stopped(STOPPED_EARLY) if stop.requested else None
         if isinstance(raised, PastHydra):
             _end(raised.error, translate(raised.error) or stopped, full)
         _end(raised, stopped or translate(raised) or translate_before_job(raised), full)

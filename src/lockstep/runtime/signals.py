@@ -1,4 +1,4 @@
-"""How a job is asked to stop, and how its processes begin and end with those above them. Knows no torch."""
+"""How a job is asked to stop, and how each of its processes starts and ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from lockstep.core.launched import is_launched
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 AGAIN_S = 1.0
-# So long the main thread has to come to its end where there is nothing to save, and then what is done at an exit.
+# Seconds that the main thread has to finish where there is nothing to save, and that the exit handlers have then.
 GRACE_S, LEAVE_S = 3.0, 3.0
-LAUNCHER = "LOCKSTEP_LAUNCHER"  # in the environment of a rank: the process number of our launcher above it
-PARENT = "LOCKSTEP_PARENT"  # in the environment of a command: the process number of ours that it must not outlive
+# Variables of the environment that hold a process number: of the launcher that started this rank, and of the process
+# that this command must not outlive.
+LAUNCHER, PARENT = "LOCKSTEP_LAUNCHER", "LOCKSTEP_PARENT"
 PR_SET_PDEATHSIG = 1
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
@@ -30,69 +31,70 @@ NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same comma
 
 
 class StopNow(BaseException):
-    """Raised where a stop is acted on. No `Exception`, which whatever is being imported or tried might swallow."""
+    """Raised in the main thread to act on a stop. Not an `Exception`, which a library might catch."""
 
 
 class StopRequest:
-    """What signals have asked for so far, and how it is acted on.
+    """What signals have asked for so far, and when to act on it. Is itself the signal handler.
 
     Fields:
-        heard: whether to stop.
-        at_once: whether not even to save: at a second SIGINT. One Ctrl-C can arrive twice (from the terminal, and
-            passed on by a process above), so the second counts from `AGAIN_S` after the first.
-        immediate: whether a stop interrupts the main thread where it is, because nothing there has to be finished.
+        requested: whether to stop.
+        force: whether to stop without saving, as a second SIGINT asks. One Ctrl-C can arrive twice (from the
+            terminal, and from a process above that passes it on), so a second one counts from `AGAIN_S` after the
+            first.
+        immediate: whether a stop interrupts the main thread where it is: nothing there has to be finished.
         begun: whether a step was finished, so that there is something to save.
-        leaving: whether it is being saved.
+        leaving: whether the state is being saved.
     """
 
     def __init__(self) -> None:
-        self.heard = False
-        self.at_once = False
+        self.requested = False
+        self.force = False
         self.immediate = True
         self.begun = False
         self.leaving = False
         self.interrupted_at: float | None = None
 
     def take(self, number: int) -> None:
-        """Note a signal."""
-        self.heard = True
+        """Take note of a signal."""
+        self.requested = True
         if number == signal.SIGINT:
             self.interrupted_at = self.interrupted_at or time.monotonic()
-            self.at_once = time.monotonic() - self.interrupted_at >= AGAIN_S
+            self.force = time.monotonic() - self.interrupted_at >= AGAIN_S
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. Only the first one interrupts: another could interrupt the clean-up after it."""
-        first = not self.heard
+        first = not self.requested
         self.take(number)
-        if (self.at_once or (first and self.immediate)) and not importing(frame):
+        if (self.force or (first and self.immediate)) and not importing(frame):
             raise StopNow
 
     def begin(self) -> None:
-        """A step was finished: from here on a stop waits until it can be saved."""
+        """Note that a step was finished: from now on a stop waits until the state can be saved."""
         self.begun, self.immediate = True, False
 
-    def requested(self) -> bool:
-        """Whether to stop. Asked at the end of every step."""
-        return self.heard
+    def requested_after_step(self) -> bool:
+        """Whether to stop; called at the end of every step."""
+        return self.requested
 
     @contextmanager
     def interrupting(self, allowed: bool = True) -> Iterator[None]:
-        """Let a stop interrupt what is done in the context, if `allowed`; raises StopNow if one is asked for."""
+        """Let a stop interrupt the context, if `allowed`; raises StopNow if one was already requested."""
         before, self.immediate = self.immediate, allowed or self.immediate
         try:
-            if self.immediate and self.heard:
+            if self.immediate and self.requested:
                 raise StopNow
             yield
         finally:
             self.immediate = before
 
     def error(self) -> LockstepError:
-        """What a stop ends a job with that had nothing to save, or was not to save it."""
-        return Interrupted() if self.at_once else Stopped(NOT_BEGUN)
+        """The error that ends a job which did not save, because there was nothing to save or no time."""
+        return Interrupted() if self.force else Stopped(NOT_BEGUN)
 
 
 def importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: some are by C++, which crashes if anything is raised."""
+    """Whether a module is being imported. C++ code that imports one crashes if Python raises there."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
@@ -100,66 +102,68 @@ def importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None]:
-    """Have `request` handle each signal that asks for a stop, those held back until now first.
+    """Have `request` handle each signal that asks for a stop, beginning with those that were blocked until now.
 
-    What it heard, the handler before it has heard too, so that a signal that comes again does not interrupt the end.
+    On leaving, the previous handler is told of a stop too, so that a repeated signal does not interrupt the exit.
 
     Args:
         request: the handler.
-        restore: whether to put the handlers back that were there before.
+        restore: whether to put the previous handlers back.
 
     Raises:
-        LockstepError: a stop was acted on with nothing to save, now or before `request` listened. Then whatever
-            else is raised is its effect: of a library that was interrupted, of another rank that left first.
+        LockstepError: a stop was acted on with nothing to save, now or before `request` listened. Any other error
+            is then only its effect: a library was interrupted, or another rank left first.
     """
     before = listen(request)
     unraisable, sys.unraisablehook = sys.unraisablehook, silent_about_stops(sys.unraisablehook)
     earlier = [each for each in before.values() if isinstance(each, StopRequest)]
     try:
-        if any(each.heard for each in earlier):
-            request.heard = True
+        if any(each.requested for each in earlier):
+            request.requested = True
             raise StopNow
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         yield
     except StopNow:
         raise request.error() from None
     except Exception as error:
-        if request.heard and request.immediate:
+        if request.requested and request.immediate:
             raise request.error() from error
         raise
     finally:
         request.immediate = False
         sys.unraisablehook = unraisable
         for each in earlier:
-            each.heard |= request.heard
+            each.requested |= request.requested
         if restore:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 def silent_about_stops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """`hook`, but not for a stop that was raised where nothing can be raised: in a `__del__`, or a weak reference's
-    callback. It is heard all the same, and acted on by whoever asks next, or by the watchdog."""
+    """`hook`, but silent about a StopNow that was raised in a `__del__` or the callback of a weak reference.
+
+    Python drops such an exception. The request stays: the next check acts on it, or the watchdog does.
+    """
     return lambda unraisable: None if unraisable.exc_type is StopNow else hook(unraisable)
 
 
 def listen(handler: Any) -> dict[signal.Signals, Any]:
-    """Set the handler of the signals that ask for a stop; returns the ones before."""
+    """Set the handler of all signals that ask for a stop; returns the previous ones."""
     return {each: signal.signal(each, handler) for each in STOP_SIGNALS}
 
 
 def speaks() -> bool:
-    """Whether this process tells the user of a stop: of the ranks that torchrun starts, and stops, one does."""
+    """Whether this process tells the user of a stop. torchrun stops all its ranks, and only rank 0 says so."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def begin(parent: int | None = None, *, says: str = "") -> None:
-    """What a process does first, before imports that take seconds: end with what is above it, and hear a stop.
+    """Called first in a process, before imports that take seconds: die with the parent, and react to a stop.
 
     Args:
-        parent: the process that started this one, and that it must not outlive. Without it, the one that the
-            environment names, or whichever launched this rank (torchrun).
-        says: the sentence for the user if a stop ends the process before it has handlers of its own.
+        parent: the process that started this one, which it must not outlive. Default: the one that the environment
+            names, or the one that launched this rank (torchrun).
+        says: the sentence for the user if a stop ends the process before it has its own handlers.
     """
     named = os.environ.pop(PARENT, None)
     if parent is None and named is not None:
@@ -177,9 +181,9 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process once what is registered for its end is done, and in a bounded time.
+    """Run the exit handlers and end the process, in a bounded time.
 
-    Taking the interpreter apart takes seconds with torch in it, and waits for threads, one of which may hang.
+    A normal exit takes seconds with torch loaded, and waits for threads, one of which may hang.
     """
     last_resort = threading.Timer(LEAVE_S, os._exit, [code])
     last_resort.daemon = True

@@ -1,7 +1,7 @@
-"""Ends a rank that hangs, or that does not stop when it is asked to, and leaves word of where it was.
+"""Ends a rank that hangs, or does not stop when it is asked to, and records where it was.
 
-Life is a finished step, micro-batch, block of an evaluation or save. Before the first step, which may wait for a
-compilation or the reading of a data set, it is also that the process computes.
+A sign of life is a finished step, micro-batch, evaluation block or save. Before the first step, which may wait for a
+compilation or for a data set to be read, it is also CPU time that the process uses.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
 TICK_S = 0.5
-# A process that computes for less than this share of its time only waits.
+# A process that uses less than this share of a core is only waiting.
 COMPUTES = 0.01
-# So long a rank waits, once it is asked to stop, for another one that may still come to the end of its step.
+# After a stop request a rank waits this long (seconds) for another rank to finish its step.
 PATIENCE_S = 30.0
-# Of the process group. It goes by the clock, so it would end a job for the time in which that was suspended (Ctrl-Z):
-# a collective that does not come to its end is found here.
+# Timeout of the process group: practically none. It runs by the wall clock, so it would end a job that was suspended
+# (Ctrl-Z) for long. A collective that hangs is found by the watchdog.
 GROUP_TIMEOUT_S = 365 * 24 * 3600.0
 
-# Is given what a rank is ended with, and for each rank that something is known of where it was.
+# Called with the error that ends this rank, and the place of each rank of which it is known.
 LeaveWord = Callable[[LockstepError, Mapping[int, str]], None]
 
 
 @contextmanager
 def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
-    """Have a crash in native code, and a peer that asks by SIGUSR2, leave the stacks of all threads in `log`."""
+    """Write the stacks of all threads to `log` at a crash in native code, or when a peer asks by SIGUSR2."""
     enabled = faulthandler.is_enabled()
     with log.open("a") as file:
         faulthandler.enable(file)
@@ -51,20 +51,20 @@ def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
 
 
 class Watchdog(threading.Thread):
-    """A thread that ends the process when it shows no life, or does not leave when it is asked to.
+    """A thread that ends the process when it shows no sign of life, or does not stop when it is asked to.
 
-    The main thread hears a signal only between two of Python's instructions, and so not while it waits in native code
-    for another rank or a disk. This one is told of each signal at once, through a pipe.
+    Python runs signal handlers only between two instructions of the main thread, so not while that waits in native
+    code for another rank or a disk. This thread gets each signal at once, through a pipe.
 
     Args:
         rank: of this process.
-        timeout: without life. In seconds of this process: those in which it was suspended (Ctrl-Z) do not count.
-        stop: what the main thread makes of the signals.
-        file: where the stacks go.
-        leave_word: says why and where a rank was ended.
-        pipe: from which the numbers of signals are read.
+        timeout: seconds without a sign of life. Time in which the process was suspended (Ctrl-Z) does not count.
+        stop: the stop request that the main thread acts on.
+        file: where the stacks are written.
+        leave_word: records why the rank was ended, and where it was.
+        pipe: file descriptor from which the signal numbers are read.
 
-    `local_peer_pids` has the process number of each other rank of this machine, as soon as they are known.
+    `local_peer_pids` maps each other rank of this machine to its process number, as soon as they are known.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Watchdog(threading.Thread):
         self.pipe = pipe
         self.local_peer_pids: Mapping[int, int] = {}
         self.signs = 0
-        self.over = threading.Event()
-        self.heard = StopRequest()
-        self.quiet = self.longest = 0.0  # seconds without a sign of life, and the most of them so far
-        self.idle = 0.0  # seconds without computing either
-        self.asked = 0.0  # seconds since a stop was asked for
+        self.finished = threading.Event()
+        self.received = StopRequest()
+        self.quiet = self.longest = 0.0  # seconds since the last sign of life; the longest such time so far
+        self.idle = 0.0  # seconds in which the process did not compute either
+        self.since_stop = 0.0  # seconds since a stop was requested
 
     def heartbeat(self) -> None:
-        """Show life. Called in every step: costs an addition."""
+        """Give a sign of life. Called in every step, so it is only an addition."""
         self.signs += 1
 
     def run(self) -> None:
         seen, computed = 0, time.process_time()
-        while not self.over.wait(TICK_S):
+        while not self.finished.wait(TICK_S):
             now = time.process_time()
             living, computing = self.signs != seen, now - computed > COMPUTES * TICK_S
             seen, computed = self.signs, now
@@ -106,20 +106,20 @@ class Watchdog(threading.Thread):
         with suppress(BlockingIOError):  # nothing came
             for number in os.read(self.pipe, 4096):
                 if number in STOP_SIGNALS:
-                    self.heard.take(number)
-        self.asked += TICK_S * self.heard.heard
+                    self.received.take(number)
+        self.since_stop += TICK_S * self.received.requested
 
     def _verdict(self) -> LockstepError | None:
-        """What to end the process with, if it has to be ended from here."""
+        """The error to end the process with, if the watchdog has to end it."""
         begun = self.stop.begun
-        if self.heard.at_once:
+        if self.received.force:
             return Interrupted()
-        # An import is not interrupted (`StopRequest`), and nothing that imports has to come to its end.
-        if not begun and (self.asked > GRACE_S or (self.asked and importing(_main_frame()))):
+        # A stop does not interrupt an import (see `StopRequest`), and an import has nothing to finish.
+        if not begun and (self.since_stop > GRACE_S or (self.since_stop and importing(_main_frame()))):
             return Stopped(NOT_BEGUN)
         suspended = any(map(_stopped, self.local_peer_pids.values()))
         patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
-        if min(self.asked, self.idle) > min(patience, self.timeout) and not self.stop.leaving:
+        if min(self.since_stop, self.idle) > min(patience, self.timeout) and not self.stop.leaving:
             return Stopped(
                 f"stopped without saving, because no step was finished for {self.quiet:g} s; the last checkpoint is "
                 "what a resume goes on from"
@@ -129,7 +129,7 @@ class Watchdog(threading.Thread):
         return None
 
     def end(self, error: LockstepError) -> NoReturn:
-        """Say where this rank was, have its neighbours leave their stacks, and leave."""
+        """Record where this rank was, have its peers on this machine write their stacks, and end the process."""
         try:
             places = {self.rank: _place()}
             places |= {rank: "was stopped by a signal" for rank, pid in self.local_peer_pids.items() if _stopped(pid)}
@@ -140,7 +140,7 @@ class Watchdog(threading.Thread):
                     os.kill(pid, signal.SIGUSR2)
                     os.kill(pid, signal.SIGCONT)
             if isinstance(error, RankFailed):
-                time.sleep(2 * TICK_S)  # for their stacks
+                time.sleep(2 * TICK_S)  # for the others to write their stacks
         finally:
             os._exit(error.exit_code)
 
@@ -149,7 +149,7 @@ class Watchdog(threading.Thread):
 def watched(
     rank: int, *, timeout: float, stop: StopRequest, file: TextIO, leave_word: LeaveWord
 ) -> Iterator[Watchdog]:
-    """Watch this rank while the context is open. For the main thread: no other may say who is told of signals."""
+    """Watch this rank while the context is open. Only the main thread may call it: it sets the wakeup descriptor."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
@@ -159,7 +159,7 @@ def watched(
     try:
         yield dog
     finally:
-        dog.over.set()
+        dog.finished.set()
         dog.join()
         signal.set_wakeup_fd(before)
         os.close(reader)
@@ -167,7 +167,7 @@ def watched(
 
 
 def _place() -> str:
-    """Where the main thread is."""
+    """The function and line in which the main thread is."""
     frame = _main_frame()
     code = frame.f_code
     return f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"

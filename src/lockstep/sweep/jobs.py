@@ -1,4 +1,4 @@
-"""The jobs of one `-m`: a failing one is said at once and ends nothing, and a table closes the sweep."""
+"""One job of a sweep: its failure is shown at once, and the sweep goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invocation) -> float | None:
-    """Run a job; one of a sweep that fails is reported and gives NaN, so that the sweep goes on."""
+    """Run a job. If it is one of a sweep and fails, show why and return NaN, so that the sweep goes on."""
     if not invocation.sweep or invocation.folder is None:
         with program.bypass_hydra_errors():
             return job()
@@ -54,6 +54,6 @@ def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invoca
     with (invocation.folder / LEDGER).open("a") as ledger:
         ledger.write(json.dumps(asdict(outcome)) + "\n")
     if isinstance(error, (Stopped, Interrupted)):
-        # The user asked the sweep to stop, not only this job.
+        # A stop ends the whole sweep, not only this job.
         sys.exit(error.exit_code)
     return float("nan") if objective is None else objective

@@ -1,4 +1,4 @@
-"""What Hydra has done before and after the jobs of one `-m`: refuse it, or close it with a table."""
+"""Hydra's callbacks around the jobs of one `-m`: a check before them, and a table after them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from lockstep.sweep.jobs import LEDGER, Outcome
 
 
 def _refuse_under_torchrun() -> None:
-    """Leave if this process is one of several ranks, each of which would run the whole sweep."""
+    """Exit if this process is a launched rank: each rank would run the whole sweep."""
     if not is_launched():
         return
-    from lockstep.launcher import once  # needs torch, which --help does not wait for
+    from lockstep.launcher import create_on_main  # needs torch, which --help does not wait for
 
     def refuse() -> NoReturn:
         raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
 
-    with once(refuse, program.say):
+    with create_on_main(refuse, program.say):
         raise AssertionError("a refusal ends every rank")
 
 
 def _forget(folder: Path, made: list[Path]) -> None:
-    """Remove the folders `made` for a sweep that was refused before its first job: Hydra put its config there."""
+    """Remove the folders `made` for a sweep that was refused before its first job, where Hydra wrote its config."""
     if folder.is_dir() and [each.name for each in folder.iterdir()] == ["multirun.yaml"]:
         (folder / "multirun.yaml").unlink()
         with contextlib.suppress(OSError):  # another sweep is beside it
@@ -42,7 +42,7 @@ def _forget(folder: Path, made: list[Path]) -> None:
 
 
 def _ledger(folder: Path) -> list[str]:
-    """The lines that the jobs of all sweeps in a folder have written so far."""
+    """The lines that jobs have written to a sweep's folder so far."""
     ledger = folder / LEDGER
     return [line for line in read_lines(ledger) if line] if ledger.is_file() else []
 
@@ -54,9 +54,9 @@ class Report(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _refuse_under_torchrun()
-        # Hydra makes the folder first and composes the jobs then, and has no callback for one that is wrong.
+        # Hydra makes the folder before it composes the jobs, and has no callback for a mistake in one.
         folder = Path(config.hydra.sweep.dir).absolute()
-        self.earlier = len(_ledger(folder))  # of a sweep that ran in this folder before
+        self.earlier = len(_ledger(folder))  # lines of an earlier sweep in this folder
         atexit.register(_forget, folder, [each for each in (folder, *folder.parents) if not each.exists()])
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class Report(Callback):
                 "" if each.objective is None else f"{each.objective:.2f}",
                 "done" if each.exit_code == 0 else f"failed ({each.exit_code})",
             )
-        # No title of the table: a title is wrapped to its width, and a path cut in two cannot be copied.
+        # Not as the table's title, which would be wrapped: a path in two lines cannot be copied.
         log.console.print(f"sweep in {folder}", soft_wrap=True)
         log.console.print(table)
         for each in failed:

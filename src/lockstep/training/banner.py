@@ -1,4 +1,4 @@
-"""What main tells the user before a run and after it."""
+"""What main shows the user before a run and after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.training.trainer import Progress
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
-    """What TensorBoard's HParams page shows of a job: the same keys for every job there is."""
+    """What TensorBoard's HParams page shows of a job. Every job has the same keys."""
     return {
         "model": describe(job.model),
         "dataset": describe(job.dataset, frozenset({"root", "path"})),
@@ -72,7 +72,7 @@ def banner(
     step: int,
     notes: Sequence[str],
 ) -> None:
-    """Say in a dozen lines what is about to run, and what was changed from the defaults."""
+    """Show in a dozen lines what is about to run, and what differs from the defaults."""
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs = plan.total_steps / plan.steps_per_epoch
@@ -97,7 +97,7 @@ def banner(
 
 
 def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
-    """Say how it went and what to type next."""
+    """Show how the run went and what to type next."""
     folder = _shown(run_dir.path)
     best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
@@ -111,7 +111,7 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
 
 
 def _config_words(run_dir: RunDir) -> list[str]:
-    """Which config files the run was composed of, as words of its command."""
+    """The words of the run's command that name its config files."""
     try:
         return config_words(read_text(run_dir.command))
     except UnreadableFile:

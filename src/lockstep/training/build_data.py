@@ -87,7 +87,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         plan=data.plan,
         seed=job.seed,
         eval_batch=job.train.eval_batch,
-        # Copies, because the loader marks broken images in them.
+        # Copied, because the loader marks broken images in the labels.
         train_labels=data.train.labels.to(world.device, copy=True),
         eval_labels=data.val.labels.to(world.device, copy=True),
         train_feed=job.loader.feed(data.train, world),
@@ -114,7 +114,7 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
 
 
 def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
-    """What a loader has to know of a run to choose."""
+    """What a loader needs to know of a run to choose its `auto` values."""
     plan = plan_of(job, len(train))
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
     return LoaderContext(

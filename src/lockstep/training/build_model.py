@@ -1,4 +1,4 @@
-"""The model of a run with everything that holds its parameters, and the checkpoint that they come from."""
+"""The model of a run with its optimizer, and the checkpoint that it starts from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     """The network of a job on its device, wrapped by its strategy. Collective.
 
     Args:
-        images: gives so many training images (n, C, H, W), for a model that is initialised from data.
+        images: `images(n)` are n training images (n, C, H, W), for a model that is initialised from data.
 
     Raises:
         InputError: the model cannot be built for the data, or the weights of `init_from` do not fit it.
@@ -61,9 +61,9 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
 
 
 def interrupts_compiling(job: Job, world: World) -> bool:
-    """Whether a stop interrupts a compilation where it is.
+    """Whether a stop may interrupt a compilation.
 
-    Several ranks may compile, or not, each for itself, and a stop has to find them at the same place.
+    Not with several ranks: each compiles at its own time, and all have to act on a stop at the same place.
     """
     return job.model.compile and world.size == 1
 
@@ -81,7 +81,7 @@ def compile_network(job: Job, network: Network, world: World, stop: StopRequest)
 
 
 def load_state(job: Job, run_dir: RunDir) -> LoadedCheckpoint | None:
-    """The run folder's own newest good checkpoint, or else that of `resume=`."""
+    """The newest valid checkpoint of the run folder, or else the one that `resume=` names."""
     own = checkpoint.load_newest(run_dir)
     return checkpoint.load(Path(job.resume)) if own is None and job.resume is not None else own
 
@@ -89,7 +89,7 @@ def load_state(job: Job, run_dir: RunDir) -> LoadedCheckpoint | None:
 def restore(
     job: Job, network: Network, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
 ) -> tuple[Progress, str]:
-    """The progress to go on from and where it came from: a checkpoint, `init_from=`, or nothing for a fresh start."""
+    """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start."""
     if loaded is None:
         return Progress(), f"weights of {job.init_from}" if job.init_from else ""
     checkpoint.check_identity(checkpointer.identity, loaded.path)

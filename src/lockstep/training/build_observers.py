@@ -1,4 +1,4 @@
-"""What watches a run: the recorder of each rank with main's sinks, and main's GPU monitor."""
+"""What records a run: the telemetry of each rank with main's sinks, and main's GPU monitor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.training import banner
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
 
-# A loss of so many times that of guessing (the logarithm of the classes) is not one of training any more.
+# A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
 
 
@@ -53,7 +53,7 @@ def build_observers(
 def _sinks(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> tuple[list[Sink], list[Sink]]:
     """Main's files of figures, and its TensorBoard log if the job has one."""
     checkpoint.mark_saved_or_not(run_dir)
-    # A new run that goes on from the checkpoint of another one has none of its figures.
+    # A new run that starts from another run's checkpoint has none of that run's figures.
     logged = progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0
     files: list[Sink] = [
         sinks.JsonLines(run_dir.metrics, progress.step, logged),
@@ -65,7 +65,7 @@ def _sinks(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progre
 
 
 def _samples(job: Job, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:
-    """The log of what this rank trains on. Files of ranks that a resume no longer has are cut at its step too."""
+    """The log of the samples of this rank. The files of ranks that no longer exist after a resume are cut as well."""
     if not job.telemetry.samples:
         return NoSamples()
     ranks = itertools.count(world.rank, world.size)

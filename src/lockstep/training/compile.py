@@ -1,4 +1,4 @@
-"""Compiling the model, with a word while it lasts, and a stop that ends it: it takes about as long as a short run."""
+"""torch.compile for the model. It can take as long as a short run, so the user is told, and may stop it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 from lockstep.core import log
 
-# A rank meets a few shapes of batches: those of the training split and its last short one, cut unevenly into shards
-# and micro-batches, and as many of an evaluation. torch's own limit is 8, behind which a model is not compiled.
+# A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
+# in evaluation. Beyond torch's default of 8 shapes a model would run uncompiled.
 SHAPES = 32
-# Compiling for so long is worth another word.
+# Seconds of compiling after which the user is told again.
 AGAIN_S = 10.0
 
 
@@ -27,19 +27,19 @@ def compile_model(
     speaks: bool,
     interrupting: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """Have `model` compiled in place for each shape of batch that it meets, when it meets it.
+    """Compile `model` in place, for each shape of batch when it first comes.
 
-    Not for batches of any size, as torch would do at the second one: the kernels of a batch would then depend on what
-    came before it, and a resumed run would round in another way.
+    Dynamic shapes, which torch turns on at the second size, are off: kernels would depend on the batches before, and
+    a resumed run would round differently.
 
     Args:
         model: the network.
         mode: torch.compile's.
-        threads: that Inductor may compile with, unless the environment says so; by itself each rank takes all cores.
+        threads: for Inductor to compile with, unless the environment sets them. Its default is all cores, per rank.
         speaks: whether to tell the user.
-        interrupting: the context of a compilation, in which a stop may interrupt it.
+        interrupting: the context for each compilation, which lets a stop interrupt it.
     """
-    # Only who compiles pays for these imports. torch has no other place that tells of a compilation.
+    # Imported here, because they are slow. torch has no public hook for the start and end of a compilation.
     from torch._dynamo import callback
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
@@ -47,7 +47,7 @@ def compile_model(
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         inductor.compile_threads = threads
     dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
-    callback.callback_handler.clear()  # of an earlier run of this process
+    callback.callback_handler.clear()  # callbacks of an earlier run in this process
     words, context = _Words(speaks), ExitStack()
 
     def start(_: Any) -> None:
@@ -64,9 +64,9 @@ def compile_model(
 
 
 class _Words:
-    """What is said when a compilation begins, and while it takes long. Each one's time is in the log.
+    """Tells the user when compiling begins, and while it takes long. The log has the time of each compilation.
 
-    A layer that is not compiled, as a synchronised batch norm, leaves many short compilations around it.
+    There can be many short ones: a layer that is not compiled cuts the model into parts.
     """
 
     def __init__(self, speaks: bool) -> None:

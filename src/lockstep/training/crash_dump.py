@@ -1,4 +1,4 @@
-"""What is kept of a run whose numbers went bad, to be looked at: `incident/` in the run folder."""
+"""What is kept of a run whose loss or weights went bad: `incident/` in the run folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.training.trainer import Trainer
 
 
 def keep(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
-    """Write the global batch of the first bad step, as stored, and the weights as they are now.
+    """Write the global batch of the first bad step, as stored, and the present weights.
 
-    `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to
-    the same step with the same batch. Called by main only. What cannot be written is a warning: the run ends with its
-    own error, and has no half of an `incident/`.
+    `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to the
+    same step with the same batch. Called by main only. If it cannot be written that is a warning, because the run
+    ends with its own error, and no half of an `incident/` stays.
     """
     try:
         _write(error, trainer, run_dir)

@@ -1,4 +1,4 @@
-"""Steps that are tried before a run, with a model of their own, so that nothing of the run changes."""
+"""Steps that are tried before a run on a throw-away model, to measure time or memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lockstep.config.schema import Job
 from lockstep.core.world import World
 from lockstep.optim.ema import make_ema
 
-# A model's rate is tried with few examples first, and with all where such a step would take no longer than this.
+# The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
 FEW, LONG_S = 8, 1.0
-# The first step of a model prepares much and tells little, but a longer one is not waited for again.
+# The first step of a model includes its warm-up. If it took longer than this (seconds), a second one is not tried.
 COLD_S = 5.0
-# The words of those who do not raise torch's own class: CUDA, NCCL and Triton; cuBLAS and cuSOLVER; cuDNN; torch's
-# allocator of the host; oneDNN, which has none of its own for it.
+# Words in the errors of libraries that do not raise torch.OutOfMemoryError: CUDA, NCCL and Triton; cuBLAS and
+# cuSOLVER; cuDNN; torch's allocator for host memory; oneDNN.
 OUT_OF_MEMORY = (
     "out of memory",
     "ALLOC_FAILED",
@@ -27,8 +27,8 @@ OUT_OF_MEMORY = (
 )
 
 
-def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
-    """A whole step of a job on so many blank examples, with all that a run keeps next to it; once for each call."""
+def dry_run_step(job: Job, world: World, examples: int) -> Callable[[], None]:
+    """A function that does one whole step of a job on blank examples, with all memory that a run needs."""
     shape = job.dataset.input_shape
     layout = job.model.memory_format
     precision = job.precision
@@ -42,7 +42,7 @@ def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
         with precision.autocast(world.device):
             loss = F.cross_entropy(model(images).to(precision.sums), labels)
         loss.backward()
-        # The buckets of a distributed strategy, or the sum of earlier micro-batches.
+        # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.
         buckets = [each.grad.clone() for each in model.parameters() if each.grad is not None]
         optimizer.step()
         del buckets
@@ -53,9 +53,9 @@ def trial_step(job: Job, world: World, examples: int) -> Callable[[], None]:
 
 
 def training_rate(job: Job, world: World) -> float | None:
-    """The images per second that a rank trains on, without what reading them costs.
+    """The images per second that a rank can train on when it never waits for data.
 
-    None where it would take long to tell (the model is compiled), or where a step does not fit into memory.
+    None if measuring it would take long (the model is compiled), or if a step does not fit into memory.
     """
     if job.model.compile:
         return None
@@ -64,9 +64,9 @@ def training_rate(job: Job, world: World) -> float | None:
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with torch.random.fork_rng(devices=[]):
         try:
-            seconds = _seconds(trial_step(job, world, tried), world)
+            seconds = _seconds(dry_run_step(job, world, tried), world)
             if tried < examples and seconds * examples / tried < LONG_S:
-                tried, seconds = examples, _seconds(trial_step(job, world, examples), world)
+                tried, seconds = examples, _seconds(dry_run_step(job, world, examples), world)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -78,7 +78,7 @@ def training_rate(job: Job, world: World) -> float | None:
 
 
 def _seconds(step: Callable[[], None], world: World) -> float:
-    """How long the second of two steps takes; the first, where that took long."""
+    """Seconds of the second of two steps; of the first one if that took long."""
     for _ in range(2):
         began = time.perf_counter()
         step()
@@ -91,7 +91,7 @@ def _seconds(step: Callable[[], None], world: World) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there was no memory left, on a GPU or on the host."""
+    """Whether an exception means that memory ran out, on a GPU or on the host."""
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
     return out_of_memory or said

@@ -33,11 +33,11 @@ def evaluate(
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
-    averaged over `views` of an image, as `seen_from` has them. `between` is called after each block, as often on
-    every rank: it may agree with the others, and raise.
+    averaged over `views` of an image (see `seen_from`). `between` is called after each block, equally often on every
+    rank, so it may contain a collective; it may raise.
 
     Raises:
-        InputError: more images are broken than may be, or all of them.
+        InputError: more images are broken than `dataset.skip` allows, or all of them.
     """
     world.share_buffers(model)
     training = model.training
@@ -46,11 +46,11 @@ def evaluate(
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     for images, labels in loader.eval():
         with precision.autocast(world.device):
-            looks = [
-                weight * model(look.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
-                for weight, look in seen_from(pipeline.eval(images), views)
+            seen = [
+                weight * model(view.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
+                for weight, view in seen_from(pipeline.eval(images), views)
             ]
-        logits = torch.stack(looks).sum(0)
+        logits = torch.stack(seen).sum(0)
         loss += F.cross_entropy(logits, labels, reduction="sum")
         hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
@@ -74,11 +74,11 @@ def seen_from(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
     and to the upper left; a moved view has half the weight of one in place (Jordan 2024, arXiv 2404.00498).
     """
     height, width = images.shape[-2:]
-    looks = [(1.0, images)]
+    seen = [(1.0, images)]
     if views == max(VIEWS):
         padded = F.pad(images, [1] * 4, mode="reflect")
-        looks += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
+        seen += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
     if views > 1:
-        looks += [(weight, look.flip(-1)) for weight, look in looks]
-    total = sum(weight for weight, _ in looks)
-    return [(weight / total, look) for weight, look in looks]
+        seen += [(weight, view.flip(-1)) for weight, view in seen]
+    total = sum(weight for weight, _ in seen)
+    return [(weight / total, view) for weight, view in seen]

@@ -45,7 +45,7 @@ def run(
     configure_torch(job, world)
 
     job, data = build_data(job, world)
-    with ThreadPoolExecutor(1) as reader:  # reads, and above all hashes, while the model is built
+    with ThreadPoolExecutor(1) as reader:  # reads and hashes the checkpoint while the model is built
         loading = reader.submit(load_state, job, run_dir)
         network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
     compile_network(job, network, world, stop)
@@ -61,7 +61,7 @@ def run(
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, network, progress, origin=origin)
-    loader = build_loader(job, data, world)  # may refuse the data: only then is it a run
+    loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
     record.begin(job, progress)
     telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
     trainer = Trainer(
@@ -96,18 +96,18 @@ def run(
 
 
 def configure_torch(job: Job, world: World) -> None:
-    """Set what torch keeps for the whole process as the job has it, whatever a job before it has left."""
+    """Set torch's process-wide options for this job; an earlier job of the process may have left others."""
     torch.manual_seed(job.seed)
     micro_batch_search.keep_freed_memory(world, keep=job.train.micro_batches == 1)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
     if torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(False)  # imports the compiler: not for every job
+        torch.use_deterministic_algorithms(False)  # slow (it imports the compiler), so only where it is needed
 
 
 @contextmanager
 def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
-    """Explain an error of training: keep the batch behind bad numbers, say which micro-batches would have fitted.
+    """Explain an error of training: keep the batch behind bad numbers, find the micro-batches that would fit.
 
     Raises:
         NumericalError, LockstepError: what training ended with.
@@ -120,8 +120,8 @@ def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> It
     except NumericalError as error:
         record.keep_progress(trainer.progress)
         record.keep_incident(error, trainer)
-        # All ranks meet this error at one step. The launcher ends the others when the first one leaves, so none
-        # leaves before main has written.
+        # All ranks raise this at the same step. The launcher ends the others when one leaves, so all wait until main
+        # has written.
         world.barrier()
         raise
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""What a job is: its plan, and the facts on which a checkpoint and the run that resumes from it must agree."""
+"""What identifies a job: the facts on which a checkpoint and the run that resumes from it must agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.folder import crops_files
 from lockstep.strategy import Strict
 
-# Fields of a model that change how it computes and not what it is: a resume may change them.
+# Fields of a model that change how it is computed, not what it is. A resume may change them.
 HOW = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
 
 
@@ -51,7 +51,7 @@ def plan_of(job: Job, examples: int) -> Plan:
 
 
 def train_longer(job: Job) -> str:
-    """The override that makes a job twice as long. `steps` wins over `epochs`, so a job that has it is given more."""
+    """The override that makes a job twice as long: `steps` if the job has it (it wins over `epochs`)."""
     return f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
 
 
@@ -75,7 +75,7 @@ def identity(job: Job, examples: int) -> dict[str, Any]:
 
 
 def check_same_data(facts: dict[str, Any], world: World) -> None:
-    """Raise InputError, on every rank, if the data of a machine is not main's, by the identity. Collective."""
+    """Raise InputError on every rank if a machine has other data than main, by these facts. Collective."""
     digests = world.gather(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
     if len(set(digests)) == 1:
         return

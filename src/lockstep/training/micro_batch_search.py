@@ -1,4 +1,4 @@
-"""What fits into a device's memory: found by trying, not by estimating. And how the host's is kept."""
+"""Which number of micro-batches fits into memory: found by trying. And how the C library keeps freed memory."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.training.dry_run import is_out_of_memory, trial_step
+from lockstep.training.dry_run import dry_run_step, is_out_of_memory
 from lockstep.training.evaluate import evaluate
 
-# A step later in the run may need a little more than the first: the allocator's memory is in pieces by then.
+# Later steps may need a little more memory than the first, because of fragmentation.
 MARGIN = 1.2
-# glibc's names of what `mallopt` sets (malloc.h), and what it has them at.
+# glibc's numbers for two options of `mallopt` (malloc.h), and their defaults.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 TRIM, MAPPINGS = 128 * 1024, 65536
 
 
 def keep_freed_memory(world: World, *, keep: bool) -> None:
-    """On the CPU: have the C library keep what is freed, because the next step wants the same again, or not.
+    """On the CPU: have the C library keep freed memory for the next step (`keep`), or return it.
 
-    As it comes, glibc maps each tensor of over 32 MB anew, and the kernel blanks its pages one by one when they are
-    first written to: at each step, for activations that large. What is kept has gaps, so a job that cuts its batch
-    because there is little memory gives it back. Other C libraries are left alone.
+    By default glibc maps each tensor above 32 MB anew, and the kernel clears its pages at the first write: at every
+    step, for large activations. Kept memory is fragmented, so a job that is short of memory (it has micro-batches)
+    does not keep it. Other C libraries are left alone.
     """
     libc = ctypes.CDLL(None)
     if world.device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0 if keep else MAPPINGS)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM)
         if not keep:
-            libc.malloc_trim(0)  # what an earlier job of this process kept
+            libc.malloc_trim(0)  # return what an earlier job of this process kept
 
 
 def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
     """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
 
-    So much memory of the device (`held_gb`, in GB) is left for what the run keeps there besides. None if not even
-    single examples do. Local: the ranks may come to different numbers.
+    `held_gb` (in GB) of the device's memory stay free for the images that a run keeps there. None if not even single
+    examples fit. Not collective: ranks may get different numbers.
     """
     shard = math.ceil(int(job.batch) / world.size)
     micro_batches = least
@@ -60,7 +60,7 @@ def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: f
 
 
 def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
-    """What `train.micro_batches=auto` becomes: the number that fits on every rank, with `held_gb` of images beside.
+    """The number for `train.micro_batches=auto`: it fits on every rank, beside `held_gb` GB of images.
 
     Collective.
 
@@ -79,7 +79,7 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
 
 
 def oom_advice(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
-    """The error of a rank that ran out of memory while training, with what would have fitted."""
+    """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
@@ -98,12 +98,12 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
 
 
 def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
-    """Whether a whole step on so many blank examples fits, with all that a run keeps next to it."""
+    """Whether a whole step on so many blank examples fits into memory."""
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):
         try:
             held = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
-            trial_step(job, world, examples)()
+            dry_run_step(job, world, examples)()
             del held
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -119,7 +119,7 @@ def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
 
 @contextmanager
 def _bounded(world: World) -> Iterator[None]:
-    """On the CPU: have an allocation fail at a rank's share of free memory; the kernel would end the process."""
+    """On the CPU: let allocations fail at a rank's share of free memory, before the kernel kills the process."""
     if world.device.type != "cpu" or sys.platform != "linux":
         yield
         return

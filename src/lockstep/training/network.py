@@ -18,11 +18,11 @@ class Network:
 
     Fields:
         model: the raw module, which is evaluated and saved; `replica` the wrapped one, which is called in training.
-        forward_keys: gives the keys of a micro-batch's examples, from which a forward pass draws; None where the
-            model draws nothing.
+        forward_keys: gives the key of each example in a micro-batch, from which the forward pass draws its random
+            numbers; None where the model has none.
         scaler: of the loss; disabled where the number format needs none.
         ema: the average of the weights, where one is kept.
-        notes: what the model draws in a way that depends on the ranks, in words.
+        notes: sentences about random layers whose numbers depend on the ranks.
         flops: floating-point operations of one example's forward and backward pass; 0 where no peak is known.
         peak: operations per second of all devices of the job; 0 where it is not known.
     """

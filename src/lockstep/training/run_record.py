@@ -1,4 +1,4 @@
-"""What main says of a run and writes into its folder, from the banner to the summary; other ranks do neither."""
+"""What main shows of a run and writes into its folder, from the banner to the summary. Other ranks do neither."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lockstep.training.trainer import Progress, Trainer
 
 
 class NoRecord:
-    """The record of a rank that is not main: none."""
+    """The record of a rank other than main: it does nothing."""
 
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
-        """Say what is about to run, where its weights come from, and where the promise of equal runs ends."""
+        """Show what is about to run, where its weights come from, and where the promise of equal runs ends."""
 
     def begin(self, job: Job, progress: Progress) -> None:
-        """Write what the run is. From here on the folder holds a run and not only the wish for one."""
+        """Write what the run is. From here on the folder holds a run that has begun."""
 
     def keep_progress(self, progress: Progress) -> None:
-        """Write how far a run came that ends before its last step."""
+        """Write how far the run came, if it ends before its last step."""
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
-        """Keep what is needed to look at bad numbers."""
+        """Keep the batch and the weights behind a loss that is not finite."""
 
     def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
-        """Write how the run ended, and say it."""
+        """Write how the run ended, and show it."""
 
 
 class RunRecord(NoRecord):
@@ -73,7 +73,7 @@ class RunRecord(NoRecord):
         return notes
 
     def begin(self, job: Job, progress: Progress) -> None:
-        # Once more: what was `auto` is a number by now.
+        # Written once more, because what was `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))

@@ -1,4 +1,4 @@
-"""Whether the weights of a run are still sound: finite, and the same on every rank."""
+"""Checks of the weights during a run: they are finite, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lockstep.core.world import World
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fingerprint(model: nn.Module) -> Tensor:
-    """The sum of all parameters' bits as integers: an int64 scalar on their device, another one if any bit flips."""
+def checksum(model: nn.Module) -> Tensor:
+    """The sum of all parameters' bits, read as integers: an int64 scalar on their device. One bit changes it."""
     sums = [each.detach().view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in model.parameters()]
     return torch.stack(sums).sum()
 
 
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
-    """Compare the weights of all ranks. Collective; every rank comes to the same end.
+    """Compare the weights of all ranks. Collective; every rank gets the same result.
 
     Raises:
-        LockstepError: a rank has other weights than most, or than main where there is no majority.
+        LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
     """
     if world.size == 1:
         return
     prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    prints[world.rank] = fingerprint(model)
+    prints[world.rank] = checksum(model)
     found = world.sum(prints).tolist()
-    # Main's comes first in a Counter, and so wins a tie.
+    # A Counter keeps the order of insertion, so main wins a tie.
     right = Counter(found).most_common(1)[0][0]
     wrong = [str(rank) for rank, each in enumerate(found) if each != right]
     if wrong:
@@ -45,7 +45,7 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
 def check_finite(model: nn.Module, world: World, step: int) -> None:
     """Raise NumericalError, on every rank, if a parameter or a buffer of one is not finite.
 
-    Collective, because running statistics may be a rank's own. Syncs the device.
+    Collective, because running statistics may differ between ranks. Waits for the device.
     """
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
     broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()

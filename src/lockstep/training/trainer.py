@@ -28,8 +28,14 @@ from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replic
 
 @dataclass
 class Progress:
-    """How far a run has come: the last finished step, its evaluation if it had one (top-1 in percent), the best one,
-    and the open window."""
+    """How far a run has come.
+
+    Fields:
+        step: the last finished one.
+        score: top-1 in percent of the evaluation after that step, if there was one.
+        best, best_step: the best score and its step.
+        window: the steps since the last log point, where a checkpoint lies between two of them.
+    """
 
     step: int = 0
     score: float | None = None
@@ -42,8 +48,8 @@ class Progress:
 class Trainer:
     """Trains a network by a plan.
 
-    A stop is heard between two steps, micro-batches or blocks of an evaluation, at the same place on all ranks.
-    `cuts_steps`: whether one may come within a step, which is then undone.
+    All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks. `cuts_steps`
+    says whether that may be within a step, which is then undone.
     """
 
     world: World
@@ -64,10 +70,10 @@ class Trainer:
     clip_norm: float | None = None
     cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
-    vote: StopConsensus = field(init=False)
+    consensus: StopConsensus = field(init=False)
 
     def __post_init__(self) -> None:
-        self.vote = StopConsensus(self.world)
+        self.consensus = StopConsensus(self.world)
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -89,27 +95,27 @@ class Trainer:
                 if self.plan.due("log", step):
                     self.log(step, scalars)
                 improved = self.plan.due("eval", step) and self.evaluate(step)
-                stop, overdue = self.vote(
-                    self.stop.requested(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
+                stop, overdue = self.consensus.agree(
+                    self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                self.telemetry.heard(self.vote.busy)
+                self.telemetry.heard(self.consensus.busy)
                 if stop and step < self.plan.total_steps:
                     raise StopNow
                 if improved or overdue or self.plan.due("save", step):
                     self.save()
         except StopNow:
-            if self.stop.at_once or not self.stop.begun:
-                raise  # there is nothing to save, or it is not to be
+            if self.stop.force or not self.stop.begun:
+                raise  # there is nothing to save, or no time to
             self.save_and_leave()
-        self.vote.close()
+        self.consensus.close()
         return self.progress
 
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch."""
         network = self.network
         set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
-        # With it the ranks' gradients add up to that of the mean over the global batch, however unevenly it is
-        # cut into shards and micro-batches.
+        # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
+        # unevenly it is cut into shards and micro-batches.
         scale = self.strategy.grad_divisor(self.world) / shard.count
         for micro, last in shard.micro_batches(self.plan.micro_batches):
             with self.strategy.accumulate(network.replica, last):
@@ -119,7 +125,7 @@ class Trainer:
                     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
                 network.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)
-            if not last and self.vote.can_wait:
+            if not last and self.consensus.can_wait:
                 self.between()
         self.strategy.reduce(network.replica)
         network.scaler.unscale_(network.optimizer)
@@ -136,11 +142,11 @@ class Trainer:
         return scalars
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Write what has gathered since the last log point. The one place of a step that syncs the device."""
+        """Write the figures since the last log point. The one place in a step that waits for the device."""
         if self.network.scaler.is_enabled():
             scalars["optim/scale"] = self.network.scaler.get_scale()
         window = self.telemetry.flush(step, scalars)
-        # A loss scaler answers a loss that overflows by skipping the step, until it has nothing left to halve.
+        # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
         tolerated = self.network.scaler.is_enabled() and scalars["optim/scale"] >= 1
         if window.first_bad_step is not None and not tolerated:
             raise NumericalError(
@@ -170,7 +176,7 @@ class Trainer:
         return improved
 
     def _scores(self, model: nn.Module) -> Any:
-        # Nothing of the run changes here: alone, a rank can leave it anywhere.
+        # An evaluation changes no state, so a lone rank may stop anywhere in it.
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
                 model,
@@ -183,25 +189,25 @@ class Trainer:
             )
 
     def make_up_evaluation(self) -> None:
-        """Evaluate the step that a run goes on from, if a stop cut its evaluation."""
+        """Evaluate the step that a run resumes from, if a stop interrupted its evaluation."""
         step = self.progress.step
         if step and self.progress.score is None and self.plan.due("eval", step):
             self.evaluate(step)
             self.save()
 
     def between(self) -> None:
-        """Between two micro-batches or blocks: show life, and leave off if any rank is asked to stop. Collective.
+        """Between two micro-batches or blocks: give a sign of life, and act on a stop of any rank. Collective.
 
         Raises:
-            StopNow: on every rank.
+            StopNow: on every rank, if one was asked to stop.
         """
         self.heartbeat()
-        if self.world.any(self.stop.heard):
+        if self.world.any(self.stop.requested):
             raise StopNow
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Undo what the forward passes of a step have changed (statistics, counts) if a stop cuts it."""
+        """Restore the buffers (running statistics, counts) if a stop comes within the step."""
         before = [buffer.clone() for buffer in self.network.model.buffers()] if self.cuts_steps else []
         try:
             yield
@@ -212,23 +218,23 @@ class Trainer:
             raise
 
     def save_and_leave(self) -> NoReturn:
-        """Save what the last finished step has come to, and leave together."""
+        """Save the state after the last finished step, and end on all ranks together."""
         self.stop.leaving = True
-        self.vote.close()
+        self.consensus.close()
         self.save()
-        # The launcher ends the other ranks when the first one leaves: none does before main has written.
+        # The launcher ends the other ranks when one leaves, so all wait until main has written.
         self.checkpointer.wait()
         self.world.barrier()
         raise Stopped(f"stopped at step {self.progress.step} of {self.plan.total_steps} and saved")
 
     def save(self) -> None:
-        """Keep the state as of the last finished step; training waits for the copy to host memory only.
+        """Save the state after the last finished step. Training waits only for the copy to host memory.
 
         Raises:
-            NumericalError, LockstepError: the weights are not sound; the checkpoint before stays the last.
+            NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
         """
         with self.telemetry.pause():
-            if not self.plan.due("log", self.progress.step):  # where they have just been compared
+            if not self.plan.due("log", self.progress.step):  # a log point has just compared them
                 check_replicas(self.network.model, self.world, self.progress.step)
             check_finite(self.network.model, self.world, self.progress.step)
             self.progress.window = self.telemetry.open_window()

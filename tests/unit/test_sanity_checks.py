@@ -8,17 +8,17 @@ from torch import nn
 
 from lockstep.core.errors import NumericalError
 from lockstep.core.world import World
-from lockstep.training.sanity_checks import check_finite, check_replicas, fingerprint
+from lockstep.training.sanity_checks import check_finite, check_replicas, checksum
 
 
 @pytest.mark.parametrize("bit", [0, 5, 23, 31])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_any_flipped_bit_changes_the_fingerprint(dtype: torch.dtype, bit: int) -> None:
     model = nn.Linear(50, 20, dtype=dtype)
-    before = int(fingerprint(model))
+    before = int(checksum(model))
     words = model.weight.data.view(torch.int64 if dtype is torch.float64 else torch.int16).view(-1)
     words[17] ^= 1 << (bit % 15)
-    assert int(fingerprint(model)) != before
+    assert int(checksum(model)) != before
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
 from lockstep.core.safe_write import write_atomic
+from lockstep.job.preparation import Preparation
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_the_summary_is_changed_and_added_to(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_forgets_how_an_earlier_part_of_it_ended(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     run.metrics.write_text("")
-    run.close(NumericalError("the loss is nan"))
+    run.write_ending(NumericalError("the loss is nan"))
     run.start_summary(step=3)
     assert run.read_summary() == {"status": "running", "step": 3}
 
@@ -135,14 +136,14 @@ def begun(path: Path) -> RunDir:
 
 def test_nothing_is_left_of_a_job_that_was_refused_before_it_began(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    run.close(InputError("the model does not fit"))
+    Preparation.write(run, {}).close(InputError("the model does not fit"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_the_user_had_in_the_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious.bin").write_text("precious")
-    begun(tmp_path).close(InputError("the model does not fit"))
+    Preparation.write(begun(tmp_path), {}).close(InputError("the model does not fit"))
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "precious.bin"]
 
 
@@ -158,13 +159,13 @@ def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path)
     ):
         run = begun(tmp_path / str(number))
         run.metrics.write_text("")
-        run.close(error)
+        Preparation.write(run, {}).close(error)
         assert run.read_summary() == {"status": status, "exit_code": code, "error": sentence}
 
 
 def test_a_fault_before_training_keeps_its_folder_too(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    run.close(ValueError("odd"))
+    Preparation.write(run, {}).close(ValueError("odd"))
     assert run.read_summary()["error"] == "ValueError: odd"
 
 
@@ -172,7 +173,7 @@ def test_a_run_that_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     run.metrics.write_text("")
     run.write_summary(status="completed")
-    again = RunDir.at(run.path).begin({run.config: "other", run.command: "other"})
+    again = Preparation.write(run, {run.config: "other", run.command: "other"})
     assert run.config.read_text() == "other"
     again.close(InputError("nothing is left to do"))
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
@@ -218,7 +219,7 @@ def test_a_refused_resume_leaves_what_could_not_be_read_too(tmp_path: Path) -> N
     run.summary.write_bytes(b"[1]")
     run.command.write_bytes(b"\xff")
     run.environment.unlink()
-    again = RunDir.at(run.path).begin({run.config: "other", run.command: "other", run.environment: "new"})
+    again = Preparation.write(run, {run.config: "other", run.command: "other", run.environment: "new"})
     again.close(InputError("no"))
     assert (run.summary.read_bytes(), run.command.read_bytes(), run.config.read_text()) == (
         b"[1]",
@@ -230,7 +231,7 @@ def test_a_refused_resume_leaves_what_could_not_be_read_too(tmp_path: Path) -> N
 
 def test_a_run_that_never_logged_and_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    RunDir.at(run.path).begin({run.config: "other"}).close(InputError("no"))
+    Preparation.write(run, {run.config: "other"}).close(InputError("no"))
     assert run.config.read_text() == "written"
 
 
@@ -239,11 +240,11 @@ def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(
 ) -> None:
     run = begun(tmp_path / "old")
     with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
-        run.begin({run.config: "other", run.command: "x" * 1000})
+        Preparation.write(run, {run.config: "other", run.command: "x" * 1000})
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
     new = RunDir.at(tmp_path / "new")
     with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
-        new.begin({new.config: "other", new.command: "x" * 1000})
+        Preparation.write(new, {new.config: "other", new.command: "x" * 1000})
     assert not new.path.exists()
 
 
@@ -253,7 +254,7 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_the_job_ended(
     run = begun(tmp_path / "run")
     run.metrics.write_text("")
     with full_disk(10):
-        run.close(Stopped("stopped at step 3"))
+        run.write_ending(Stopped("stopped at step 3"))
     assert run.read_summary() == {"status": "running"}
 
 

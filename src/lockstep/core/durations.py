@@ -1,0 +1,36 @@
+"""How durations and times are written in a config: `100`, `2ep`, `5%`, `10min`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# The most steps of a run: their product with the examples of any data set fits into 63 bits.
+LONGEST = 10**9
+# The longest time, in seconds. Sockets count their timeouts in milliseconds and 31 bits, which end at 596 hours.
+LONGEST_S = 500 * 3600.0
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def parse_duration(value: Any) -> tuple[float, str] | None:
+    """The amount and the unit (`ep`, `%`, or empty for steps) of a duration; None if it is not one."""
+    found = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
+    if found is None or (found[2] is None and "." in found[1]):
+        return None
+    amount, unit = float(found[1]), found[2] or ""
+    return (amount, unit) if amount <= (100 if unit == "%" else LONGEST) else None
+
+
+def parse_time(value: Any) -> float | None:
+    """The seconds of a time such as `30s`, `10min`, `2h` or a bare number (seconds); None if it is not one."""
+    found = _TIME.fullmatch(str(value).strip())
+    seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found is not None else 0.0
+    return seconds if 0 < seconds <= LONGEST_S else None
+
+
+def is_timed(value: Any) -> bool:
+    """Whether a value ends with the unit of a time."""
+    return re.search(r"\d\s*(s|min|h)\s*$", str(value)) is not None

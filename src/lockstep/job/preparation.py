@@ -1,0 +1,113 @@
+"""The files that describe a job in its run folder, and how they are removed again if the job is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_write import write_atomic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What was written into a run folder for a job. As a context it closes the job when an error ends it.
+
+    Fields:
+        before: the content of each replaced file; None for a file that did not exist.
+        summary_before: which file the summary was.
+    """
+
+    run_dir: RunDir
+    before: Mapping[Path, bytes | None]
+    summary_before: tuple[int, int] | None
+
+    @classmethod
+    def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
+        """Write the files that describe a job.
+
+        Raises:
+            StorageError: one cannot be written; all are as they were.
+        """
+        before = {path: content_to_keep(path) for path in texts}
+        preparation = cls(run_dir=run_dir, before=before, summary_before=_which(run_dir.summary))
+        try:
+            # A resume compares the overrides with this file: a kill between the two must not leave those of another
+            # command beside it.
+            run_dir.composed.unlink(missing_ok=True)
+            for path, text in texts.items():
+                write_atomic(path, text)
+        except StorageError:
+            preparation.take_back()
+            raise
+        return preparation
+
+    def take_back(self) -> None:
+        """Undo `write`: of a new job nothing is left, an older one is as it was.
+
+        Raises:
+            StorageError: a file cannot be written back.
+        """
+        if not self.run_dir.began and not any(self.before.values()):
+            self._remove()
+            return
+        for path, content in self.before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif content != content_to_keep(path):
+                write_atomic(path, content)
+
+    def close(self, error: BaseException) -> None:
+        """Say in the summary how the job ended, or take everything back if it was refused before training started."""
+        began_here = self.run_dir.began and not (self.before and _which(self.run_dir.summary) == self.summary_before)
+        if isinstance(error, InputError) and not began_here:
+            with suppress(OSError, StorageError, UnreadableFile):
+                self.take_back()
+        else:
+            self.run_dir.write_ending(error)
+
+    def _remove(self) -> None:
+        """Remove the files of a job that never began, and each folder that is empty then."""
+        for file in self.run_dir.prepared_files():
+            file.unlink(missing_ok=True)
+        for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
+    def __enter__(self) -> RunDir:
+        return self.run_dir
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.close(error)
+
+
+def content_to_keep(path: Path) -> bytes | None:
+    """The content of a file that is about to be replaced, so that it can be put back; None where there is none.
+
+    Raises:
+        UnreadableFile: it is no plain file, or too large to be kept in memory.
+    """
+    try:
+        return safe_read.read_bytes(path, 64 * safe_read.MB)
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise
+
+
+def _which(path: Path) -> tuple[int, int] | None:
+    """Tells a file from one that replaced it, whatever their content; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
