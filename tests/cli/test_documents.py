@@ -229,14 +229,6 @@ def test_every_tag_that_tensorboard_charts_is_documented() -> None:
     assert {tag.replace(".*", "N") for tag in charted} <= documented
 
 
-def test_the_groups_of_the_readme_are_those_of_the_configuration() -> None:
-    for name, options in [
-        (row[0].strip("`"), set(re.findall(r"`(\w+)`", row[1]))) for row in rows("README.md", "group")
-    ]:
-        files = {path.stem for path in (ROOT / "conf" / name).glob("*.yaml")}
-        assert files <= options, f"README.md does not name {name}={files - options}"
-
-
 def test_the_map_of_the_readme_is_the_tree() -> None:
     text = (ROOT / "README.md").read_text().partition("## Where things are")[2]
     entries = re.findall(r"^( *)(\S+)", text.split("```")[1], re.MULTILINE)

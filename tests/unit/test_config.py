@@ -24,6 +24,12 @@ from lockstep.runtime import program
 
 CONF = ROOT / "conf"
 OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
+# What an option does not have a value for.
+MANDATORY = {
+    "dataset=folder": ["dataset.path=nowhere"],
+    "dataset=packed": ["dataset.path=nowhere"],
+    "model=timm": ["model.name=resnet18"],
+}
 
 
 def failure(*overrides: str) -> Exception:
@@ -39,9 +45,7 @@ def failure(*overrides: str) -> Exception:
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_builds_and_gives_its_node_back(option: str) -> None:
     group = option.partition("=")[0]
-    node = composed(option, *(["dataset.path=nowhere"] if option in ("dataset=folder", "dataset=packed") else []))[
-        group
-    ]
+    node = composed(option, *MANDATORY.get(option, []))[group]
     component = components.build(group, node)
     assert components.node(component) == node
     assert components.build(group, components.node(component)) == component
@@ -182,6 +186,7 @@ def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
         ("name=a b [c", ["name=a b [c"]),
         ("epochs=", ["epochs"]),
         ("dataset=folder", ["dataset.path"]),
+        ("model=timm", ["model.name has no value", "model.name=VALUE"]),
         ("name=${no.such.key}", ["name", "no.such.key"]),
     ],
 )

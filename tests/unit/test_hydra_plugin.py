@@ -31,6 +31,10 @@ def test_the_node_of_a_name_has_every_field_of_the_class() -> None:
     assert node == components.node(Timm(name="resnet50d"))
 
 
+def test_a_name_of_timm_and_the_option_timm_with_that_name_are_the_same_model() -> None:
+    assert composed("model=timm", "model.name=resnet50d")["model"] == composed("model=resnet50d")["model"]
+
+
 def test_a_file_of_the_project_wins_over_a_name_of_timm() -> None:
     assert composed("model=resnet34")["model"]["_target_"] == "lockstep.models.ResNet34"
 

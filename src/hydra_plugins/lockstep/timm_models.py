@@ -12,7 +12,7 @@ from lockstep.config.timm_names import is_timm_model, timm_models
 
 
 class TimmConfigSource(ConfigSource):
-    """Answers for `model/NAME` with the node of `lockstep.models.Timm`."""
+    """Answers for `model/NAME` with `conf/model/timm.yaml` and the name in it."""
 
     @staticmethod
     def scheme() -> str:
@@ -38,17 +38,7 @@ class TimmConfigSource(ConfigSource):
         if not self.is_config(config_path):
             raise ConfigLoadError(f"Config not found: {config_path}")
         name = config_path.strip("/").removesuffix(".yaml").rpartition("/")[2]
-        node = {
-            "_target_": "lockstep.models.Timm",
-            "name": name,
-            "pretrained": False,
-            "drop_rate": 0.0,
-            "drop_path_rate": 0.0,
-            "channels_last": False,
-            "compile": False,
-            "compile_mode": "default",
-            "options": {},
-        }
+        node = {"defaults": ["timm", "_self_"], "name": name}
         return ConfigResult(
             provider=self.provider, path="timm://", config=OmegaConf.create(node), header={"package": None}
         )

@@ -1,0 +1,261 @@
+"""Make the lists of options and keys: in docs/configuration.md, README.md and the help in conf/config.yaml.
+
+    python docs/reference.py            rewrites what is generated, in place
+    python docs/reference.py --check    exits with 1 and names each file that is out of date
+
+The meaning of an option is the comment at the top of conf/GROUP/NAME.yaml. The meaning of a key is the comment at the
+key: above it, or behind it on its line. The default is the value there; the type is that of the class's field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import itertools
+import re
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config.components import locate
+from lockstep.config.schema import GROUPS, Job
+from lockstep.core.fields import Choice, Duration, Options, PathText, Rule, Text, Time, rule_of
+
+ROOT = Path(__file__).parents[1]
+HELP_COLUMNS = 100
+# A document as a comment names it, and as docs/configuration.md links to it.
+DOCUMENT, LINK = r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)"
+# Rules that are too long for a table; docs/configuration.md explains these words.
+SHORT: Mapping[type[Any], str] = {Time: "a time", Text: "a text", PathText: "a path", Options: "a mapping"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A row of a table of keys: the dotted name, the type in words, the default as the YAML has it, the meaning."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a group, with the keys that it brings."""
+
+    name: str
+    meaning: str
+    keys: tuple[Key, ...] = ()
+
+
+def generated(root: Path) -> dict[Path, str]:
+    """What each of the three files should contain.
+
+    Raises:
+        SystemExit: an option or a key has no comment, or a YAML file has not the keys of its class.
+    """
+    config = root / "conf" / "config.yaml"
+    defaults = {
+        group: option
+        for each in yaml.safe_load(config.read_text())["defaults"]
+        if isinstance(each, dict)
+        for group, option in each.items()
+    }
+    groups = {group: read_group(root, group, defaults[group]) for group in (*GROUPS, "experiment")}
+    job = tuple(read_keys(config, "", Job))
+
+    reference, readme = root / "docs" / "configuration.md", root / "README.md"
+    text = fill(reference, reference.read_text(), "job", job_table(job))
+    for group, options in groups.items():
+        text = fill(reference, text, group, group_tables(options))
+    rows = ([f"`{group}`", names(options)] for group, options in groups.items())
+    summary = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
+    shown = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
+    shown = splice(config, shown, "(batch is over all ranks):\n", "\n", help_of_keys(job))
+    return {reference: text, readme: summary, config: shown}
+
+
+def read_group(root: Path, group: str, default: str | None) -> list[Option]:
+    """The options of a group: the default first, the others by the alphabet."""
+    files = sorted(root.joinpath("conf", group).glob("*.yaml"), key=lambda path: (path.stem != default, path.stem))
+    return [read_option(path, group) for path in files]
+
+
+def read_option(path: Path, group: str) -> Option:
+    """An option, by its file."""
+    text = path.read_text()
+    top = itertools.takewhile(lambda line: re.match(r"# (?!command:)", line), text.splitlines())
+    meaning = " ".join(line.removeprefix("# ") for line in top if not line.startswith("# @package"))
+    if not meaning:
+        raise SystemExit(f"{path}: there is no comment at the top that says what the option is")
+    if group not in GROUPS:
+        return Option(path.stem, meaning)
+    cls = locate(group, yaml.safe_load(text)["_target_"])
+    return Option(path.stem, meaning, tuple(read_keys(path, f"{group}.", cls)))
+
+
+def read_keys(path: Path, prefix: str, cls: type[Any]) -> Iterator[Key]:
+    """The keys of a YAML file, which are the fields of `cls`."""
+    fields = dict(fields_of(cls))
+    for name, default, meaning in commented(path.read_text().partition("\nhydra:")[0]):
+        if name == "_target_":
+            continue
+        if name not in fields:
+            raise SystemExit(f"{path}: {name} is not a field of {cls.__name__}")
+        if not meaning:
+            raise SystemExit(f"{path}: {name} has no comment that says what it is")
+        yield Key(f"{prefix}{name}", type_of(*fields.pop(name)), default, meaning)
+    if fields:
+        raise SystemExit(f"{path}: there is no {', '.join(fields)}, which {cls.__name__} has")
+
+
+def commented(text: str) -> Iterator[tuple[str, str, str]]:
+    """The dotted name of each key of a YAML text, its value as it is written there, and its comment."""
+    block, comment = "", []
+    for line in text.splitlines():
+        if note := re.fullmatch(r" *# (.*)", line):
+            comment.append(note[1])
+            continue
+        if key := re.fullmatch(r"( *)(\w+):(?: +([^#\s].*?))?(?: +# (.*))?", line):
+            indent, name, value, behind = key.groups()
+            if value is None:
+                block = f"{name}."
+            else:
+                yield block * bool(indent) + name, value, " ".join([*comment, *([behind] if behind else [])])
+        comment = []
+
+
+def fields_of(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[type[Any], str]]]:
+    """The dotted name of each key of a class, with the class and the field that it is; of a job, its own keys."""
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.default_factory):
+            yield from fields_of(typing.cast(type[Any], field.default_factory), f"{prefix}{field.name}.")
+        elif cls is not Job or field.name not in GROUPS:
+            yield f"{prefix}{field.name}", (cls, field.name)
+
+
+def type_of(cls: type[Any], name: str) -> str:
+    """The type of a field in words: its values, or the words of its rule, which errors use too."""
+    hint, rule = typing.get_type_hints(cls)[name], rule_of(cls, name)
+    members = typing.get_args(hint) or (hint,)
+    values: list[str] = []
+    if isinstance(rule, Choice):
+        values = [str(each) for each in rule.values]
+    elif bool in members:
+        values = ["true", "false"]
+    elif choices := [each for each in members if isinstance(each, enum.EnumMeta)]:
+        values = list(choices[0].__members__)
+    null = type(None) in members
+    if values:
+        values += ["null"] * null
+        return f"{', '.join(values[:-1])} or {values[-1]}"
+    words = word_of(rule) if rule is not None else "a text"
+    return "a list, each " * (typing.get_origin(hint) is list) + words + ", or null" * null
+
+
+def word_of(rule: Rule) -> str:
+    """What fits a rule, in a few words."""
+    if isinstance(rule, Duration):
+        return "a duration or a time" if rule.timed else "a duration"
+    return SHORT.get(type(rule), rule.expected)
+
+
+def job_table(keys: Iterable[Key]) -> str:
+    """The keys of the job, as Markdown."""
+    rows = ([f"`{key.name}`", key.type, f"`{key.default}`", key.meaning] for key in keys)
+    return table(["key", "type", "default", "meaning"], rows)
+
+
+def group_tables(options: list[Option]) -> str:
+    """The options of a group and their keys, as Markdown. Options with the same key share its row."""
+    text = table(["option", "what it is"], ([f"`{each.name}`", each.meaning] for each in options))
+    having: dict[Key, list[Option]] = {}
+    for option in options:
+        for key in option.keys:
+            having.setdefault(key, []).append(option)
+    order = list(dict.fromkeys([each for key in having for each in (key.name, key.meaning)]))
+    rows, last = [], Key("", "", "", "")
+    for key in sorted(having, key=lambda key: (order.index(key.name), order.index(key.meaning))):
+        meaning = "the same" if (key.name, key.meaning) == (last.name, last.meaning) else key.meaning
+        default = "has to be given" if key.default == "???" else f"`{key.default}`"
+        rows.append([f"`{key.name}`", names(having[key]), key.type, default, meaning])
+        last = key
+    return f"{text}\n\n{table(['key', 'options', 'type', 'default', 'meaning'], rows)}" if rows else text
+
+
+def help_of_groups(groups: Mapping[str, list[Option]]) -> str:
+    """The options of each group, as `--help` shows them."""
+    return "".join(help_entry(group, (each.name for each in options)) for group, options in groups.items())
+
+
+def help_of_keys(keys: Iterable[Key]) -> str:
+    """The keys of the job with their defaults, as `--help` shows them: those of a block behind its name."""
+    blocks: dict[str, list[str]] = {}
+    for key in keys:
+        block, _, name = key.name.rpartition(".")
+        known = key.default != "null" and "${" not in key.default
+        blocks.setdefault(f"{block}." * bool(block), []).append(f"{name}={key.default}" if known else name)
+    return "".join(help_entry(block, words) for block, words in blocks.items())
+
+
+def help_entry(name: str, words: Iterable[str]) -> str:
+    """A name and, in a column of its own, what belongs to it, as lines of the help in conf/config.yaml."""
+    filled = textwrap.fill(
+        " ".join(words),
+        width=HELP_COLUMNS,
+        initial_indent=f"  {name:<12}",
+        subsequent_indent=" " * 14,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return textwrap.indent(filled, " " * 6) + "\n"
+
+
+def names(options: Iterable[Option]) -> str:
+    return " ".join(f"`{each.name}`" for each in options)
+
+
+def table(headings: list[str], rows: Iterable[list[str]]) -> str:
+    """A table in Markdown. A file of docs/ that a cell names becomes a link."""
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for row in rows:
+        text = " | ".join(cell.replace("|", "\\|") for cell in row)
+        lines.append(f"| {re.sub(DOCUMENT, LINK, text)} |")
+    return "\n".join(lines)
+
+
+def fill(path: Path, text: str, part: str, body: str) -> str:
+    """The text of a document with `body` as its generated part of that name."""
+    body = body.replace(f"[{path.name}]({path.name}#", "[below](#")
+    return splice(path, text, f"<!-- generated by docs/reference.py: {part} -->\n", "<!-- end -->\n", f"\n{body}\n\n")
+
+
+def splice(path: Path, text: str, begin: str, end: str, body: str) -> str:
+    """The text of a file with `body` in place of what is between a line that ends with `begin` and the line `end`."""
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(f"\n{end}")
+    if not found or not closed:
+        raise SystemExit(f"{path}: there is no {begin.strip()!r} with {end.strip() or 'an empty line'!r} after it")
+    return before + begin + body + end + after
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
+    parser = argparse.ArgumentParser(description="Make the lists of options and keys in the documents and in --help.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
+    check = parser.parse_args(arguments).check
+    stale = {path: text for path, text in generated(root).items() if path.read_text() != text}
+    if check and stale:
+        files = ", ".join(str(path.relative_to(root)) for path in stale)
+        raise SystemExit(f"out of date: {files}; `python docs/reference.py` makes the lists anew")
+    for path, text in stale.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
