@@ -172,7 +172,7 @@ def main() -> None:
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"
-    job = resolve.resolve(components.build_job(composition.composed(ROOT / "conf", words(arguments))), sweep=False)
+    job = resolve.resolve(components.build_job(composition.composed(words(arguments))), sweep=False)
     job.precision.configure()  # here already: what is compiled under another setting would be compiled again
     contenders: dict[str, Callable[[int], Figures]] = {
         "reference": reference(job, arguments),

@@ -112,7 +112,7 @@ def words(arguments: argparse.Namespace, size: int, precision: str, *others: str
 
 def built(overrides: list[str]) -> Job:
     """The job with its components, checked for this machine."""
-    job = resolve.resolve(components.build_job(composition.composed(ROOT / "conf", overrides)), sweep=False)
+    job = resolve.resolve(components.build_job(composition.composed(overrides)), sweep=False)
     job.precision.check(job.device)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark

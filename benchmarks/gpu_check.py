@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py --device cpu                     # what can be tried without a GPU, in small
 
 Made for a machine with one card, torch 2.11 or newer and no network. On another machine, with a network, fetch the
-wheels that it lacks; the versions are those of requirements.txt. 3.12 stands for its Python:
+wheels that it lacks; the versions are those of pyproject.toml. 3.12 stands for its Python:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
         --platform manylinux_2_17_x86_64 --dest wheels "hydra-core<1.4" "omegaconf<2.4" "simplejpeg<2"

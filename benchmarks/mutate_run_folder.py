@@ -162,7 +162,7 @@ def stopped_halfway(folder: Path) -> None:
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()
     with Lock() as lock:
-        job = composition.composed(ROOT / "conf", list(overrides))
+        job = composition.composed(list(overrides))
         with suppress(Stopped), prepare.prepare(job, called, lock) as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
@@ -355,7 +355,7 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     if (made := forked(lambda: stopped_halfway(original), original)).code:
         raise SystemExit(f"the job to mutate could not be made: {made.err}")
     shutil.copytree(original, undamaged)
-    composed = composition.composed(ROOT / "conf", ["name=resume"])
+    composed = composition.composed(["name=resume"])
     if (done := resumed(undamaged, composed)).code:
         raise SystemExit(f"the run that nobody changed ended with {done.code}: {done.err}")
     expected = bits(undamaged)

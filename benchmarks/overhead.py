@@ -50,7 +50,7 @@ Epoch = Callable[[], float]
 
 def network(name: str) -> nn.Module:
     """The network that Lockstep builds for `model=name`."""
-    job = components.build_job(composition.composed(ROOT / "conf", [f"model={name}", "name=overhead"]))
+    job = components.build_job(composition.composed([f"model={name}", "name=overhead"]))
     return job.model.build(CLASSES, (1, 28, 28))
 
 

@@ -15,7 +15,7 @@ CONF = Path(__file__).parent.parent / "conf"
 def prepared(folder: Path, overrides: list[str]) -> tuple[Job, RunDir]:
     """A job, and the folder in which it can be run in this process, or go on."""
     words = [*overrides, f"output_root={folder.parent}"]
-    job = resolve(components.build_job(composition.composed(CONF, words)), sweep=False)
+    job = resolve(components.build_job(composition.composed(words)), sweep=False)
     run = RunDir.at(folder)
     run.config.write_text(yaml_io.dump(components.plain(job)))
     run.overrides.write_text(yaml_io.dump_list(words))

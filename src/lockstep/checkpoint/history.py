@@ -17,6 +17,7 @@ from pathlib import Path
 from lockstep.checkpoint.reading import LoadedCheckpoint, read, whole_weights
 from lockstep.checkpoint.validation import find_corruption
 from lockstep.config import yaml_io
+from lockstep.config.program_words import program_words
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
@@ -94,7 +95,7 @@ def _lost(run_dir: RunDir) -> str:
     whole = next((path for path in (*found, run_dir.path) if whole_weights(path)), None)
     usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
     try:
-        command = shlex.join(["python", "train.py", *yaml_io.load_list(run_dir.overrides)])
+        command = shlex.join([*program_words(), *yaml_io.load_list(run_dir.overrides)])
     except InputError:
         command = "the command of this run and another hydra.run.dir=FOLDER"
     return (

@@ -1,17 +1,41 @@
-"""The command `lockstep`: what can be done besides training."""
+"""The command `lockstep`."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from lockstep.runtime import signals
 
+SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
+
 
 def main() -> None:
-    """The console command `lockstep`."""
+    """The console command `lockstep`. What needs torch is imported when a command runs, so that --help is fast."""
     signals.begin(says=signals.STOPPED_EARLY)
-    parser = argparse.ArgumentParser(prog="lockstep", description="Commands around train.py.")
+    if sys.argv[1:2] == ["train"] or SHELL_COMPLETION & set(sys.argv):
+        train()
+    else:
+        run(arguments())
+
+
+def train() -> None:
+    """Train with the words behind `lockstep train`."""
+    from lockstep.cli.train import main as train_main
+
+    if sys.argv[1:2] == ["train"]:
+        del sys.argv[1]
+    # Hydra completes the words behind the program's name, for which it takes the first word of the line.
+    os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace("lockstep train", "lockstep", 1)
+    train_main()
+
+
+def arguments() -> argparse.Namespace:
+    """The arguments of the other commands; a mistake in them ends the program with code 2."""
+    parser = argparse.ArgumentParser(prog="lockstep", description="Train image classifiers: `lockstep train --help`.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")
     prove = commands.add_parser(
         "prove",
         help="show on this machine that a config is the same run under every strategy and world size",
@@ -19,7 +43,7 @@ def main() -> None:
         "machine allows, kill one run and resume it, and compare losses, weights and samples. The exit code is 0 if "
         "all agree, 70 if one does not, 2 if the config does not fit.",
     )
-    prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for train.py, e.g. model=resnet18")
+    prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
     prove.add_argument("--steps", type=int, default=20, help="of each run [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
     pack = commands.add_parser(
@@ -35,24 +59,28 @@ def main() -> None:
     pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
     pack.add_argument("--skip", type=int, metavar="N", help="the most broken images to leave out [0]")
     pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")
-    arguments = parser.parse_args()
-    if arguments.command == "pack":
-        given = {name for name in ("source", "target", "size", "skip") if getattr(arguments, name) is not None}
-        if not (given >= {"source", "target"} if arguments.check is None else not given):
+    given = parser.parse_args()
+    if given.command == "pack":
+        named = {name for name in ("source", "target", "size", "skip") if getattr(given, name) is not None}
+        if not (named >= {"source", "target"} if given.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
-    # Imported here, because --help must not wait for it; what needs torch is further down.
+    return given
+
+
+def run(given: argparse.Namespace) -> None:
+    """Run a command other than `train`."""
     from lockstep.runtime import program
 
     with program.command_line(), program.bypass_hydra_errors():
-        if arguments.command == "prove":
-            from lockstep.cli.prove import prove as run_prove
+        if given.command == "prove":
+            from lockstep.cli.prove import prove
 
-            run_prove(arguments.overrides, steps=arguments.steps, ranks=arguments.ranks)
+            prove(given.overrides, steps=given.steps, ranks=given.ranks)
         else:
-            from lockstep.cli import pack as packing
+            from lockstep.cli import pack
 
-            size = 256 if arguments.size is None else arguments.size
-            if arguments.check is not None:
-                packing.check(arguments.check)
+            if given.check is not None:
+                pack.check(given.check)
             else:
-                packing.pack(arguments.source, arguments.target, size=size, skip=arguments.skip or 0)
+                size = 256 if given.size is None else given.size
+                pack.pack(given.source, given.target, size=size, skip=given.skip or 0)

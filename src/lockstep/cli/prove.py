@@ -25,7 +25,6 @@ from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-import lockstep
 from lockstep.checkpoint import MODEL, latest_valid
 from lockstep.config import components, composition
 from lockstep.core import log
@@ -34,7 +33,6 @@ from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import PARENT
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
-TRAIN = Path(lockstep.__file__).parents[2] / "train.py"
 # So many micro-batches more than the user's config has are tried too: uneven on most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
@@ -84,8 +82,6 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
         InputError: the config does not fit.
         LockstepError: a run failed, or is not the run it should be.
     """
-    if not TRAIN.is_file():
-        raise InputError(f"prove runs train.py, and there is none at {TRAIN}; install Lockstep with pip install -e .")
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
     planned = cases(_sizes(ranks), micro_batches=_several(overrides))
@@ -165,7 +161,7 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
 
 def _several(overrides: list[str]) -> int | None:
     """Another number of micro-batches for the user's config; None where there is none that keeps the run the same."""
-    job = components.build_job(composition.composed(TRAIN.parent / "conf", [*overrides, "name=prove"]))
+    job = components.build_job(composition.composed([*overrides, "name=prove"]))
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):
@@ -189,7 +185,8 @@ def _sizes(ranks: str | None) -> list[int]:
 
 def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     """Run a case to its end, through a kill where it asks for one, and read what it left."""
-    command = [sys.executable, str(TRAIN), *overrides, *case.overrides, f"hydra.run.dir={folder}"]
+    words = ["train", *overrides, *case.overrides, f"hydra.run.dir={folder}"]
+    command = [sys.executable, "-m", "lockstep", *words]
     run_dir = RunDir(folder)
     if case.killed:
         _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)

@@ -14,11 +14,15 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import lockstep
 from lockstep.config import components, hydra_policy
 from lockstep.config.invocation import ConfigFiles
 from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, unreadable
+from lockstep.config.program_words import program_name
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
+
+CONF = Path(lockstep.__file__).with_name("conf").resolve()
 
 
 def register() -> None:
@@ -34,16 +38,12 @@ def register() -> None:
         OmegaConf.register_new_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
 
 
-def showed_help(program: str) -> bool:
-    """Show the help if the command line asks for it. Hydra would look through all config groups first (0.3 s).
-
-    Args:
-        program: the file beside whose `conf` folder has the text, in `hydra.help.template` of `config.yaml`.
-    """
+def showed_help() -> bool:
+    """Show the help if the command line asks for it. Hydra would look through all config groups first (0.3 s)."""
     asked = not {"-h", "--help"}.isdisjoint(sys.argv)
     if asked:
-        text = Path(program).with_name("conf").joinpath("config.yaml").read_text()
-        sys.stdout.write(yaml.safe_load(text)["hydra"]["help"]["template"] + "\n")
+        text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
+        sys.stdout.write(text.replace("python train.py", program_name()) + "\n")
     return asked
 
 
@@ -85,12 +85,12 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
         raise unreadable(error) from error
 
 
-def composed(folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """The config that `train.py` would compose from the groups in `folder`, as plain values, outside of Hydra.
+def composed(overrides: list[str]) -> dict[str, Any]:
+    """The config that the command line `overrides` would compose, as plain values, outside of Hydra.
 
     Raises:
         InputError: an override does not fit.
     """
     register()
-    with initialize_config_dir(str(folder), version_base="1.3"):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
         return to_dict(compose("config", overrides=overrides))

@@ -11,6 +11,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from lockstep.config.messages import key_of
+from lockstep.config.program_words import program_words
 from lockstep.core.errors import InputError
 
 
@@ -80,7 +81,7 @@ class Invocation:
         overrides = tuple(str(each) for each in hydra.overrides.task)
         return cls(
             overrides=overrides,
-            command=shlex.join(["python", "train.py", *configs.words, *overrides]),
+            command=shlex.join([*program_words(), *configs.words, *overrides]),
             sweep=sweep,
             number=int(hydra.job.num) if sweep else 0,
             folder=folder.absolute() if sweep or folder != Path() else None,

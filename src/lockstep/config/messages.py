@@ -19,6 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from lockstep.config.program_words import program_name
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
@@ -80,7 +81,7 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(where + sentence(each))
     if found := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
         return InputError(
-            f"{found[1]} names several values; `python train.py -m {found[1]}` runs a sweep over them, and a list "
+            f"{found[1]} names several values; `{program_name()} -m {found[1]}` runs a sweep over them, and a list "
             f"is written {found[2]}=[{found[3]}]"
         )
     if isinstance(error, HydraException):
@@ -124,7 +125,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
     few = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
-    meant = did_you_mean(name, options) or few or " `python train.py --help` shows the groups."
+    meant = did_you_mean(name, options) or few or f" `{program_name()} --help` shows the groups."
     return f"{group}={name}: there is no {group} of that name.{meant}"
 
 
@@ -187,4 +188,4 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
         hint = f" Did you mean {', '.join(map(repr, same))}?"
     else:
         hint = did_you_mean(key, ours)
-    return f"{key}: there is no such key in the config.{hint or ' `python train.py --cfg job` shows them all.'}"
+    return f"{key}: there is no such key in the config.{hint or f' `{program_name()} --cfg job` shows them all.'}"

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from lockstep.config.program_words import program_name
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched
@@ -26,7 +27,7 @@ def _refuse_under_torchrun() -> None:
     from lockstep.launcher import create_on_main  # needs torch, which --help does not wait for
 
     def refuse() -> NoReturn:
-        raise InputError("torchrun would run the whole sweep in each rank; type python train.py -m ... instead")
+        raise InputError(f"torchrun would run the whole sweep in each rank; type {program_name()} -m ... instead")
 
     with create_on_main(refuse, program.say):
         raise AssertionError("a refusal ends every rank")

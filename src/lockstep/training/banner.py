@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.config.invocation import config_words
+from lockstep.config.program_words import program_words, words_of
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.plan import Plan
@@ -106,13 +107,14 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
     )
     log.say(f"   look at it   tensorboard --logdir {folder}")
-    words = shlex.join(["python", "train.py", *_config_words(run_dir), f"resume={folder}", train_longer(job)])
+    words = shlex.join([*_command_words(run_dir), f"resume={folder}", train_longer(job)])
     log.say(f"   train longer {words}")
 
 
-def _config_words(run_dir: RunDir) -> list[str]:
-    """The words of the run's command that name its config files."""
+def _command_words(run_dir: RunDir) -> list[str]:
+    """The words of the run's command that a resume has to repeat: the program and its config files."""
     try:
-        return config_words(read_text(run_dir.command))
+        command = read_text(run_dir.command)
     except UnreadableFile:
-        return []
+        return program_words()
+    return [*words_of(command), *config_words(command)]

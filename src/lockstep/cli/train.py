@@ -1,0 +1,57 @@
+"""Training one job: compose its config, check it, make its run folder, start its ranks.
+
+`train.py` of a checkout, `lockstep train` and a project's own `train.py` all call `main`.
+"""
+
+from __future__ import annotations
+
+import hydra
+from omegaconf import DictConfig
+
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.invocation import Invocation
+from lockstep.core.launched import is_launched
+from lockstep.job.run_folder import job_lock, lock_run_folder
+from lockstep.runtime import program
+from lockstep.runtime.native_threads import configure_native_threads
+
+
+def main() -> None:
+    """Train the job of the command line, or the sweep, and exit with its code if it fails."""
+    composition.register()
+    with program.command_line():
+        composition.showed_help() or train()
+
+
+@hydra.main(version_base="1.3", config_path=str(composition.CONF), config_name="config")
+def train(composed: DictConfig) -> float | None:
+    """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
+    from lockstep.sweep.jobs import run_sweep_job
+
+    with program.bypass_hydra_errors():
+        invocation = Invocation.current()
+    return run_sweep_job(lambda: run_job(composed, invocation), invocation)
+
+
+def run_job(composed: DictConfig, invocation: Invocation) -> float | None:
+    """Lock, check and launch one job; returns its objective.
+
+    Raises:
+        LockstepError: the job does not fit, was stopped or failed.
+    """
+    with job_lock(invocation) as lock:
+        if not is_launched():  # refuse a folder in use before torch is imported
+            lock_run_folder(composition.to_dict(composed), invocation, lock)
+        configure_native_threads()
+        # Imported here, because they need torch, and --help and --cfg job must not wait for it.
+        from lockstep.job import worker
+        from lockstep.job.preparation import Preparation
+        from lockstep.job.prepare import prepare
+        from lockstep.launcher import create_on_main
+
+        def make() -> Preparation:
+            return prepare(composition.to_dict(composed), invocation, lock)
+
+        with create_on_main(make, program.say) as run_dir:
+            launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
+            return launcher.launch(worker.main, run_dir)
