@@ -1,6 +1,8 @@
 """Lockstep: one config, any strategy, the same run.
 
-Importing the package imports nothing else, so that `--help` stays fast.
+Importing the package imports no torch, so that `--help` stays fast.
 """
 
-__version__ = "0.1.0"
+from lockstep.api import main, option
+
+__all__ = ["main", "option"]

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hydra
 from omegaconf import DictConfig
 
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition, extensions, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.launched import is_launched
 from lockstep.job.run_folder import job_lock, lock_run_folder
@@ -16,10 +18,14 @@ from lockstep.runtime import program
 from lockstep.runtime.native_threads import configure_native_threads
 
 
-def main() -> None:
-    """Train the job of the command line, or the sweep, and exit with its code if it fails."""
+def main(packages: Sequence[str] = ()) -> None:
+    """Train the job of the command line, or the sweep, and exit with its code if it fails.
+
+    `packages` are extensions of this program.
+    """
     composition.register()
     with program.command_line():
+        extensions.use(packages)
         composition.showed_help() or train()
 
 

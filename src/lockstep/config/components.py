@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep.config import yaml_io
+from lockstep.config import extensions, yaml_io
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import fields
@@ -42,8 +42,11 @@ def locate(group: str, target: object) -> type[Any]:
     module, _, name = str(target).rpartition(".")
     if module == GROUPS[group] and (found := locate_in(module, name)) is not None:
         return found
+    if (found := extensions.locate(group, module, name)) is not None:
+        return found
     raise InputError(
-        f"{group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with {group}=NAME"
+        f"{group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with {group}=NAME, or "
+        f"install the extension that has it (extensions here: {extensions.shown()})"
     )
 
 
@@ -135,7 +138,8 @@ def schema() -> DictConfig:
 def node(component: Component) -> dict[str, Any]:
     """The node that `build` would make `component` from."""
     cls = type(component)
-    module = next(module for module in GROUPS.values() if locate_in(module, cls.__name__) is cls)
+    modules = (module for module in GROUPS.values() if locate_in(module, cls.__name__) is cls)
+    module = next(modules, cls.__module__)  # of an extension
     return {"_target_": f"{module}.{cls.__name__}", **_values(component)}
 
 

@@ -32,6 +32,8 @@ from lockstep.core.errors import InputError
 
 Key = tuple[str, ...]
 
+EXTENSION = "extension"  # the provider of an extension's configs begins with it
+
 # What `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
 OURS: Mapping[Key, object] = {
     ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
@@ -197,7 +199,7 @@ def _below(key: Key, prefixes: Iterable[Key]) -> bool:
 
 def _of_user(provider: str) -> bool:
     """Whether the user names a source: `--config-path` (or our `conf`), `--config-dir`, `hydra.searchpath`."""
-    return provider in ("main", "command-line") or provider.startswith("hydra.searchpath")
+    return provider in ("main", "command-line") or provider.startswith(("hydra.searchpath", EXTENSION))
 
 
 def _check_folders(search_path: ConfigSearchPath) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.config import composition, messages, yaml_io
+from lockstep.config import composition, extensions, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile, read_json
 from lockstep.job.preparation import content_to_keep
 
 SHOWN = 4
@@ -24,10 +25,31 @@ def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], lis
         InputError: an override does not fit.
     """
     stored, added = yaml_io.load_list(run_dir.overrides), _added(today)
-    job = composition.to_dict(composition.recompose(stored, added, today.configs))
+    try:
+        job = composition.to_dict(composition.recompose(stored, added, today.configs))
+    except InputError as error:
+        raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
     if "name" not in map(messages.key_of, added):
         job["name"] = yaml_io.load(run_dir.config).get("name", job["name"])
     return job, [*stored, *added]
+
+
+def _missing_extensions(run_dir: RunDir) -> str:
+    """The extensions that a run had and that are not here, as the end of a sentence; empty if all are."""
+    try:
+        facts = read_json(run_dir.environment)
+    except UnreadableFile:
+        return ""
+    had = facts.get("extensions") if isinstance(facts, dict) else {}
+    here = {each.package for each in extensions.active()}
+    missing = (
+        [f"{package} ({origin})" for package, origin in had.items() if package not in here]
+        if isinstance(had, dict)
+        else []
+    )
+    if not missing:
+        return ""
+    return f" The run had extensions that are not here: {', '.join(missing)}; install them, or use its own program."
 
 
 def _added(today: Invocation) -> tuple[str, ...]:

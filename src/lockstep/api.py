@@ -1,0 +1,22 @@
+"""What a program of somebody else calls: `lockstep.main`, and `lockstep.option` for its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.config.options import option
+from lockstep.runtime import signals
+
+__all__ = ["main", "option"]
+
+
+def main(extensions: Sequence[str] = ()) -> None:
+    """Be the command that trains, as `train.py` is, with packages of your own as extensions.
+
+    Args:
+        extensions: names of packages, as they are imported, that need not be installed.
+    """
+    signals.begin(says=signals.STOPPED_EARLY)
+    from lockstep.cli.train import main as train_main
+
+    train_main(extensions)

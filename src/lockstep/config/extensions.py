@@ -1,0 +1,188 @@
+"""Extensions: packages of other people whose classes and configs are options too.
+
+An installed package is one if it has an entry point in the group `lockstep.extensions`; a program can name further
+ones by `lockstep.main(extensions=[...])`. Nothing else can: no config, no run folder, no file in the current folder.
+Finding an extension does not import it; that happens when a config chooses something that only it can have.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from lockstep.config import options
+from lockstep.config.schema import GROUPS
+from lockstep.config.timm_names import is_timm_model
+from lockstep.core.errors import InputError, did_you_mean
+
+ENTRY_POINTS = "lockstep.extensions"
+# In the environment of the ranks: the extensions that the program named, with the folders they are in.
+VARIABLE = "LOCKSTEP_EXTENSIONS"
+CONF = Path(__file__).parents[1] / "conf"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A package with options.
+
+    Fields:
+        package: its name, as it is imported.
+        origin: who says that it is one.
+        folder: of the package.
+    """
+
+    package: str
+    origin: str
+    folder: Path
+
+    @property
+    def conf(self) -> Path | None:
+        """Its folder of configs, if it has one."""
+        folder = self.folder / "conf"
+        return folder if folder.is_dir() else None
+
+    def has(self, module: str) -> bool:
+        """Whether a module belongs to it."""
+        return module == self.package or module.startswith(f"{self.package}.")
+
+    def load(self, module: str = "") -> ModuleType:
+        """Import it, or one of its modules.
+
+        Raises:
+            InputError: it cannot be imported, or declares an option that cannot be one.
+        """
+        name = module or self.package
+        try:
+            return importlib.import_module(name)
+        except InputError:
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            here = [each for each in frames if Path(each.filename).is_relative_to(self.folder)]
+            line = error.lineno if isinstance(error, SyntaxError) else here[-1].lineno if here else None
+            file = error.filename if isinstance(error, SyntaxError) else here[-1].filename if here else self.folder
+            where = f"{file}:{line}" if line else str(file)
+            raise InputError(
+                f"{where}: the extension {name} ({self.origin}) cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+
+
+def use(packages: Sequence[str]) -> None:
+    """Make packages extensions of this program and of the ranks that it starts.
+
+    Raises:
+        InputError: there is no such package.
+    """
+    named = [_found(package, f"named by {Path(sys.argv[0]).name}") for package in packages]
+    if named:
+        os.environ[VARIABLE] = json.dumps({each.package: str(each.folder.parent) for each in named})
+    active.cache_clear()
+
+
+@functools.cache
+def active() -> tuple[Extension, ...]:
+    """All extensions, each with its folder of configs checked.
+
+    Raises:
+        InputError: one cannot be found, or has a config that is no option of a group or has the name of another one.
+    """
+    installed = [
+        _found(each.value, f"installed by {each.dist.name} {each.dist.version}" if each.dist else "installed")
+        for each in entry_points(group=ENTRY_POINTS)
+    ]
+    named = []
+    for package, parent in _named_by_program().items():
+        if importlib.util.find_spec(package) is None:  # a rank does not have the program's import path
+            sys.path.append(parent)
+        named.append(_found(package, "named by the program"))
+    extensions = {each.package: each for each in (*named, *installed)}
+    owner: dict[str, Extension] = {}
+    for extension in extensions.values():
+        for option, file in _configs(extension):
+            if option in owner:
+                raise InputError(f"{file}: {option} is an option of {owner[option].package} too; rename one of them")
+            owner[option] = extension
+    return tuple(extensions.values())
+
+
+def owner_of(module: str) -> Extension | None:
+    """The extension that a module belongs to, if it is active."""
+    return next((each for each in active() if each.has(module)), None)
+
+
+def load_all() -> None:
+    """Import every extension, so that its options are known.
+
+    Raises:
+        InputError: one cannot be imported, or declares an option that cannot be one.
+    """
+    for extension in active():
+        extension.load()
+
+
+def locate(group: str, module: str, name: str) -> type | None:
+    """The class `name` in a module of an extension, if it was declared as an option of `group`; else None.
+
+    Raises:
+        InputError: the module cannot be imported.
+    """
+    extension = owner_of(module)
+    if extension is None:
+        return None
+    extension.load(module)
+    return options.declared_class(group, module, name)
+
+
+def shown() -> str:
+    """The active extensions for use in a sentence."""
+    return ", ".join(f"{each.package} ({each.origin})" for each in active()) or "none"
+
+
+def _named_by_program() -> dict[str, str]:
+    """The packages that the program has named for its ranks, with the folders they are in."""
+    text = os.environ.get(VARIABLE, "{}")
+    try:
+        named = json.loads(text)
+    except ValueError:
+        named = None
+    if not isinstance(named, dict) or not all(isinstance(each, str) for each in named.values()):
+        raise InputError(f"the environment has {VARIABLE}={text!r}, which only a program of ours may set; unset it")
+    return named
+
+
+def _found(package: str, origin: str) -> Extension:
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(
+            f"the extension {package} ({origin}) is not a package that can be imported; install it with pip, or "
+            "leave it out"
+        )
+    return Extension(package, origin, Path(spec.submodule_search_locations[0]))
+
+
+def _configs(extension: Extension) -> list[tuple[str, Path]]:
+    """The options in the `conf` folder of an extension, as GROUP=NAME, with their files."""
+    found = []
+    groups = [*GROUPS, "experiment"]
+    for file in sorted(extension.conf.rglob("*.yaml")) if extension.conf else ():
+        group, name = file.parent.relative_to(extension.folder / "conf").as_posix(), file.stem
+        if group not in groups:
+            known = did_you_mean(group, groups) or f" The groups are {', '.join(groups)}."
+            raise InputError(f"{file}: {group!r} is no config group; put it into conf/GROUP/NAME.yaml.{known}")
+        if (CONF / group / file.name).exists() or (group == "model" and is_timm_model(name)):
+            raise InputError(f"{file}: {group}={name} is an option of Lockstep; rename the file")
+        found.append((f"{group}={name}", file))
+    return found

@@ -1,0 +1,109 @@
+"""Classes that declare themselves as options of a config group."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform
+
+from lockstep.config.schema import GROUPS
+from lockstep.config.timm_names import is_timm_model
+from lockstep.core.errors import InputError, did_you_mean
+
+T = TypeVar("T")
+CONF = Path(__file__).parents[1] / "conf"
+
+_DECLARED: dict[tuple[str, str], type[Any]] = {}
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Declare a class as an option of a config group: `GROUP=NAME` chooses it, and its fields are the keys.
+
+    The class becomes a frozen, keyword-only dataclass. A YAML file `conf/GROUP/NAME.yaml` in the package is not
+    needed, but can give it other defaults or a second name.
+
+    Args:
+        group: of the config, such as `model`.
+        name: of the option; by default the name of the class in snake case.
+
+    Raises:
+        InputError: the group does not exist, the name is taken, or a field has no type that a config can hold.
+    """
+
+    def declare(cls: type[T]) -> type[T]:
+        where = _place(cls)
+        if group not in GROUPS:
+            known = did_you_mean(group, GROUPS) or f" The groups are {', '.join(GROUPS)}."
+            raise InputError(f"{where}: {cls.__name__} declares an option of {group!r}, which is no group.{known}")
+        made = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
+        chosen = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        _check_fields(made, where)
+        other = _DECLARED.get((group, chosen))
+        if (CONF / group / f"{chosen}.yaml").exists() or (group == "model" and is_timm_model(chosen)):
+            raise InputError(f"{where}: {group}={chosen} is an option of Lockstep; give {cls.__name__} another name")
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise InputError(f"{where}: {group}={chosen} is declared at {_place(other)} too; rename one of them")
+        _DECLARED[group, chosen] = made
+        return made
+
+    return declare
+
+
+def declared(group: str) -> dict[str, type[Any]]:
+    """The declared options of a group, by name."""
+    return {name: cls for (of, name), cls in _DECLARED.items() if of == group}
+
+
+def declared_class(group: str, module: str, name: str) -> type[Any] | None:
+    """The class `name` of a module, if it was declared as an option of `group`."""
+    found = (cls for cls in declared(group).values() if (cls.__module__, cls.__qualname__) == (module, name))
+    return next(found, None)
+
+
+def default_node(cls: type[Any]) -> dict[str, Any]:
+    """The config node of a declared class with its defaults."""
+    from omegaconf import OmegaConf  # slow, and importing this module has to be fast
+
+    values = OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True)
+    assert isinstance(values, dict)
+    return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **{str(key): value for key, value in values.items()}}
+
+
+def _check_fields(cls: type[Any], where: str) -> None:
+    from omegaconf import OmegaConf  # slow, as above
+    from omegaconf.errors import OmegaConfBaseException
+
+    assert is_dataclass(cls)
+    known = {each.name for each in fields(cls)}
+    inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
+    for name, value in vars(cls).items():
+        plain = not callable(value) and not hasattr(value, "__get__")
+        if (
+            plain
+            and not name.startswith("_")
+            and name not in known | inherited | set(vars(cls).get("__annotations__", {}))
+        ):
+            raise InputError(
+                f"{where}: {cls.__name__}.{name} has no type, so it is no key of the config; write `{name}: "
+                f"{type(value).__name__} = {value!r}`, or ClassVar if it is not meant to be one"
+            )
+    try:
+        OmegaConf.structured(cls)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{where}: a field of {cls.__name__} has a type that a config cannot hold ({reason}); use numbers, "
+            "texts, booleans, enums, lists or dictionaries of them"
+        ) from error
+
+
+def _place(cls: type[Any]) -> str:
+    """The file and line of a class."""
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return cls.__module__
