@@ -237,7 +237,7 @@ def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, chan
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=r"\(manifest.json does not say what one of `lockstep pack` says\)"):
+    with pytest.raises(InputError, match=r"\(manifest.json is not a manifest of `lockstep pack`\)"):
         Packed(path=str(path.parent)).prepare()
 
 
@@ -311,7 +311,7 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    with packing._partial(tmp_path / "target"):  # leaves what another pack is at alone
+    with packing._temporary_folder(tmp_path / "target"):  # leaves what another pack is at alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
     process.kill()
     process.wait()
