@@ -213,12 +213,7 @@ class Checkpointer:
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
         for path in retired:
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint. Renames it first, so that a kill never leaves half a checkpoint."""
-    _delete(_set_aside(path))
+            _delete(_set_aside(path))  # renamed first, so that a kill never leaves half a checkpoint
 
 
 def _delete(path: Path) -> None:
