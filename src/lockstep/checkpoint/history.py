@@ -91,7 +91,7 @@ def _all_lost(run_dir: RunDir) -> str:
     """The error of a run without a whole checkpoint: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
     reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
-    reasons = reasons or ["there is none, and there was one"]
+    reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
     usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
     try:

@@ -72,7 +72,7 @@ def read(path: Path) -> LoadedCheckpoint:
     except Exception as error:  # the hashes match, but the files do not load: torch and safetensors raise all kinds
         reason = str(error).partition("\n")[0]
         if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text advises to execute it
-            reason = f"{STATE} has more in it than tensors and plain values"
+            reason = f"{STATE} contains more than tensors and plain values"
         raise damaged(path, reason) from error
 
 
@@ -167,7 +167,7 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None
     if not own or not saved:
         return
     if own.keys() != saved.keys() or not all(isinstance(value, (int, float)) for value in saved.values()):
-        raise ValueError("the loss scaler's state is not one")
+        raise ValueError("the saved state is not that of a loss scaler")
     # The other entries are options of how the scale grows, not state.
     scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
 

@@ -104,7 +104,7 @@ def _facts(path: Path) -> dict[str, Any]:
                 if step_name and int(step_name[1]) != step:
                     raise ValueError(f"its facts are those of step {step}")
                 return dict(facts)
-    raise ValueError(f"{FACTS} does not say what a checkpoint says")
+    raise ValueError(f"{FACTS} is not the facts of a checkpoint")
 
 
 def _is_progress(parsed: Mapping[str, Any]) -> bool:

@@ -90,7 +90,7 @@ class SGD(OptimizerOption):
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
             raise InputError(
-                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and there is nothing to look ahead with; "
+                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and Nesterov's needs one above 0; "
                 "use optimizer.momentum=0.9 or optimizer.nesterov=false"
             )
 
@@ -153,7 +153,9 @@ class Timm(OptimizerOption):
                 f"optimizer.opt is {self.opt!r}, which timm does not have.{did_you_mean(self.opt, names)}"
             )
         if get_optimizer_info(self.opt).second_order:
-            raise InputError(f"optimizer.opt is {self.opt!r}, which needs second derivatives: a step has none")
+            raise InputError(
+                f"optimizer.opt is {self.opt!r}, which needs second derivatives: a training step computes none"
+            )
         if self.momentum != Timm.momentum and not get_optimizer_info(self.opt.split("_")[-1]).has_momentum:
             raise InputError(
                 f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; leave it out, and "

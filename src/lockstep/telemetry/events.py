@@ -44,7 +44,7 @@ def trim_events(paths: list[Path], after: int) -> set[str]:
                 seen |= values
                 RecordWriter(trimmed).write(record)
         if damaged:
-            log.warn(f"{path} is damaged: what cannot be read of it is left out of TensorBoard")
+            log.warn(f"{path} is damaged: records that cannot be read are left out of TensorBoard")
         if len(seen) == before:
             path.unlink()
         elif len(trimmed.getvalue()) != path.stat().st_size:  # replace only if needed: a viewer may have it open

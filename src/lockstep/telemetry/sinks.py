@@ -81,7 +81,7 @@ class JsonLines(_TextSink):
         self.file, last = truncate_after(path, after, _step_of)
         if last < logged:
             log.warn(
-                f"{path} ends at step {last}, and its run had logged step {logged}: what is between them is lost"
+                f"{path} ends at step {last}, and its run had logged step {logged}: the lines between them are lost"
             )
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -140,7 +140,7 @@ def _contents(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         parts = [os.read(descriptor, READ_BYTES)]
         while parts[-1]:
             parts.append(os.read(descriptor, READ_BYTES))

@@ -101,7 +101,7 @@ def listing(folder: Path, train: Path) -> Listing:
     """The files of the split in `folder`, whose classes are those of the split in `train`; listed once per process.
 
     Raises:
-        InputError: it is no split, or has a class of its own.
+        InputError: `folder` is not a split, or has a class that `train` does not have.
     """
     if (folder, train) not in LISTINGS:
         LISTINGS[folder, train] = _list_files(folder, train)
@@ -154,5 +154,5 @@ def _image_files(folder: Path) -> Iterator[str]:
                 continue
             # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
             if not entry.is_file() and Path(entry.path).exists():
-                raise InputError(f"dataset.path: {entry.path} is no regular file, expected an image; remove it")
+                raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
             yield entry.name

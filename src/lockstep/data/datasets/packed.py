@@ -152,7 +152,7 @@ class Manifest:
 def invalid_pack(folder: Path, reason: str) -> InputError:
     """The error for a folder that is not a whole packed data set."""
     return InputError(
-        f"dataset.path: {folder} is no whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
+        f"dataset.path: {folder} is not a whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
     )
 
 

@@ -46,7 +46,7 @@ class Resident:
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, and why."""
-        return self, "as asked"
+        return self, "as configured"
 
     def held_gb(self, context: LoaderContext) -> float:
         """The device memory (in GB) that images will permanently take from a rank, beyond what they use already."""
@@ -113,7 +113,7 @@ class Streaming:
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, and why. `workers=auto` is decided by a measurement."""
         if self.workers != "auto":
-            return self, "as asked"
+            return self, "as configured"
         if context.splits[0].images is not None and not isinstance(context.splits[0], MappedSplit):
             # Only a worker can read ahead, so setting `prefetch` gets one.
             return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
@@ -171,7 +171,7 @@ class Auto(Streaming):
         if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
             return "loader.workers or loader.prefetch is given"
         if context.boxes:
-            return "other boxes of the files in each epoch"
+            return "each epoch crops other boxes from the files"
         if context.gigabytes > room:
             return f"{context.gigabytes:.1f} GB do not fit in {room:.1f} GB"
         if context.splits[0].images is None and context.reads <= stored:

@@ -123,7 +123,7 @@ class Loader:
         train_feed, eval_feed: read the images.
         partners: whether a shard also has the mix partner of its last example.
         stride: the most steps whose shards are read together.
-        order_device: where the order of the examples is computed: where the images are, so that no step waits for it.
+        order_device: computes the order of the examples; the images' device, so that no step waits for the order.
         skip: the most broken images that are left out.
         broken_seen: the broken images so far, as (whether of the training split, index).
     """
