@@ -71,7 +71,7 @@ def read(path: Path) -> LoadedCheckpoint:
         )
     except Exception as error:  # the hashes match, but the files do not load: torch and safetensors raise all kinds
         reason = str(error).partition("\n")[0]
-        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text advises to execute it
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text advises loading it
             reason = f"{STATE} contains more than tensors and plain values"
         raise damaged(path, reason) from error
 
@@ -115,9 +115,8 @@ def whole_weights(path: Path) -> bool:
     file = path / MODEL
     try:
         if (path / MANIFEST).exists():
-            return manifest(path)[MODEL] == sha256(
-                file
-            )  # `manifest` checks the sizes: a huge sparse file takes hours
+            # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
+            return manifest(path)[MODEL] == sha256(file)
         return bool(_shapes(file))
     except (UnreadableFile, ValueError, SafetensorError):
         return False
@@ -162,7 +161,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
-    """Restore the scale of a loss scaler; nothing is saved by a run whose precision has no scaler."""
+    """Restore the scale of a loss scaler. If the saved run had no scaler, it keeps its initial scale."""
     own = scaler.state_dict()
     if not own or not saved:
         return

@@ -67,7 +67,7 @@ class Timm(Network):
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm
 
-        self.check()  # again, because a rank reads its config from a file, and timm would open a file that it names
+        self.check()  # again: a rank reads its config from a file, and a name or an option can make timm read another one
         channels, height, width = input_shape
         options = dict(self.options)
         published = timm.get_pretrained_cfg(self.name)

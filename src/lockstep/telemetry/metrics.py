@@ -23,8 +23,7 @@ from lockstep.telemetry.window import Window
 
 S = TypeVar("S", bound=Stepped)
 
-# Micro-batches of finished steps are counted together, once there are so many logits (as float32 4 MB) or
-# micro-batches.
+# Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
 
 
@@ -84,8 +83,7 @@ class Telemetry:
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
         self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
         # One entry per micro-batch since the last log point. The losses (float64) stay on the device until the next
-        # one. They are summed only there, in a fixed order, so that a resume in the window does not change the sum's
-        # bits.
+        # one and are summed only there, in a fixed order: a resume in the window then gives the same bits.
         self.losses = torch.zeros(0, dtype=torch.float64, device=world.device)
         self.steps: list[int] = []
         self.counts: list[int] = []

@@ -32,10 +32,10 @@ class Samples(NoSamples):
 
 
 def fingerprints(images: Tensor) -> Tensor:
-    """A hash, int64 (b,), of each row of floats (b, ...): the bits of its numbers, weighted by position, summed mod
-    2^64.
+    """Hashes int64 (b,) of the rows of floats (b, ...).
 
-    Sums of integers do not depend on their order, so the hash is the same on every device and in every batch.
+    A hash is the sum of the row's bits as integers, weighted by position, modulo 2^64. The sum of integers does not
+    depend on their order, so the hash is the same on every device and in every batch.
     """
     words = images.contiguous().flatten(1).view(torch.int64 if images.dtype == torch.float64 else torch.int32)
     odd = 2 * torch.arange(words.shape[1], device=words.device) + 1

@@ -31,8 +31,7 @@ from lockstep.runtime.host import GB, cores, free_memory
 
 # The most values (pixels times channels) of images that are gathered and augmented together. On a CPU, as many as
 # stay in its cache: as float32 they are 4 MB. On a GPU a call costs more than many values do, so they may take a
-# small share of the free memory, counting temporary copies (a float32, an offset of eight bytes, and some more bytes
-# per value).
+# small share of the free memory, with temporary copies (per value a float32, an offset of 8 bytes and a few more).
 STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
 BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
@@ -72,8 +71,7 @@ class Resident:
 
         def read(requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
             for _, indices in requests:
-                # index_select copies whole images; plain indexing goes byte by byte and takes 8 times as long on a
-                # CPU.
+                # index_select copies whole images; indexing goes byte by byte, which takes 8 times as long on a CPU.
                 yield images.index_select(0, indices.to(world.device, non_blocking=True)), broken
 
         return read
