@@ -67,7 +67,8 @@ class Timm(Network):
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm
 
-        self.check()  # again: a rank reads its config from a file, and a name or an option can make timm read another one
+        # Again, because a rank reads its config from a file, and a name or an option can make timm read other files.
+        self.check()
         channels, height, width = input_shape
         options = dict(self.options)
         published = timm.get_pretrained_cfg(self.name)

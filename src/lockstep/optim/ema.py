@@ -11,8 +11,7 @@ class EMA(AveragedModel):
     """An exponential moving average of a model's parameters and buffers.
 
     Only the update differs from torch's class: it is one kernel over all floats and one over all counters. torch
-    collects the lists of tensors again at each step, and copies its counter to the device, which waits for the
-    device.
+    collects the tensors again at each step, and copies its counter to the device, which waits for the device.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,5 +32,5 @@ class EMA(AveragedModel):
 
 
 def make_ema(model: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of the model's parameters and buffers, which starts at their first update."""
+    """An exponential moving average of the model's parameters and buffers; the first update copies them."""
     return EMA(model, decay)

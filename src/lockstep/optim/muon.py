@@ -147,8 +147,7 @@ def _with_layout_of(tensor: Tensor, matrix: Tensor) -> Tensor:
 def newton_schulz(matrices: Tensor, iterations: int) -> Tensor:
     """Bring the singular values of matrices (b, o, n) to about one, in their own dtype.
 
-    This is the quintic iteration of Newton and Schulz with Jordan's coefficients; the values end up between 0.7 and
-    1.2.
+    This is the quintic iteration of Newton and Schulz with Jordan's coefficients; values end up between 0.7 and 1.2.
     """
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]

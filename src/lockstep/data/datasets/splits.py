@@ -70,7 +70,7 @@ class Crop:
     seed: int
     size: tuple[int, int]
 
-    def of(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
+    def boxes_for(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
         """The boxes of the examples `indices`, whose images are `files`."""
         sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
         boxes = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
@@ -105,7 +105,7 @@ class FileSplit:
                 files.append(ImageFile.read(self.paths[index]))
             except (OSError, ValueError) as error:
                 raise self._broken(index, error) from error
-        boxes = self.crop.of(files, indices, epoch) if self.crop is not None else None
+        boxes = self.crop.boxes_for(files, indices, epoch) if self.crop is not None else None
         for number, file in enumerate(files):
             try:
                 decoded[number] = file.square(self.size) if boxes is None else file.box(boxes[number], size)
