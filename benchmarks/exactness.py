@@ -35,7 +35,7 @@ from lockstep.core.process_group import join
 from lockstep.core.rng import SampleRNG
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import batches
+from lockstep.data.loading.sampler import shard_indices
 from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.launcher.spawn import Spawn
@@ -116,7 +116,7 @@ def order() -> Rows:
         steps = -(-examples // BATCH)
         every = {"log_every": steps, "eval_every": steps, "save_every": steps}
         plan = Plan(examples=examples, batch=BATCH, total_steps=steps, micro_batches=1, **every)
-        for _ in batches(plan, 0, rank=1, ranks=2, after=0):
+        for _ in shard_indices(plan, 0, rank=1, ranks=2, after=0):
             pass
 
     rows = {}

@@ -272,7 +272,7 @@ def short_of_training() -> Iterator[None]:
     from lockstep.launcher import Inline
     from lockstep.runtime import program
 
-    def offline(self: object, train: bool, download: bool) -> None:
+    def offline(self: object, train: bool, download: bool = False) -> None:
         raise RuntimeError("no network")
 
     program.leave = sys.exit  # type: ignore[assignment]

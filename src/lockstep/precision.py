@@ -1,4 +1,4 @@
-"""The number formats. Each is a frozen value; the scaler is disabled where a format needs none."""
+"""The number formats (`precision=`). Each is a frozen value; formats that need no loss scaler have a disabled one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class FP32:
     """float32 throughout."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
-    """The format of matrix products, convolutions and input images; another one than `storage` means autocast."""
+    """The format of matrix products, convolutions and input images; autocast is used if it differs from `storage`."""
     storage: ClassVar[torch.dtype] = torch.float32
     """The format of parameters and gradients."""
     sums: ClassVar[torch.dtype] = torch.float32
-    """The format that images are normalised in and losses are computed in: never a short one."""
+    """The format of normalisation and of losses: never a 16-bit one."""
     matmul: ClassVar[str] = "highest"
     """torch's name for the precision of float32 products on CUDA: `highest`, or `high` for TF32."""
 
     def check(self, device: str) -> None:
-        """Every device has float32."""
+        """Every device supports float32."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """`model` with its parameters in the format of storage."""
+        """Convert the parameters of `model` to `storage`, in place; returns the model."""
         return model.to(self.storage)
 
     def configure(self) -> None:
@@ -48,7 +48,7 @@ class FP32:
 
 @dataclass(frozen=True, kw_only=True)
 class FP64(FP32):
-    """float64 throughout: slow, and what shows whether two runs differ by more than summation order."""
+    """float64 throughout: slow; it shows whether two runs differ by more than summation order."""
 
     dtype: ClassVar[torch.dtype] = torch.float64
     storage: ClassVar[torch.dtype] = torch.float64
@@ -68,7 +68,7 @@ class TF32(FP32):
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(FP32):
-    """bfloat16 autocast. As wide as float32 in exponent, so no scaler."""
+    """bfloat16 autocast. It has float32's exponent range, so it needs no scaler."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
@@ -79,11 +79,11 @@ class BF16(FP32):
 
 @dataclass(frozen=True, kw_only=True)
 class BF16Pure(BF16):
-    """bfloat16 throughout, weights, gradients and the optimizer's state too: half the memory and its traffic.
+    """bfloat16 throughout, also weights, gradients and optimizer state: half the memory and memory traffic.
 
-    Only batch norm stays in float32, because running statistics move by less than bfloat16 can tell apart. A weight
-    has eight bits: it does not move by a step of less than 1/256 of itself, which a high learning rate has to make up
-    for. Made for short runs, as the speed records on CIFAR-10 are.
+    Only batch norm stays in float32, because its running statistics change by less than bfloat16 can represent. A
+    weight has eight significant bits: an update of less than 1/256 of it is lost, so a high learning rate is needed.
+    Meant for short runs, such as the speed records on CIFAR-10.
     """
 
     storage: ClassVar[torch.dtype] = torch.bfloat16

@@ -381,7 +381,7 @@ def test_a_folder_that_is_no_data_set_is_named(
     assert sentence in said
 
 
-def offline(self: object, train: bool, download: bool) -> None:
+def offline(self: object, train: bool, download: bool = False) -> None:
     """Stands for torchvision's data sets on a machine without a network: only the download is faked."""
     raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 

@@ -245,6 +245,6 @@ def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(run: Path, tm
     sent = run / "checkpoints" / "step-00000003"
     torch.save({"optimizer": Hostile(tmp_path / "executed")}, sent / "state.pt")
     (sent / "manifest.json").write_text(checkpoint.manifest_text(sent))
-    with pytest.raises(InputError, match=rf"checkpoint {sent} is damaged \(state.pt has more in it than"):
+    with pytest.raises(InputError, match=rf"checkpoint {sent} is damaged \(state.pt contains more than"):
         train_here(tmp_path / "new", f"resume={sent}", "steps=6")
     assert not (tmp_path / "executed").exists()

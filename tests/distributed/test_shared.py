@@ -71,7 +71,7 @@ def exit_as_rank(folder: Path) -> None:
         except InputError as error:
             found["error"] = str(error)
         mapped = shared_maps()
-        shared_memory._target = lambda link: ""  # as if the other rank were in another container
+        shared_memory._link_target = lambda link: ""  # as if the other rank were in another container
         alone, again = shared_memory.decode_all(split, here, threads=2)
         found["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
         found["alone"] = shared_maps() - mapped
@@ -81,8 +81,8 @@ def exit_as_rank(folder: Path) -> None:
 
 def listed(folder: Path, here: world.World) -> dict[str, object]:
     """How often this rank lists files, where the list that it then has lies, and what it says."""
-    count, whole = [], listing._listed
-    listing._listed = lambda *places: (count.append(1), whole(*places))[1]
+    count, whole = [], listing._list_files
+    listing._list_files = lambda *places: (count.append(1), whole(*places))[1]
     source = Folder(path=str(folder), decode_size=6)
     if here.rank == 0:
         source.prepare()
@@ -92,7 +92,7 @@ def listed(folder: Path, here: world.World) -> dict[str, object]:
     mapped = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
     shared_memory.share_listings(source, here)
     again = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
-    listing.KNOWN.clear()  # so that the listing of each rank is its own from here on
+    listing.LISTINGS.clear()  # so that the listing of each rank is its own from here on
     return {
         "listed": len(count),
         "shares": mapped == again and len(mapped),

@@ -204,7 +204,7 @@ def test_what_is_left_of_a_resized_crop_is_the_mirror_it_would_have_had() -> Non
     for kind in (RandomResizedCrop, RandAugmentResized):
         whole = kind(scale=[1.0, 1.0], ratio=[1.0, 1.0])
         expected = whole.apply(batch, each, (8, 8)).round().to(torch.uint8)
-        assert torch.equal(whole.rest.apply(batch, each, (8, 8)), expected)
+        assert torch.equal(whole.after_crop.apply(batch, each, (8, 8)), expected)
 
 
 @pytest.mark.parametrize(

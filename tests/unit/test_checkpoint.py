@@ -751,7 +751,7 @@ def test_a_progress_of_other_types_is_damage_and_no_traceback(run: RunDir, chang
     first, second = saved(run, 1, 2)
     facts = {"format": 1, "identity": IDENTITY, "progress": {**progress(2), **change}}
     rewritten(second, "facts.json", json.dumps(facts).encode())
-    assert checkpoint.find_corruption(second) == "facts.json does not say what a checkpoint says"
+    assert checkpoint.find_corruption(second) == "facts.json is not the facts of a checkpoint"
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):
         checkpoint.check_identity(IDENTITY, second)
     assert checkpoint.latest_valid(run.checkpoints) == first
@@ -765,7 +765,7 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
     (path,) = saved(run, 1)
     torch.save({"optimizer": Hostile()}, tmp_path / "state.pt")
     rewritten(path, "state.pt", (tmp_path / "state.pt").read_bytes())
-    with pytest.raises(InputError, match=r"step-00000001 is damaged \(state.pt has more in it than"):
+    with pytest.raises(InputError, match=r"step-00000001 is damaged \(state.pt contains more than"):
         checkpoint.load(path)
     assert not (tmp_path / "executed").exists()
 

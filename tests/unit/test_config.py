@@ -134,7 +134,7 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("loader", "lockstep.data.loading.LoaderContext"),
         ("loader", "lockstep.runtime.host.cores"),
         ("loader", "lockstep.data.loading.ThreadPoolExecutor"),
-        ("optimizer", "lockstep.optim._Optimizer"),
+        ("optimizer", "lockstep.optim.OptimizerOption"),
         ("optimizer", "lockstep.optim.AveragedModel"),
         ("schedule", "lockstep.optim.schedule.Plan"),
         ("launcher", "lockstep.launcher.create_on_main"),

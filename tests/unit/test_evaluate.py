@@ -163,7 +163,7 @@ def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     found = scores(Mean(), fewer, kind=kind, block=5)
     for name in ("a/3.png", "b/5.png"):
         (tmp_path / "val" / name).unlink()
-    listing.KNOWN.clear()
+    listing.LISTINGS.clear()
     assert found["top1"] == pytest.approx(90)
     assert found == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
 

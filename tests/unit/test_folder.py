@@ -121,7 +121,7 @@ def test_what_is_no_file_is_refused_and_never_opened(root: Path, kind: str) -> N
                 path.symlink_to("/dev/zero")
             case "socket":
                 server.bind(str(path))
-        with pytest.raises(InputError, match=f"{path} is no regular file, expected an image"):
+        with pytest.raises(InputError, match=f"{path} is not a regular file, expected an image"):
             Folder(path=str(root)).prepare()
 
 

@@ -195,7 +195,7 @@ def test_auto_streams_what_is_read_once_and_what_is_read_otherwise_each_time(fol
     assert reason.startswith("60 images to read, 60 to decode in advance; ")
     kind, reason = Auto().choose(task(folder, boxes=True))
     assert isinstance(kind, Streaming)
-    assert reason.startswith("other boxes of the files in each epoch; ")
+    assert reason.startswith("each epoch crops other boxes from the files; ")
 
 
 def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_on_a_gpu_the_steps_of_an_epoch_are_read_together_as_far_as_memory_allow
 
 def test_workers_or_reading_ahead_ask_auto_for_streaming() -> None:
     kind, reason = Auto(workers=3).choose(task(Digits()))
-    assert (kind, reason) == (Streaming(workers=3), "loader.workers or loader.prefetch is given; as asked")
+    assert (kind, reason) == (Streaming(workers=3), "loader.workers or loader.prefetch is given; as configured")
     assert Auto(prefetch=4).choose(task(Digits()))[0] == Streaming(workers=1, prefetch=4)
 
 

@@ -207,7 +207,9 @@ def test_a_file_of_another_size_is_refused_before_anything_runs(
     path.write_bytes(content[:-1] if change == "cut" else content + b"0")
     if change == "gone":
         path.unlink()
-    with pytest.raises(InputError, match=rf"is no whole packed data set \(.*{file}.*; make one with lockstep pack"):
+    with pytest.raises(
+        InputError, match=rf"is not a whole packed data set \(.*{file}.*; make one with lockstep pack"
+    ):
         Packed(path=str(path.parent)).prepare()
 
 
@@ -237,7 +239,7 @@ def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, chan
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(json.dumps(manifest))
-    with pytest.raises(InputError, match=r"\(manifest.json does not say what one of `lockstep pack` says\)"):
+    with pytest.raises(InputError, match=r"\(manifest.json is not a manifest of `lockstep pack`\)"):
         Packed(path=str(path.parent)).prepare()
 
 
@@ -245,7 +247,7 @@ def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, chan
 def test_a_manifest_that_is_none_is_refused(target: Path, tmp_path: Path, text: str) -> None:
     path = copied(target, tmp_path)
     (path / "manifest.json").write_text(text)
-    with pytest.raises(InputError, match="is no whole packed data set"):
+    with pytest.raises(InputError, match="is not a whole packed data set"):
         Packed(path=str(path)).prepare()
 
 
@@ -311,12 +313,12 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    with packing._partial(tmp_path / "target"):  # leaves what another pack is at alone
+    with packing._temporary_folder(tmp_path / "target"):  # leaves what another pack is at alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
     process.kill()
     process.wait()
     assert not (tmp_path / "target").exists()
-    with pytest.raises(InputError, match="is no whole packed data set"):
+    with pytest.raises(InputError, match="is not a whole packed data set"):
         Packed(path=str(tmp_path / "target")).prepare()
     pack(source, tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "target"]

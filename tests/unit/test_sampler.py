@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
-from lockstep.data.loading.sampler import Batch, batches, blocks, share
+from lockstep.data.loading.sampler import ShardIndices, blocks, shard_indices, share
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Case:
     seed: int
     ranks: int
 
-    def shards(self, rank: int, after: int = 0, *, partners: bool = False) -> list[Batch]:
-        found = batches(self.plan, self.seed, rank=rank, ranks=self.ranks, after=after, partners=partners)
-        return list(found)
+    def shards(self, rank: int, after: int = 0, *, mix_partners: bool = False) -> list[ShardIndices]:
+        place: dict[str, int] = {"rank": rank, "ranks": self.ranks, "after": after}
+        return list(shard_indices(self.plan, self.seed, mix_partners=mix_partners, **place))
 
-    def steps(self, after: int = 0) -> list[list[Batch]]:
+    def steps(self, after: int = 0) -> list[list[ShardIndices]]:
         """For each step, the shards of all ranks."""
         return [list(step) for step in zip(*(self.shards(rank, after) for rank in range(self.ranks)), strict=True)]
 
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(plan, draw(st.integers(0, 5)), draw(st.integers(1, 7)))
 
 
-def joined(shards: list[Batch]) -> list[int]:
+def joined(shards: list[ShardIndices]) -> list[int]:
     return torch.cat([shard.indices for shard in shards]).tolist()
 
 
@@ -107,7 +107,7 @@ def test_the_pieces_of_a_shard_are_pieces_of_the_global_batch(n: int, ranks: int
 def test_a_partner_is_the_next_sample_of_the_global_batch_and_the_first_for_the_last(case: Case) -> None:
     alone = Case(case.plan, case.seed, 1).shards(0)
     for rank in range(case.ranks):
-        pairs = zip(case.shards(rank), case.shards(rank, partners=True), alone, strict=True)
+        pairs = zip(case.shards(rank), case.shards(rank, mix_partners=True), alone, strict=True)
         for own, with_partner, whole in pairs:
             together = whole.indices.tolist()
             following = dict(zip(together, [*together[1:], together[0]], strict=True))

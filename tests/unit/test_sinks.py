@@ -112,7 +112,7 @@ def test_what_is_missing_of_the_log_is_said(tmp_path: Path, capsys: pytest.Captu
     JsonLines(path, 5, logged=2).close()
     assert capsys.readouterr().out == ""
     JsonLines(path, 5, logged=4).close()
-    assert "ends at step 2, and its run had logged step 4: what is between them is lost" in capsys.readouterr().out
+    assert "ends at step 2, and its run had logged step 4: the lines between them are lost" in capsys.readouterr().out
     path.unlink()
     JsonLines(path, 5, logged=4).close()
     assert "ends at step 0" in capsys.readouterr().out
@@ -262,7 +262,7 @@ def test_a_damaged_record_is_left_out_and_said_and_the_others_stay(
         part(tmp_path, 3, range(4, 5))
         assert set(written(tmp_path).values()) == {1}
         cut_short = len(whole) - at < 80  # the last record, where a longer length is like a kill
-        assert cut_short or f"{path} is damaged: what cannot be read of it is left out" in capsys.readouterr().out
+        assert cut_short or f"{path} is damaged: records that cannot be read are left out" in capsys.readouterr().out
         for each in tmp_path.iterdir():
             each.unlink()
 

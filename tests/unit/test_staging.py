@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.checkpoint import staging
-from lockstep.checkpoint.staging import HostCopies, alone, mapped
+from lockstep.checkpoint.staging import HostCopies, map_tensors, with_own_storage
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def state() -> dict[str, Any]:
 
 def leaves(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    mapped(tree, lambda tensor: found.append(tensor) or tensor)
+    map_tensors(tree, lambda tensor: found.append(tensor) or tensor)
     return found
 
 
@@ -51,7 +51,7 @@ def test_staged_copies_are_equal_and_lie_in_one_buffer_that_is_used_again() -> N
     first = copies.of(original)
     assert_equal(first, original)
     assert len({each.untyped_storage().data_ptr() for each in leaves(first) if each.numel()}) == 1
-    changed = mapped(original, lambda tensor: tensor.clone().zero_())
+    changed = map_tensors(original, lambda tensor: tensor.clone().zero_())
     second = copies.of(changed)
     assert_equal(second, changed)
     assert_equal(first, changed)  # overwritten
@@ -61,7 +61,7 @@ def test_copies_of_the_hosts_own_tensors_stay_what_they_are() -> None:
     copies, original = HostCopies(), state()
     first = copies.of(original)
     assert_equal(first, original)
-    copies.of(mapped(original, lambda tensor: tensor.clone().zero_()))
+    copies.of(map_tensors(original, lambda tensor: tensor.clone().zero_()))
     assert_equal(first, original)
     assert not {each.data_ptr() for each in leaves(first)} & {
         each.data_ptr() for each in leaves(original) if each.numel()
@@ -71,7 +71,7 @@ def test_copies_of_the_hosts_own_tensors_stay_what_they_are() -> None:
 @pytest.mark.usefixtures("_staged")
 def test_staged_copies_are_written_each_alone(tmp_path: Path) -> None:
     copied = HostCopies().of({"large": torch.zeros(100_000), "small": torch.ones(10)})
-    torch.save(mapped({"small": copied["small"]}, alone), tmp_path / "state.pt")
+    torch.save(map_tensors({"small": copied["small"]}, with_own_storage), tmp_path / "state.pt")
     assert (tmp_path / "state.pt").stat().st_size < 10_000
     save_file(copied, tmp_path / "weights.safetensors")
     assert_equal({**load_file(tmp_path / "weights.safetensors"), "lr": 1}, {**copied, "lr": 1})

@@ -325,7 +325,7 @@ def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Ten
     assert list(draws.unknown) == [word]
     (note,) = draws.notes
     assert word in note
-    assert "on another number of ranks or micro-batches they are others" in note
+    assert "on another number of ranks or micro-batches they differ" in note
 
 
 def test_what_draws_otherwise_draws_the_same_again_behind_a_resume() -> None:

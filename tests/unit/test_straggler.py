@@ -24,7 +24,7 @@ def said(clock: list[float], busy: list[list[float]], step_s: float) -> list[str
     found = []
     for each in busy:
         clock[0] += step_s
-        found.append(stragglers.hear(each))
+        found.append(stragglers.record(each))
     return [sentence for sentence in found if sentence]
 
 
@@ -46,7 +46,7 @@ def test_a_small_difference_is_not_worth_a_word(clock: list[float], busy: list[f
 
 def test_nothing_heard_is_nothing_said() -> None:
     stragglers = Stragglers()
-    assert [stragglers.hear([]) for _ in range(2 * STEPS)] == [""] * 2 * STEPS
+    assert [stragglers.record([]) for _ in range(2 * STEPS)] == [""] * 2 * STEPS
     stragglers.begin()
     time.sleep(0.01)
     stragglers._forward_done()

@@ -205,7 +205,7 @@ def test_strict_adds_the_gradients_of_neighbours_first() -> None:
     replica = TreeReplica(nn.Linear(1, 1, bias=False))
     for value in values:
         replica(torch.tensor([[value]])).sum().backward()
-        replica.take(first=not replica.subtrees)
+        replica.add_shard(first=not replica.subtrees)
     replica.finish()
     assert replica.module.weight.grad.item() == 2.0**24 + 2
 
@@ -215,6 +215,6 @@ def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
     replica = TreeReplica(norm)
     for value in (2.0, 6.0):
         replica(torch.full((2, 1), value)).sum().backward()
-        replica.take(first=not replica.subtrees)
+        replica.add_shard(first=not replica.subtrees)
     replica.finish()
     assert (norm.running_mean.item(), int(norm.num_batches_tracked)) == (2, 1)

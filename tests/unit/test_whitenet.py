@@ -26,7 +26,7 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
     images = photographs()
     filters = whitening_filters(images)
     outputs = F.conv2d(images.double(), filters[:12]).transpose(0, 1).flatten(1)
-    # LEAST_VARIANCE, which is added to variances of 0.09 and more, takes less than a hundredth away.
+    # VARIANCE_EPS, which is added to variances of 0.09 and more, takes less than a hundredth away.
     torch.testing.assert_close(
         outputs @ outputs.T / outputs.shape[1], torch.eye(12, dtype=torch.float64), atol=0.01, rtol=0
     )

@@ -1,9 +1,9 @@
-"""Which checkpoint of its own a run goes on from, and that one is not missing which was there.
+"""Which of its own checkpoints a run resumes from, and whether a run has lost its checkpoints.
 
-A run that is killed before its first checkpoint starts again from nothing, and rightly so. One that has lost its
-checkpoints must not: it would cut its log, its TensorBoard files and its best weights. So the difference is on the
-disk from before the first logged step on, and it is made so that whatever gets lost, alone or together, never
-makes the second look like the first: `checkpoints/none-yet` is there until a checkpoint is whole and in its place.
+A run that is killed before its first checkpoint starts again from step 0. A run that has lost its checkpoints must
+not: it would cut its log, its TensorBoard files and its best weights. To tell them apart, `checkpoints/none-yet`
+exists from before the first logged step until a checkpoint is whole and in its place. A loss of any files, alone or
+together, never makes the second case look like the first.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Say = Callable[[str], None]
 
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in a `checkpoints` folder, newest step first."""
-    named = (each for each in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", each.name) and each.is_dir())
-    return sorted(named, key=lambda each: int(each.name[5:]), reverse=True)
+    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", path.name) and path.is_dir())
+    return sorted(named, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
-    """The newest checkpoint of a `checkpoints` folder that passes its hashes; says of each that does not."""
-    found = candidates(folder)
-    for number, path in enumerate(found, start=1):
+    """The newest checkpoint in a `checkpoints` folder that passes its hashes; `say` is told each damaged one."""
+    checkpoints = candidates(folder)
+    for number, path in enumerate(checkpoints, start=1):
         if not (reason := find_corruption(path)):
             return path
-        rest = "trying the one before it" if number < len(found) else "there is none before it"
-        say(f"checkpoint {path} is damaged ({reason}); {rest}")
+        next_try = "trying the one before it" if number < len(checkpoints) else "there is none before it"
+        say(f"checkpoint {path} is damaged ({reason}); {next_try}")
     return None
 
 
@@ -47,31 +47,31 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
     """The newest whole checkpoint of a run; None for a run that has not saved one yet.
 
     Raises:
-        InputError: it has saved some, and none of them is whole.
+        InputError: the run has saved checkpoints, and none of them is whole.
     """
-    damaged: list[str] = []
-    found = latest_valid(run_dir.checkpoints, damaged.append)
-    if found is None and _has_saved(run_dir):
-        raise InputError(_lost(run_dir))
-    for sentence in damaged:
+    warnings: list[str] = []
+    newest = latest_valid(run_dir.checkpoints, warnings.append)
+    if newest is None and _has_saved(run_dir):
+        raise InputError(_all_lost(run_dir))
+    for sentence in warnings:
         say(sentence)
-    return found
+    return newest
 
 
 def load_newest(run_dir: RunDir) -> LoadedCheckpoint | None:
-    """Read what `newest_of_run` finds, with its words and its errors."""
-    found = newest_of_run(run_dir)
-    return None if found is None else read(found)
+    """Read the checkpoint that `newest_of_run` finds, with its warnings and its errors."""
+    newest = newest_of_run(run_dir)
+    return None if newest is None else read(newest)
 
 
 def mark_saved_or_not(run_dir: RunDir) -> None:
-    """Have it on the disk, before a run logs a step, whether there has been a checkpoint of it.
+    """Before a run logs a step, record on the disk whether the run has saved a checkpoint.
 
-    Where that cannot be written the run goes on, as it does when a checkpoint cannot.
+    If that cannot be written the run goes on, as it does when a checkpoint cannot be written.
     """
     if _has_saved(run_dir):
         with suppress(OSError):
-            run_dir.none_yet.unlink(missing_ok=True)  # left by a kill just after the first checkpoint
+            run_dir.none_yet.unlink(missing_ok=True)  # a kill just after the first checkpoint leaves it there
         return
     try:
         write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
@@ -80,19 +80,20 @@ def mark_saved_or_not(run_dir: RunDir) -> None:
 
 
 def _has_saved(run_dir: RunDir) -> bool:
-    """Whether there was a checkpoint at some time, as far as what is left can tell."""
+    """Whether the run has ever saved a checkpoint, judged by the files that are left."""
     saved = (run_dir.weights, run_dir.best, *run_dir.checkpoints.glob("step-*"))
     logged = (run_dir.metrics, run_dir.table, *run_dir.path.glob("events.out.tfevents.*"))
-    if any(each.exists() for each in saved):
+    if any(path.exists() for path in saved):
         return True
-    return any(each.exists() for each in logged) and not run_dir.none_yet.exists()
+    return any(path.exists() for path in logged) and not run_dir.none_yet.exists()
 
 
-def _lost(run_dir: RunDir) -> str:
-    """What is damaged, what can still be used, and what to type."""
-    found = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path)}" for path in found] or ["there is none, and there was one"]
-    whole = next((path for path in (*found, run_dir.path) if whole_weights(path)), None)
+def _all_lost(run_dir: RunDir) -> str:
+    """The error of a run without a whole checkpoint: what is damaged, what can still be used, and what to type."""
+    checkpoints = candidates(run_dir.checkpoints)
+    reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
+    reasons = reasons or ["there is no checkpoint left"]
+    whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
     usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
     try:
         command = shlex.join([*program_words(), *yaml_io.load_list(run_dir.overrides)])

@@ -1,4 +1,4 @@
-"""The way of a checkpoint's content into the parts of a run."""
+"""Reads checkpoints and weights, and restores the parts of a run from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
 
-SHOWN = 4  # of the differences between two runs
+SHOWN = 4  # the most differences between two runs that an error lists
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,11 @@ def load(path: Path) -> LoadedCheckpoint:
 
 
 def read(path: Path) -> LoadedCheckpoint:
-    """Read a checkpoint without damage."""
+    """Read a checkpoint whose hashes have been checked.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
     try:
         return LoadedCheckpoint(
             path=path,
@@ -65,36 +69,36 @@ def read(path: Path) -> LoadedCheckpoint:
             ema=load_file(path / EMA) if EMA in manifest(path) else None,
             state=torch.load(path / STATE, map_location="cpu", weights_only=True),
         )
-    except Exception as error:  # the hashes fit, so someone wrote it so: torch and safetensors raise all kinds
+    except Exception as error:  # the hashes match, but the files do not load: torch and safetensors raise all kinds
         reason = str(error).partition("\n")[0]
-        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch advises to run what is in it
-            reason = f"{STATE} has more in it than tensors and plain values"
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text advises loading it
+            reason = f"{STATE} contains more than tensors and plain values"
         raise damaged(path, reason) from error
 
 
-def difference(expected: Facts, found: Facts) -> str:
-    """The identity of this run next to that of a checkpoint, where they differ: `key: here X, there Y`."""
-    here, there = _parts(expected), _parts({key: found.get(key) for key in expected})
+def difference(expected: Facts, saved: Facts) -> str:
+    """Where the identity of this run differs from that of a checkpoint: `key: here X, there Y`."""
+    here, there = _flattened(expected), _flattened({key: saved.get(key) for key in expected})
     different = [
         f"{key}: here {here.get(key, 'nothing')}, there {there.get(key, 'nothing')}"
         for key in here | there
         if key not in here or key not in there or here[key] != there[key]
     ]
-    rest = len(different) - SHOWN
-    return "; ".join(different[:SHOWN]) + (f"; and {rest:,} more" if rest > 0 else "")
+    more = len(different) - SHOWN
+    return "; ".join(different[:SHOWN]) + (f"; and {more:,} more" if more > 0 else "")
 
 
-def _parts(facts: Facts) -> dict[str, Any]:
-    """Facts one by one: those inside of others, such as the files of each class, and the words of a list, too."""
-    found: dict[str, Any] = {}
+def _flattened(facts: Facts) -> dict[str, Any]:
+    """Facts with one level of mappings, such as the files of each class, and lists of texts flattened."""
+    flat: dict[str, Any] = {}
     for key, value in facts.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": each for name, each in value.items()}
-        elif isinstance(value, list) and any(isinstance(each, str) for each in value):
-            found |= {f"{key}[{number}]": each for number, each in enumerate(value)}
+            flat |= {f"{key}.{name}": item for name, item in value.items()}
+        elif isinstance(value, list) and any(isinstance(item, str) for item in value):
+            flat |= {f"{key}[{number}]": item for number, item in enumerate(value)}
         else:
-            found[key] = value
-    return found
+            flat[key] = value
+    return flat
 
 
 def check_identity(expected: Facts, path: Path) -> None:
@@ -107,18 +111,19 @@ def check_identity(expected: Facts, path: Path) -> None:
 
 
 def whole_weights(path: Path) -> bool:
-    """Whether the weights at `path` can be used: those of a checkpoint by their sha256, of a run by their header."""
+    """Whether the weights at `path` are whole: checked by sha256 in a checkpoint, by their header in a run folder."""
     file = path / MODEL
     try:
         if (path / MANIFEST).exists():
-            return manifest(path)[MODEL] == sha256(file)  # sizes first: a file of holes takes hours
+            # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
+            return manifest(path)[MODEL] == sha256(file)
         return bool(_shapes(file))
     except (UnreadableFile, ValueError, SafetensorError):
         return False
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a file of weights, from its header; raises UnreadableFile or SafetensorError."""
+    """The shapes of the tensors in a file of weights, from its header; raises UnreadableFile or SafetensorError."""
     with opened(file, links=True), safe_open(file, framework="pt") as tensors:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
@@ -130,7 +135,7 @@ def weights_file(path: Path) -> Path:
         InputError: there is none.
     """
     places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
-    file = next((each for each in places if each.is_file()), None)
+    file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise InputError(f"init_from: there are no weights at {path}, expected a .safetensors file or a run folder")
     return file
@@ -144,26 +149,26 @@ def load_weights(model: nn.Module, path: Path) -> None:
     """
     file = weights_file(path)
     try:
-        theirs = _shapes(file)
+        saved = _shapes(file)
     except (UnreadableFile, SafetensorError) as error:
         raise InputError(f"init_from: {file} cannot be read ({error})") from error
-    mine = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if mine != theirs:  # known before anything is read, which may be more than fits into memory
-        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-        shown = ", ".join(f"{name} (here {mine.get(name)}, there {theirs.get(name)})" for name in different[:3])
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if own != saved:  # checked before reading the tensors, which may not fit into memory
+        different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+        shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
         raise InputError(f"init_from: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
     model.load_state_dict(load_file(file))
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
-    """Give a loss scaler its scale back; one that a run of another precision did not have starts as it is built."""
-    here = scaler.state_dict()
-    if not here or not saved:
+    """Restore the scale of a loss scaler. If the saved run had no scaler, it keeps its initial scale."""
+    own = scaler.state_dict()
+    if not own or not saved:
         return
-    if here.keys() != saved.keys() or not all(isinstance(each, (int, float)) for each in saved.values()):
-        raise ValueError("the loss scaler's state is not one")
-    # How the scale grows is an option of the code, and how far it has come the state.
-    scaler.load_state_dict({**here, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
+    if own.keys() != saved.keys() or not all(isinstance(value, (int, float)) for value in saved.values()):
+        raise ValueError("the saved state is not that of a loss scaler")
+    # The other entries are options of how the scale grows, not state.
+    scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
 
 
 def restore(
@@ -174,7 +179,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> dict[str, Any]:
-    """Put a checkpoint into the parts of a run; returns its progress.
+    """Load a checkpoint into the parts of a run; returns its progress.
 
     Raises:
         InputError: the tensors do not fit the model.

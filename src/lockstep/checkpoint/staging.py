@@ -1,4 +1,4 @@
-"""Copies of a run's state in host memory: the only part of a save that training waits for."""
+"""Copies a run's state to host memory: the only part of a save that training waits for."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes; more than any number format asks for
+ALIGNMENT = 16  # bytes; more than any dtype needs
 
 
 class HostCopies:
     """Copies tensors to host memory.
 
-    The tensors of a GPU go into one pinned buffer, which is kept from save to save: the copies follow each other
-    without the host, which waits once for all of them. So what `of` returned is overwritten by its next call.
+    Tensors of a GPU are copied to one pinned buffer, without waiting for each copy: the host waits once for all of
+    them. The buffer is reused, so the next call of `of` overwrites the tensors that it returned before.
     """
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def of(self, tree: Any) -> Any:
-        """`tree`, of dicts and lists, with a contiguous copy in the place of each tensor."""
-        staged = iter(self._staged([each for each in _tensors(tree) if _on_gpu(each)]))
+        """`tree`, of dicts and lists, with each tensor replaced by a contiguous copy in host memory."""
+        staged = iter(self._staged([tensor for tensor in _tensors(tree) if _on_gpu(tensor)]))
 
         def copied(tensor: Tensor) -> Tensor:
             if _on_gpu(tensor):
                 return next(staged)
             return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
-        return mapped(tree, copied)
+        return map_tensors(tree, copied)
 
     def _staged(self, tensors: list[Tensor]) -> list[Tensor]:
-        sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors]
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if self.buffer.numel() < sum(sizes):
             self.buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         copies = []
@@ -45,24 +45,24 @@ class HostCopies:
         return copies
 
 
-def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`tree`, of dicts and lists, with `change` of each of its tensors."""
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`tree`, of dicts and lists, with `change` applied to each of its tensors."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
-        return {key: mapped(item, change) for key, item in tree.items()}
+        return {key: map_tensors(item, change) for key, item in tree.items()}
     if isinstance(tree, list):
-        return [mapped(item, change) for item in tree]
+        return [map_tensors(item, change) for item in tree]
     return tree
 
 
-def alone(tensor: Tensor) -> Tensor:
-    """`tensor` with a storage of its own: torch.save writes the whole storage of each tensor."""
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """`tensor` with a storage of its own, because torch.save writes the whole storage of each tensor."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in the order of `mapped`."""
+    """The tensors of a tree, in the order in which `map_tensors` visits them."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (dict, list)):

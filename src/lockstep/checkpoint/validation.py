@@ -1,8 +1,8 @@
-"""Whether a checkpoint is whole, and what it says.
+"""Checks whether a checkpoint is whole, and reads its facts.
 
-A checkpoint can come from someone else, so that it is read only where it is made of plain files of our names, and
-nothing in it is taken for more than numbers and words. A fault may have changed any bit of it, so that nothing in it
-is believed before its hash fits: the manifest has one of itself, and one of each file.
+A checkpoint can come from someone else. So only plain files with our names are read, and nothing in them is treated
+as more than numbers and texts. A fault can have changed any bit. So nothing is trusted before its hash matches: the
+manifest has a hash of itself and of each file.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def sha256(path: Path) -> str:
 
 
 def manifest_text(folder: Path) -> str:
-    """What `manifest.json` says of the other files in a checkpoint's folder: their sizes and hashes, and its own."""
-    names = sorted(each.name for each in folder.iterdir() if each.name != MANIFEST)
+    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, and its own hash."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     sizes = {name: (folder / name).stat().st_size for name in names}
     digests = {name: sha256(folder / name) for name in names}
     return json.dumps({"bytes": sizes, "sha256": digests, "self": _own_hash(sizes, digests)}, indent=2) + "\n"
@@ -44,17 +44,17 @@ def _own_hash(sizes: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
 
 
 def manifest(path: Path) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint, whose sizes are right.
+    """The sha256 of each file of a checkpoint, after checking the sizes of the files.
 
     Raises:
-        UnreadableFile, ValueError: it is none, or lists other files than ours.
+        UnreadableFile, ValueError: the manifest or a file is missing or damaged, or has another name than ours.
     """
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
     match read_json(path / MANIFEST):
         case {"bytes": dict(sizes), "sha256": dict(digests), "self": str(own)} if sizes.keys() == digests.keys():
-            ours = {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}
-            if ours and all(map(_is_digest, digests.values())):
+            known = {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}
+            if known and all(map(_is_digest, digests.values())):
                 if own != _own_hash(sizes, digests):
                     raise ValueError(f"{MANIFEST} does not match its own sha256")
                 _check_sizes(path, sizes)
@@ -67,11 +67,11 @@ def _is_digest(value: object) -> bool:
 
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
-    """A file of another size is not read: a few bytes on a disk can be terabytes of zeros."""
-    for name, size in sizes.items():
+    """Raise ValueError for a file of another size, without reading it: a sparse file can be terabytes of zeros."""
+    for name, expected in sizes.items():
         with opened(path / name) as file:
-            if (found := os.fstat(file.fileno()).st_size) != size:
-                raise ValueError(f"{name} has {found} bytes, expected {size}")
+            if (size := os.fstat(file.fileno()).st_size) != expected:
+                raise ValueError(f"{name} has {size} bytes, expected {expected}")
 
 
 def find_corruption(path: Path) -> str:
@@ -79,9 +79,9 @@ def find_corruption(path: Path) -> str:
     try:
         digests = manifest(path)
         with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
-            found = pool.map(lambda name: sha256(path / name), digests)
-            for name, digest in zip(digests, found, strict=True):
-                if digest != digests[name]:
+            actual = pool.map(lambda name: sha256(path / name), digests)
+            for (name, expected), digest in zip(digests.items(), actual, strict=True):
+                if digest != expected:
                     raise ValueError(f"{name} does not match its sha256")
         _facts(path)
     except UnreadableFile as error:
@@ -92,7 +92,7 @@ def find_corruption(path: Path) -> str:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; raises UnreadableFile or ValueError where they are not those that were written."""
+    """The facts of a checkpoint; raises UnreadableFile or ValueError if they are not those that were written."""
     data = read_bytes(path / FACTS, FACTS_LIMIT)
     if hashlib.sha256(data).hexdigest() != manifest(path)[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
@@ -100,43 +100,44 @@ def _facts(path: Path) -> dict[str, Any]:
     match facts:
         case {"format": 1, "identity": {}, "progress": {"step": int(step)} as progress} if step > 0:
             if _is_progress(progress):
-                named = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
-                if named and int(named[1]) != step:
+                step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
+                if step_name and int(step_name[1]) != step:
                     raise ValueError(f"its facts are those of step {step}")
                 return dict(facts)
-    raise ValueError(f"{FACTS} does not say what a checkpoint says")
+    raise ValueError(f"{FACTS} is not the facts of a checkpoint")
 
 
-def _is_progress(found: Mapping[str, Any]) -> bool:
-    """Whether a progress, as JSON gives it, has the keys and types of that of a run."""
-    match found:
+def _is_progress(parsed: Mapping[str, Any]) -> bool:
+    """Whether parsed JSON has the keys and types of the progress of a run."""
+    match parsed:
         case {"best_step": int(best_step), "best": best, "score": score, "window": window}:
-            known = found.keys() == {"step", "score", "best", "best_step", "window"} and best_step >= 0
-            return known and all(each is None or is_number(each) for each in (best, score)) and _is_window(window)
+            known = parsed.keys() == {"step", "score", "best", "best_step", "window"} and best_step >= 0
+            return known and all(value is None or is_number(value) for value in (best, score)) and _is_window(window)
     return False
 
 
-def _is_window(found: Any) -> bool:
-    """The same of the window that was open: the last log point, and what each rank has gathered since."""
-    match found:
+def _is_window(parsed: Any) -> bool:
+    """Whether parsed JSON is the `WindowState` of telemetry, or null."""
+    match parsed:
         case None:
             return True
-        case {"flushed": int(flushed), "trails": [_, *_] as trails} if len(found) == 2 and flushed >= 0:
-            return all(map(_is_trail, trails))
+        case {"flushed": int(flushed), "trails": [_, *_] as ranks} if len(parsed) == 2 and flushed >= 0:
+            return all(map(_is_rank_window, ranks))
     return False
 
 
-def _is_trail(found: Any) -> bool:
-    """The same of the micro-batches of a rank. A loss may be infinite where a scaler tolerates it."""
-    match found:
-        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(found) == 4:
-            whole = all(isinstance(each, int) for each in [*steps, *examples])
-            floats = all(isinstance(each, float) for each in losses)
-            return whole and floats and len(losses) == len(steps) == len(examples)
+def _is_rank_window(parsed: Any) -> bool:
+    """Whether parsed JSON is the `RankWindowState` of telemetry. A loss may be infinite if a scaler tolerates it."""
+    match parsed:
+        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(parsed) == 4:
+            integers = all(isinstance(value, int) for value in [*steps, *examples])
+            floats = all(isinstance(loss, float) for loss in losses)
+            return integers and floats and len(losses) == len(steps) == len(examples)
     return False
 
 
 def damaged(path: Path, reason: str) -> InputError:
+    """The error for a damaged checkpoint."""
     return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
 
 

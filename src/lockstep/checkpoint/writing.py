@@ -1,4 +1,4 @@
-"""How checkpoints are written, and which of them stay: from a thread of main's, while training goes on."""
+"""Writes checkpoints from a thread of main's while training goes on, and removes old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.staging import HostCopies, alone, mapped
+from lockstep.checkpoint.staging import HostCopies, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
@@ -49,11 +49,11 @@ class Checkpointer:
 
     Args:
         run_dir: the folder of the job.
-        identity: what a resume must agree on.
+        identity: the values that a resumed run must have too.
         keep: how many of the newest checkpoints stay.
-        keep_best: how many of the best ones stay besides, by validation top-1.
-        writes: whether this rank is the one that writes.
-        every_s: seconds after which a checkpoint is overdue; null where steps decide.
+        keep_best: how many of the best ones stay as well, by validation top-1.
+        writes: whether this rank writes.
+        every_s: seconds after which a checkpoint is overdue; None if steps decide.
     """
 
     run_dir: RunDir
@@ -67,21 +67,21 @@ class Checkpointer:
     pending: Future[None] | None = None
     failure: str = ""
     copies: HostCopies = field(default_factory=HostCopies)
-    # The best weights so far, in host memory, from their save until the run folder has them.
+    # The best weights so far, in host memory, from their save until they are exported to the run folder.
     unexported: dict[str, Tensor] | None = None
 
     def repair_export(self, best_step: int) -> None:
-        """Export the best weights of a run that was killed after it had saved them and before they were exported."""
+        """Export the best weights of a run that was killed after saving them and before exporting them."""
         best, exported = self.run_dir.checkpoints / f"step-{best_step:08d}", self.run_dir.weights
         if not self.writes:
             return
         try:
             digests = manifest(best)
-        except (UnreadableFile, ValueError):  # none, or damaged
+        except (UnreadableFile, ValueError):  # there is none, or it is damaged
             return
         name = EMA if EMA in digests else MODEL
-        # Mostly the weights are there, and the whole checkpoint need not be read once more to see it. Their size is
-        # compared first: a few bytes on a disk can be terabytes of zeros.
+        # Usually the weights are already exported, and hashing them is enough, instead of the whole checkpoint.
+        # Compare the sizes first: a few bytes on a disk can be terabytes of zeros.
         same_size = exported.exists() and exported.stat().st_size == (best / name).stat().st_size
         if not (same_size and sha256(exported) == digests[name]) and not find_corruption(best):
             write_atomic(self.run_dir.best, best.name)
@@ -90,7 +90,7 @@ class Checkpointer:
     def overdue(self) -> bool:
         """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
         if self.pending is not None and self.pending.done():
-            self.wait()  # a failure is said now, and not at the next save
+            self.wait()  # report a failure now, not at the next save
         waits = [RETRY_S] if self.failure else []
         waits += [self.every_s] if self.every_s is not None else []
         return self.writes and bool(waits) and time.monotonic() - self.saved_at >= min(waits)
@@ -104,12 +104,12 @@ class Checkpointer:
         scaler: torch.amp.GradScaler,
         progress: Mapping[str, Any],
     ) -> None:
-        """Copy the state to host memory and write it in the background, after the write before it."""
+        """Copy the state to host memory, then write it in the background. Waits for the previous write."""
         if not self.writes:
             return
         self.wait()
         self.saved_at = time.monotonic()
-        if self.unexported is not None:  # its save failed, and its memory is about to be used again
+        if self.unexported is not None:  # their save failed, and `copies` is about to reuse their memory
             self.unexported = {name: tensor.clone() for name, tensor in self.unexported.items()}
         weights = {MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
@@ -123,13 +123,13 @@ class Checkpointer:
         self.pending = self.pool.submit(self._write, weights, state, facts)
 
     def wait(self) -> None:
-        """Wait for the write under way. The first that fails is a warning: the checkpoint before it still stands."""
+        """Wait for the write under way. Warns of the first failure: the previous checkpoint is still there."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
         try:
             pending.result()
-        except (OSError, RuntimeError, SafetensorError, StorageError) as error:  # a full disk is any of these
+        except (OSError, RuntimeError, SafetensorError, StorageError) as error:  # a full disk can raise any of these
             if not self.failure:
                 log.warn(f"a checkpoint could not be written ({error}); the run goes on and tries again")
             self.failure = str(error)
@@ -152,43 +152,44 @@ class Checkpointer:
     def _write(self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts) -> None:
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         folder.mkdir(exist_ok=True)
-        for torn in folder.glob(".*.tmp"):  # what a kill left behind
+        for leftover in folder.glob(".*.tmp"):  # of a writer that was killed
             with suppress(OSError):
-                _delete(torn)
+                _delete(leftover)
         name = f"step-{progress['step']:08d}"
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
             temporary.mkdir()
             for file, tensors in weights.items():
                 save_file(tensors, temporary / file)
-            torch.save(mapped(state, alone), temporary / STATE)
+            torch.save(map_tensors(state, with_own_storage), temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary))
-            # After a power cut too, the log has all steps of the checkpoint, and the checkpoint all its files.
-            for each in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
-                if each.exists():
-                    sync(each)
-            # A damaged one, or one whose evaluation a stop had cut. It goes when the new one is there.
+            # Even after a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
+            for path in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
+                if path.exists():
+                    sync(path)
+            # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. Delete it only
+            # when the new one is in place.
             replaced = _set_aside(final) if final.exists() else None
             temporary.rename(final)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk its room is what others need
+            shutil.rmtree(temporary, ignore_errors=True)  # free its space: the disk may be full
             raise
         sync(folder)
         if replaced is not None:
             _delete(replaced)
-        # Only now: a kill before it leaves it there beside a whole checkpoint, which is what counts.
+        # Only now: a kill before this line leaves `none-yet` beside a whole checkpoint, and the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         write_atomic(self.run_dir.last, name)
         if progress["best_step"] == progress["step"]:
             write_atomic(self.run_dir.best, name)
-        if self.unexported is not None:  # those of an earlier step, where their own save failed
+        if self.unexported is not None:  # may be of an earlier step whose save failed
             self._export(partial(save_file, self.unexported))
             self.unexported = None
         self._retire(final)
 
     def _export(self, write: Callable[[Path], object]) -> None:
-        """Give the run folder the best weights so far (averaged ones where there are any), which `write` writes."""
+        """Put the best weights so far into the run folder; `write` writes them to a path. With EMA, its weights."""
         temporary = self.run_dir.weights.with_suffix(".tmp")
         try:
             write(temporary)
@@ -199,29 +200,24 @@ class Checkpointer:
             temporary.unlink(missing_ok=True)
 
     def _retire(self, written: Path) -> None:
-        """Remove all but the newest `keep` checkpoints and the `keep_best` best ones, once `written` can be read.
+        """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.
 
-        Ones of later steps are those that a resume passed over: they stay until their step is done again.
+        Checkpoints of later steps were skipped by a resume; they stay until their step is done again.
         """
-        found = candidates(self.run_dir.checkpoints)
-        found = found[found.index(written) :]
-        scores = {each: score for each in reversed(found) if (score := _score(each)) is not None}
-        best = sorted(scores, key=lambda each: -scores[each])[: self.keep_best]  # of equal ones the earliest
-        retired = [each for each in found[self.keep :] if each not in best]
+        checkpoints = candidates(self.run_dir.checkpoints)
+        checkpoints = checkpoints[checkpoints.index(written) :]
+        scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
+        best = sorted(scores, key=lambda path: -scores[path])[: self.keep_best]  # of equal ones the earliest
+        retired = [path for path in checkpoints[self.keep :] if path not in best]
         if retired and (reason := find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
-        for each in retired:
-            _remove(each)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint in one step: a kill on the way leaves none that is half there."""
-    _delete(_set_aside(path))
+        for path in retired:
+            _delete(_set_aside(path))  # renamed first, so that a kill never leaves half a checkpoint
 
 
 def _delete(path: Path) -> None:
-    """Remove a folder, or whatever else has its name."""
+    """Remove a folder, or a file or link at that path."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -229,12 +225,12 @@ def _delete(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Give a checkpoint a name that is no longer one of a checkpoint."""
+    """Rename a checkpoint, so that its name is no longer that of a checkpoint."""
     return path.rename(path.with_name(f".{path.name}.old.tmp"))
 
 
 def _score(path: Path) -> float | None:
-    """The validation top-1 of a checkpoint, where it was evaluated and can be read."""
+    """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
     try:
         score = read_facts(path)["progress"]["score"]
     except InputError:

@@ -189,5 +189,5 @@ class BoxAugment(Augment, Protocol):
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
 
     @property
-    def rest(self) -> Augment:
-        """What is left to do where the boxes have been cut and resized."""
+    def after_crop(self) -> Augment:
+        """What is left to do after the boxes have been cut and resized."""

@@ -1,1 +1,1 @@
-"""The data path: sources, the order of a run, keyed augmentation, and the two loaders."""
+"""The data path: data sets, the order of the examples, augmentation, and the two loaders."""

@@ -1,4 +1,4 @@
-"""How `lockstep pack` writes a folder of images as pixels, for `dataset=packed`."""
+"""What `lockstep pack` does: it decodes a folder of images once and writes the pixels, for `dataset=packed`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import opened
 from lockstep.core.safe_write import sync
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.packed import DTYPES, SPLITS, Manifest, _manifest, _mapped, _refused
+from lockstep.data.datasets.packed import DTYPES, SPLITS, Manifest, invalid_pack, map_split, read_manifest
 from lockstep.data.datasets.splits import FileSplit
 from lockstep.data.loading.prefetch import in_order, read_images
 
@@ -30,12 +29,14 @@ CHUNK = 64  # images that a thread decodes at a time
 
 
 def check(folder: Path, advanced: Callable[[int], None]) -> None:
-    """Read a packed data set whole; `advanced` is called with each number of bytes that was read.
+    """Compare all files of a packed data set with their sha256.
+
+    `advanced` is called with the number of bytes after each read.
 
     Raises:
         InputError: a file is not the one that was packed.
     """
-    manifest = _manifest(folder)
+    manifest = read_manifest(folder)
     for split in SPLITS:
         for kind in DTYPES:
             digest = hashlib.sha256()
@@ -44,14 +45,15 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
                     digest.update(block)
                     advanced(len(block))
             if digest.hexdigest() != manifest.sha256[split][kind]:
-                raise _refused(folder, f"{split}.{kind} does not match its sha256")
-        _mapped(folder, split)
+                raise invalid_pack(folder, f"{split}.{kind} does not match its sha256")
+        map_split(folder, split)
 
 
 def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
     """Decode all images of `source` to a new folder, and return the broken ones, which are left out.
 
-    In memory are a few images per thread. `advanced` is called with each number of images that was read.
+    Only a few images per thread are in memory at a time. `advanced` is called with the number of images after each
+    chunk.
 
     Raises:
         InputError: `target` exists, or more than `source.skip` images are broken.
@@ -64,35 +66,32 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
     broken: list[BrokenImage] = []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (room := shutil.disk_usage(target.parent).free) < need:
+        if (free := shutil.disk_usage(target.parent).free) < need:
             raise StorageError(
-                f"{target} needs {need / 1e9:.1f} GB, and {room / 1e9:.1f} GB are free; make room there"
+                f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room there"
             )
-        with _partial(target) as folder:
+        with _temporary_folder(target) as folder:
             counts, sha256 = {}, {}
             for name, split in splits.items():
                 labels: list[Tensor] = []
-                with _Hashed(folder / f"{name}.images") as images:
-                    chunks = (range(at, min(at + CHUNK, len(split))) for at in range(0, len(split), CHUNK))
-                    for decoded, known, failed in in_order(
-                        partial(_read, split), chunks, workers=threads, prefetch=2
-                    ):
-                        broken += failed
+                with _HashedFile(folder / f"{name}.images") as images_file:
+                    for images, chunk_labels, chunk_broken in _decode_all(split, threads):
+                        broken += chunk_broken
                         if len(broken) > source.skip:
                             raise broken[-1]
-                        images.write(decoded)
-                        labels.append(known)
-                        advanced(len(known) + len(failed))
-                kept_labels = torch.cat(labels)
-                if len(kept_labels) == 0:
+                        images_file.write(images)
+                        labels.append(chunk_labels)
+                        advanced(len(chunk_labels) + len(chunk_broken))
+                counts[name] = sum(map(len, labels))
+                if counts[name] == 0:
                     raise InputError(f"{source.path} has no image for {name} that can be decoded")
-                with _Hashed(folder / f"{name}.labels") as file:
-                    file.write(kept_labels)
-                counts[name], sha256[name] = len(kept_labels), {"images": images.hexdigest, "labels": file.hexdigest}
+                with _HashedFile(folder / f"{name}.labels") as labels_file:
+                    labels_file.write(torch.cat(labels))
+                sha256[name] = {"images": images_file.hexdigest, "labels": labels_file.hexdigest}
             manifest = Manifest(source.class_names, source.image_shape, source.mean, source.std, counts, sha256)
             (folder / MANIFEST).write_text(manifest.as_json())
-            for each in (folder / MANIFEST, folder):
-                sync(each)
+            sync(folder / MANIFEST)
+            sync(folder)
             folder.rename(target)
             sync(target.parent)
     except OSError as error:
@@ -100,15 +99,20 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
     return broken
 
 
-def _read(split: FileSplit, indices: range) -> tuple[Tensor, Tensor, list[BrokenImage]]:
-    """The images that can be decoded, their labels, and the broken ones."""
-    images, broken = read_images(split, list(indices))
-    kept = [index not in broken for index in indices]
-    return images[kept], split.labels[indices.start : indices.stop][kept], [*broken.values()]
+def _decode_all(split: FileSplit, threads: int) -> Iterator[tuple[Tensor, Tensor, list[BrokenImage]]]:
+    """Chunk by chunk: the images that can be decoded, their labels, and the errors of the broken ones."""
+
+    def decode(indices: range) -> tuple[Tensor, Tensor, list[BrokenImage]]:
+        images, broken = read_images(split, list(indices))
+        whole = [index not in broken for index in indices]
+        return images[whole], split.labels[indices.start : indices.stop][whole], [*broken.values()]
+
+    chunks = (range(start, min(start + CHUNK, len(split))) for start in range(0, len(split), CHUNK))
+    return in_order(decode, chunks, workers=threads, prefetch=2)
 
 
-class _Hashed:
-    """A new file that is hashed as it is written, and is on the disk when the context ends."""
+class _HashedFile:
+    """A new file that is hashed while it is written, and flushed to the disk when the context ends."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("xb")
@@ -123,7 +127,7 @@ class _Hashed:
     def hexdigest(self) -> str:
         return self.sha256.hexdigest()
 
-    def __enter__(self) -> _Hashed:
+    def __enter__(self) -> _HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -134,12 +138,12 @@ class _Hashed:
 
 
 @contextmanager
-def _partial(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, locked while it is filled; those of packs that were killed are removed."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        with _locked(left) as ours:
-            if ours:
-                shutil.rmtree(left)
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, locked while it is filled. Removes those of packs that were killed."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        with _locked(leftover) as acquired:
+            if acquired:
+                shutil.rmtree(leftover)
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     folder.mkdir()
     try:
@@ -151,7 +155,10 @@ def _partial(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process has the lock on a folder, which the kernel frees with the process that holds it."""
+    """Try to lock a folder; gives whether that worked. The kernel frees the lock when its process ends.
+
+    Not filelock: that needs a lock file, which would have to be removed when the folder is renamed.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,18 +11,26 @@ from torch.nn import functional as F
 
 from lockstep.core.data_protocols import Augment, BoxAugment, Source
 from lockstep.core.protocols import Precision
-from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
+from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys
 from lockstep.data.datasets.folder import crops_files
 from lockstep.data.loading.shards import BatchGroup, Shard
-from lockstep.data.transforms.mixup import Mix
+from lockstep.data.transforms.mixup import Mix, interval
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The path of a batch of one data set, the same for both loaders.
+    """What is done to the images of one data set on the device, the same for both loaders.
 
-    Images are normalised in the format of `scale` and `shift`, and given in `dtype`, the format of the step.
-    `cutout` is the side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
+    Fields:
+        augment: the augmentation of training images.
+        input_shape: (channels, height, width) of what the model sees.
+        eval_crop: the central share of a stored image's side that is evaluated.
+        scale, shift: the normalisation, (1, C, 1, 1): pixel * scale + shift, computed in their dtype.
+        dtype: of the images that the model gets in training.
+        memory_format: of the same images.
+        seed: of the run.
+        cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
+        mix: mixup and CutMix; None is neither.
     """
 
     augment: Augment
@@ -51,12 +59,12 @@ class Pipeline:
     ) -> Pipeline:
         """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
         mean, std = (
-            torch.tensor(each, device=device, dtype=precision.sums).view(1, -1, 1, 1)
-            for each in (source.mean, source.std)
+            torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1)
+            for values in (source.mean, source.std)
         )
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
-            augment = augment.rest
+            augment = augment.after_crop
         return cls(
             augment=augment,
             input_shape=source.input_shape,
@@ -70,15 +78,16 @@ class Pipeline:
             mix=mix,
         )
 
-    def train(self, strides: Iterable[BatchGroup]) -> Iterator[Shard]:
-        """The shards of `strides`, their images augmented and normalised."""
-        for stride in strides:
-            yield from stride.shards(self.augmented(stride.images, stride.epoch, stride.indices))
+    def train(self, groups: Iterable[BatchGroup]) -> Iterator[Shard]:
+        """The shards of `groups`, with their images augmented and normalised."""
+        for group in groups:
+            yield from group.shards(self.augmented(group.images, group.epoch, group.indices))
 
     def mixed(self, micro: Shard) -> tuple[Tensor, Tensor]:
-        """The images (b, C, H, W) of a micro-batch of `train`, mixed where samples are, and their targets.
+        """The images (b, C, H, W) and targets of a micro-batch of `train`.
 
-        Targets are int64 labels (b,), or class probabilities (b, classes) where samples are mixed.
+        With `mix`, the images are mixed and the targets are class probabilities (b, classes); without, the targets
+        are int64 labels (b,).
         """
         if self.mix is None:
             return micro.images, micro.labels
@@ -87,37 +96,32 @@ class Pipeline:
         return images.to(self.dtype, memory_format=self.memory_format), targets
 
     def augmented(self, images: Tensor, epoch: int, indices: Tensor) -> Tensor:
-        """uint8 (n, C, H, W) as the model takes them in an epoch of training: (n, C, h, w)."""
+        """Augment and normalise uint8 images (n, C, H, W) of an epoch to the model's input (n, C, h, w)."""
         if len(images) == 0:
             return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype if self.mix else self.dtype)
         height, width = self.input_shape[1:]
-        seen = self._finish(self.augment.apply(images, SampleRNG(self.seed, epoch, indices), (height, width)))
+        pixels = self._finish(self.augment.apply(images, SampleRNG(self.seed, epoch, indices), (height, width)))
         if self.cutout:
-            seen.masked_fill_(self._cut_out(epoch, indices), 0)
-        return seen if self.mix else seen.to(self.dtype)  # blends are made in the wider format
+            pixels.masked_fill_(self._cutout_mask(epoch, indices), 0)
+        return pixels if self.mix else pixels.to(self.dtype)  # mixing is computed in the wider format
 
-    def _cut_out(self, epoch: int, indices: Tensor) -> Tensor:
-        """A square around a uniform centre for each image, cut at the border: bool (n, 1, h, w)."""
+    def _cutout_mask(self, epoch: int, indices: Tensor) -> Tensor:
+        """A square around a uniform centre in each image, clipped at the border: bool (n, 1, h, w)."""
         keys = sample_keys(self.seed, epoch, indices, CUTOUT)
-
-        def within(length: int, n: int) -> Tensor:
-            start = (uniform(keys, n) * length).long()[:, None] - self.cutout // 2
-            at = torch.arange(length, device=keys.device)
-            return (at >= start) & (at < start + self.cutout)
-
-        height, width = self.input_shape[1:]
-        return (within(height, 0)[:, :, None] & within(width, 1)[:, None, :])[:, None]
+        before, after = self.cutout // 2, self.cutout - self.cutout // 2
+        rows, columns = (interval(keys, n, length, before, after) for n, length in enumerate(self.input_shape[1:]))
+        return (rows[:, :, None] & columns[:, None, :])[:, None]
 
     def eval(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) to the centre that the data set evaluates, normalised, in the format of `scale`."""
+        """Crop uint8 images (B, C, H, W) to the centre that is evaluated, and normalise them, in `scale`'s dtype."""
         height, width = images.shape[-2:]
         keep_h, keep_w = round(height * self.eval_crop), round(width * self.eval_crop)
         top, left = (height - keep_h) // 2, (width - keep_w) // 2
         return self._finish(images[..., top : top + keep_h, left : left + keep_w])
 
     def _finish(self, images: Tensor) -> Tensor:
-        # A copy: an augmentation's own floats are not needed any more. One operation after the other: a fused one
-        # may round another way at the end of a batch. Before the resizing, which mostly has images grow.
+        # In place, on a copy. Multiply and add are two operations, because a fused one may round differently at the
+        # end of a batch. Normalise before resizing, because resizing mostly makes images larger.
         pixels = images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
         if pixels.shape[-2:] != self.input_shape[1:]:
             pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)

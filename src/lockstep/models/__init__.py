@@ -1,4 +1,4 @@
-"""The networks: a few of our own, and all of timm's by name."""
+"""The networks: a few of our own, and all models of timm by name."""
 
 from lockstep.models.nets import BasicNet, DigitNet, Linear
 from lockstep.models.whitenet import WhiteNet

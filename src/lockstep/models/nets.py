@@ -20,7 +20,7 @@ NORM_GROUPS = 8
 
 
 class CompileMode(enum.Enum):
-    """torch.compile's modes: as it comes, CUDA graphs, or the fastest kernels of those that it tries."""
+    """torch.compile's modes: its default, CUDA graphs, or the fastest kernels by measurement."""
 
     default = "default"
     reduce_overhead = "reduce-overhead"
@@ -29,12 +29,12 @@ class CompileMode(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(ABC):
-    """What every model has.
+    """The base class of all models.
 
     Fields:
-        channels_last: keep images and weights in NHWC memory order, which GPU convolutions prefer.
+        channels_last: keep images and weights in NHWC memory order, which is faster for GPU convolutions.
         compile: `torch.compile` the model; the first steps take minutes longer, the others less time.
-        compile_mode: what torch.compile is to aim at.
+        compile_mode: the mode of torch.compile.
     """
 
     channels_last: bool = False
@@ -43,24 +43,25 @@ class Network(ABC):
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """That of images and weights."""
+        """The memory format of images and weights."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
-    def check(self) -> None:  # noqa: B027, most models exist by being a class
+    def check(self) -> None:  # noqa: B027, only Timm can name a model that does not exist
         """Raise InputError for a model that does not exist, without building one."""
 
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        """The module: float images (B, C, H, W) to logits (B, classes)."""
+        """The module, which maps float images (B, C, H, W) to logits (B, classes)."""
 
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:  # noqa: B027, as above
-        """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
+        """Initialise what depends on the data: `images(n)` gives n training images as a fresh `model` sees them."""
 
 
 class MaxPoolTo(nn.Module):
-    """Max pooling of any map to `cells` by `cells`, one or two: what AdaptiveMaxPool2d gives, by MaxPool2d.
+    """Max pooling of a map of any size to `cells` by `cells`, where `cells` is 1 or 2.
 
-    The gradient of the former has no deterministic kernel on CUDA, so `repro=strict` could not train with it.
+    It computes AdaptiveMaxPool2d by MaxPool2d, because the gradient of AdaptiveMaxPool2d has no deterministic kernel
+    on CUDA, so `repro=strict` could not train with it.
     """
 
     def __init__(self, cells: int) -> None:
@@ -75,7 +76,7 @@ class MaxPoolTo(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Network):
-    """Softmax regression on the pixels: the least that a network can be, and what the others have to beat."""
+    """Softmax regression on the pixels: the simplest network, and the baseline for the others."""
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
@@ -132,8 +133,8 @@ class DigitNet(Network):
             )
         sizes = (input_shape[0], self.width, 2 * self.width, 4 * self.width)
         layers: list[nn.Module] = []
-        for entering, leaving in itertools.pairwise(sizes):
-            layers += [nn.Conv2d(entering, leaving, 3, padding=1), nn.GroupNorm(NORM_GROUPS, leaving), nn.ReLU()]
+        for inputs, outputs in itertools.pairwise(sizes):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(NORM_GROUPS, outputs), nn.ReLU()]
         layers.insert(6, nn.MaxPool2d(2))
         return nn.Sequential(
             *layers,

@@ -1,4 +1,4 @@
-"""A small VGG-like network behind a fixed whitening of patches, for training fast on small photographs."""
+"""A small VGG-like network after a fixed whitening of patches, for fast training on small photographs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.models.nets import MaxPoolTo, Network
 
-PATCH = 2  # side of what is whitened, in pixels
-SAMPLE = 5000  # training images that the whitening is made for,
-SAMPLE_PIXELS = SAMPLE * 32**2  # or fewer: as floats these are 60 MB
+PATCH = 2  # side of a whitened patch, in pixels
+SAMPLE = 5000  # the most training images that the whitening is computed from
+SAMPLE_PIXELS = SAMPLE * 32**2  # and the most pixels in them: as floats they are 60 MB
 CHUNK = 500  # images whose patches are in memory at a time
-# Added to the variances: keeps directions that hold next to nothing from being blown up.
-LEAST_VARIANCE = 5e-4
+# Added to the variances: keeps directions of almost no variance from being blown up.
+VARIANCE_EPS = 5e-4
 LOGIT_SCALE = 1 / 9
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhiteNet(Network):
-    """A whitening of 2x2 patches, three blocks of 3x3 convolutions that halve the image, a linear layer.
+    """A whitening of 2x2 patches, three blocks of 3x3 convolutions that each halve the image, and a linear layer.
 
-    After the networks of the CIFAR-10 speed records (Jordan 2024, "94% on CIFAR-10 in 3.29 seconds", arXiv
+    Modelled on the networks of the CIFAR-10 speed records (Jordan 2024, "94% on CIFAR-10 in 3.29 seconds", arXiv
     2404.00498). The first layer is frozen: its filters are the principal directions of the training images' patches,
-    each with both signs, scaled to unit variance. Convolutions start as the identity. Batch norm has no factor, only
-    an offset, and its statistics follow the last few batches.
+    each with both signs, scaled to unit variance. Convolutions start as the identity. Batch norm has a bias but no
+    weight, and its running statistics follow the last few batches.
 
     Fields:
         widths: channels of the three blocks.
-        depth: convolutions of a block. From three on, a shortcut leads around those behind the block's first.
+        depth: convolutions of a block. From three on, there is a shortcut around all but the block's first.
     """
 
     widths: list[int] = ranged([64, 256, 256], least=1, most=16_384)
@@ -57,7 +57,7 @@ class WhiteNet(Network):
         whitening.weight.requires_grad_(False)
         nn.init.zeros_(whitening.bias)  # type: ignore[arg-type]
         sizes = [whitening.out_channels, *self.widths]
-        blocks = [_block(entering, leaving, self.depth) for entering, leaving in itertools.pairwise(sizes)]
+        blocks = [_block(inputs, outputs, self.depth) for inputs, outputs in itertools.pairwise(sizes)]
         return nn.Sequential(
             whitening,
             nn.GELU(),
@@ -78,24 +78,25 @@ class WhiteNet(Network):
 
 
 def whitening_filters(images: Tensor) -> Tensor:
-    """Filters (2 k, C, 2, 2) whose outputs on the patches of `images` (n, C, H, W) are uncorrelated, of variance one.
+    """Filters (2 k, C, 2, 2) whose outputs on the patches of `images` (n, C, H, W) are uncorrelated with variance 1.
 
-    k is C * 4; the second half is the first with its sign turned. Computed in float64 on the CPU: the same for all.
+    k is C * 4; the second half is the negative of the first. Computed in float64 on the CPU, so that all ranks get
+    the same filters.
     """
     channels = images.shape[1]
     size = channels * PATCH**2
     moments, count = torch.zeros((size, size), dtype=torch.float64), 0
-    for some in images.cpu().split(CHUNK):
-        patches = F.unfold(some.double(), PATCH).transpose(0, 1).flatten(1)
+    for chunk in images.cpu().split(CHUNK):
+        patches = F.unfold(chunk.double(), PATCH).transpose(0, 1).flatten(1)
         moments += patches @ patches.T
         count += patches.shape[1]
     variances, directions = torch.linalg.eigh(moments / count)
-    filters = (directions / (variances + LEAST_VARIANCE).sqrt()).T.reshape(size, channels, PATCH, PATCH)
+    filters = (directions / (variances + VARIANCE_EPS).sqrt()).T.reshape(size, channels, PATCH, PATCH)
     return torch.cat([filters, -filters])
 
 
 class _Scaled(nn.Module):
-    """Logits, made smaller: the linear layer can then learn at a high rate."""
+    """Scales the logits down, so that the linear layer can train at a high learning rate."""
 
     def forward(self, logits: Tensor) -> Tensor:
         return logits * LOGIT_SCALE
@@ -112,18 +113,18 @@ class _Residual(nn.Module):
         return F.gelu(features + self.layers(features))
 
 
-def _block(entering: int, leaving: int, depth: int) -> nn.Sequential:
-    """`depth` convolutions; the pool behind the first halves the image."""
-    first = [_convolution(entering, leaving), nn.MaxPool2d(2), _norm(leaving), nn.GELU()]
+def _block(inputs: int, outputs: int, depth: int) -> nn.Sequential:
+    """`depth` convolutions; the pooling after the first one halves the image."""
+    first = [_convolution(inputs, outputs), nn.MaxPool2d(2), _norm(outputs), nn.GELU()]
     others: list[nn.Module] = []
     for _ in range(depth - 1):
-        others += [_convolution(leaving, leaving), _norm(leaving), nn.GELU()]
+        others += [_convolution(outputs, outputs), _norm(outputs), nn.GELU()]
     return nn.Sequential(*first, *([_Residual(*others[:-1])] if depth > 2 else others))
 
 
-def _convolution(entering: int, leaving: int) -> nn.Conv2d:
-    layer = nn.Conv2d(entering, leaving, 3, padding=1, bias=False)
-    nn.init.dirac_(layer.weight[:entering].detach())
+def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
+    layer = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    nn.init.dirac_(layer.weight[:inputs].detach())
     return layer
 
 

@@ -1,4 +1,4 @@
-"""timm's models behind one typed front."""
+"""timm's models, with typed options."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import Options, ranged, ruled
 from lockstep.models.nets import Network
 
-# What timm's builders of the EfficientNet family take besides the arguments of the network's class.
+# Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
 BATCH_NORM = frozenset({"bn_eps", "bn_momentum", "bn_tf"})
-# Has keys of its own, or is said by the data and the device.
+# Arguments that have config keys of their own, or that the data and the device determine.
 NOT_OPTIONS = frozenset(
     {"self", "args", "kwargs", "num_classes", "in_chans", "drop_rate", "drop_path_rate", "device", "dtype"}
 )
@@ -32,8 +32,8 @@ class Timm(Network):
         pretrained: start from timm's published weights (downloaded once to its cache).
         drop_rate: dropout before the classifier.
         drop_path_rate: stochastic depth.
-        options: further arguments of the network's constructor, and no others of timm's: those can name files and
-            addresses to read weights from and folders to write them to.
+        options: further arguments of the network's constructor. Other arguments of timm are refused, because they
+            can name files and addresses to read weights from, and folders to write to.
     """
 
     name: str = "resnet50d"
@@ -54,18 +54,21 @@ class Timm(Network):
 
             published = timm.list_pretrained(f"{architecture}.*")
             if self.name not in published:
-                few = f" It has {', '.join(published)}." if published else ""
-                raise InputError(f"model.name is {self.name!r}, but timm has no such weights of {architecture}.{few}")
-        if self.options and (others := set(map(str, self.options)) - (known := network_options(architecture))):
+                available = f" It has {', '.join(published)}." if published else ""
+                raise InputError(
+                    f"model.name is {self.name!r}, but timm has no such weights of {architecture}.{available}"
+                )
+        if self.options and (unknown := set(map(str, self.options)) - (known := network_options(architecture))):
             raise InputError(
-                f"model.options.{min(others)} does not shape the network of {architecture}, expected an argument of "
-                f"its class; leave it out.{did_you_mean(min(others), known)}"
+                f"model.options.{min(unknown)} does not shape the network of {architecture}, expected an argument of "
+                f"its class; leave it out.{did_you_mean(min(unknown), known)}"
             )
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm
 
-        self.check()  # a rank reads its config from a file, and a name or an option can have timm read another one
+        # Again, because a rank reads its config from a file, and a name or an option can make timm read other files.
+        self.check()
         channels, height, width = input_shape
         options = dict(self.options)
         published = timm.get_pretrained_cfg(self.name)
@@ -82,7 +85,7 @@ class Timm(Network):
                 drop_rate=self.drop_rate,
                 **options,
             )
-        except Exception as error:  # timm's constructors and its downloads raise what they please
+        except Exception as error:  # timm's constructors and downloads raise all kinds
             what = " with its published weights" if self.pretrained else ""
             raise InputError(
                 f"model={self.name}{what} cannot be built for images of {channels}x{height}x{width} "
@@ -93,18 +96,18 @@ class Timm(Network):
 
 
 def network_options(architecture: str) -> frozenset[str]:
-    """The arguments of the classes that timm makes an architecture of: what shapes a network, and nothing else."""
+    """The arguments of the classes that timm builds an architecture from, which only shape the network."""
     import timm
 
     module = sys.modules[timm.model_entrypoint(architecture).__module__]
-    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, nn.Module)]
-    arguments = [inspect.signature(each).parameters for each in classes]
-    names = frozenset(name for each in arguments if "num_classes" in each for name in each)
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, nn.Module)]
+    signatures = [inspect.signature(network).parameters for network in classes]
+    names = frozenset(name for parameters in signatures if "num_classes" in parameters for name in parameters)
     return (names | BATCH_NORM) - NOT_OPTIONS
 
 
 class Stem(enum.Enum):
-    """How a network enters: 7x7 at stride 2 and a pool, or 3x3 at stride 1 and none."""
+    """The first layers: a 7x7 convolution of stride 2 and a pool, or a 3x3 convolution of stride 1 without one."""
 
     imagenet = "imagenet"
     cifar = "cifar"

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): momentum whose update of a matrix is made orthogonal."""
+"""Muon (Jordan et al. 2024): SGD with momentum, in which the update of a matrix is made orthogonal."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
-from lockstep.optim.optimizers import ParamGroups, _Optimizer
+from lockstep.optim.optimizers import OptimizerOption, ParamGroups
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(_Optimizer):
+class Muon(OptimizerOption):
     """Orthogonalised momentum for the matrices inside a network, SGD with momentum for all other parameters.
 
     The update of a convolution or linear layer is its Nesterov momentum with all singular values brought near one
     (Jordan et al. 2024, kellerjordan.github.io/posts/muon); the last linear layer, biases, norms and embeddings take
-    Nesterov steps. Weight decay is apart from the gradient and by `lr`, so that all parameters decay alike.
-    torch's own Muon takes no convolutions, and timm's steps by Adam elsewhere. On a GPU updates are made orthogonal
-    in bfloat16, unless the model is float64.
+    Nesterov steps. Weight decay is decoupled from the gradient and multiplied by `lr`, so that all parameters decay
+    at the same rate. torch's Muon does not support convolutions, and timm's uses Adam for the other parameters. On a
+    GPU updates are made orthogonal in bfloat16, unless the model is float64.
 
     Fields:
         lr: of the matrices: how far a step moves each singular value.
         head_lr: of the last linear layer.
-        bias_lr: of all others.
-        momentum: of the matrices; `sgd_momentum` of the others.
+        bias_lr: of all other parameters.
+        momentum: of the matrices; `sgd_momentum` is that of the other parameters.
         iterations: of Newton and Schulz; three or five.
         fixed_norm: before each step, scale every matrix to the norm of an orthogonal one. For convolutions that a
-            batch norm follows: their scale does nothing but change the rate.
+            batch norm follows: there the scale only changes the effective learning rate.
     """
 
     lr: float = 0.02
@@ -42,88 +42,90 @@ class Muon(_Optimizer):
     fixed_norm: bool = False
 
     def groups(self, model: nn.Module) -> ParamGroups:
-        layers = [each for each in model.modules() if isinstance(each, (nn.Linear, nn.modules.conv._ConvNd))]
-        linear = [id(each.weight) for each in layers if isinstance(each, nn.Linear)]
+        layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))]
+        linear = [id(layer.weight) for layer in layers if isinstance(layer, nn.Linear)]
         heads = set(linear[-1:])
-        matrices = {id(each.weight) for each in layers} - heads
+        matrices = {id(layer.weight) for layer in layers} - heads
         kinds: list[tuple[float, Callable[[Tensor], bool]]] = [
-            (self.lr, lambda each: id(each) in matrices),
-            (self.head_lr, lambda each: id(each) in heads),
-            (self.bias_lr, lambda each: id(each) not in matrices | heads),
+            (self.lr, lambda parameter: id(parameter) in matrices),
+            (self.head_lr, lambda parameter: id(parameter) in heads),
+            (self.bias_lr, lambda parameter: id(parameter) not in matrices | heads),
         ]
-        found = []
+        groups = []
         for group in super().groups(model):
             for number, (rate, belongs) in enumerate(kinds):
-                if params := [each for each in group["params"] if belongs(each)]:
+                if params := [parameter for parameter in group["params"] if belongs(parameter)]:
                     ratio = rate / self.lr
-                    decay = group["weight_decay"] / ratio  # the rate takes it back
+                    decay = group["weight_decay"] / ratio  # a step multiplies it by the rate, and so by `ratio`
                     scale = group["scale"] * ratio
-                    found.append({"params": params, "orthogonal": number == 0, "scale": scale, "weight_decay": decay})
-        return found
+                    groups.append(
+                        {"params": params, "orthogonal": number == 0, "scale": scale, "weight_decay": decay}
+                    )
+        return groups
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         for group in groups:
             group["momentum"] = self.momentum if group["orthogonal"] else self.sgd_momentum
-        return _Muon(groups, {"lr": self.lr, "iterations": self.iterations, "fixed_norm": self.fixed_norm})
+        return MuonOptimizer(groups, {"lr": self.lr, "iterations": self.iterations, "fixed_norm": self.fixed_norm})
 
 
-class _Muon(torch.optim.Optimizer):
-    """The steps of `Muon`. Each group has `orthogonal`, which says whether its parameters are matrices."""
+class MuonOptimizer(torch.optim.Optimizer):
+    """The torch optimizer of `Muon`. `orthogonal` of a parameter group says whether its parameters are matrices."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
-            params = [each for each in group["params"] if each.grad is not None]
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not params:
                 continue
-            gradients = [each.grad for each in params]
-            for each in params:
-                if not self.state[each]:
-                    self.state[each]["momentum_buffer"] = torch.zeros_like(each)
-            buffers = [self.state[each]["momentum_buffer"] for each in params]
+            gradients = [parameter.grad for parameter in params]
+            for parameter in params:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in params]
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, gradients)
             updates = list(torch._foreach_add(gradients, buffers, alpha=group["momentum"]))
-            kept = 1 - group["lr"] * group["weight_decay"]
+            decay_factor = 1 - group["lr"] * group["weight_decay"]
             if group["orthogonal"]:
                 updates = orthogonalised(updates, group["iterations"])
             if group["orthogonal"] and group["fixed_norm"]:
-                torch._foreach_mul_(params, _factors_to_orthogonal_norm(params, kept))
-            elif kept != 1:
-                torch._foreach_mul_(params, kept)
+                torch._foreach_mul_(params, _factors_to_orthogonal_norm(params, decay_factor))
+            elif decay_factor != 1:
+                torch._foreach_mul_(params, decay_factor)
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
 def _factors_to_orthogonal_norm(params: list[Tensor], factor: float) -> tuple[Tensor, ...]:
-    """What brings each of `params` (o, ...) to `factor` times the norm of an orthogonal matrix of as many rows.
+    """The factors that scale each of `params` (o, ...) to `factor` times the norm of an orthogonal matrix of o rows.
 
-    They stay on the device: as Python numbers they would make the host wait for it.
+    They stay on the device: reading them as Python numbers would wait for it.
     """
     factors = torch._foreach_reciprocal(torch._foreach_norm(params))
-    torch._foreach_mul_(factors, [factor * len(each) ** 0.5 for each in params])
+    torch._foreach_mul_(factors, [factor * len(parameter) ** 0.5 for parameter in params])
     return tuple(factors)
 
 
 def orthogonalised(updates: list[Tensor], iterations: int) -> list[Tensor]:
-    """Each of `updates` (o, ...), taken for a matrix (o, n), with its singular values brought to about one.
+    """Bring the singular values of each of `updates` (o, ...), seen as a matrix (o, n), to about one.
 
-    The results have the type of the updates and their order in memory, so that adding them to parameters copies
-    nothing. Matrices of one shape are multiplied together, on a GPU in bfloat16 as Jordan does; float64 stays.
+    The results have the dtype and memory layout of the updates, so that adding them to the parameters needs no copy.
+    Matrices of one shape are multiplied together: on a GPU in bfloat16, as Jordan does, unless they are float64.
     """
-    found: list[Tensor] = list(updates)
-    alike: dict[tuple[int, int, torch.dtype], list[int]] = {}
-    for number, each in enumerate(updates):
-        alike.setdefault((len(each), each[0].numel(), each.dtype), []).append(number)
-    for (rows, columns, dtype), numbers in alike.items():
+    orthogonal: list[Tensor] = list(updates)
+    by_shape: dict[tuple[int, int, torch.dtype], list[int]] = {}
+    for number, update in enumerate(updates):
+        by_shape.setdefault((len(update), update[0].numel(), update.dtype), []).append(number)
+    for (rows, columns, dtype), numbers in by_shape.items():
         first = updates[numbers[0]]
         inner = torch.bfloat16 if first.is_cuda and dtype != torch.float64 else dtype
         matrices = first.new_empty((len(numbers), rows, columns), dtype=inner)
         torch._foreach_copy_(list(matrices.unbind()), [_as_matrix(updates[number]) for number in numbers])
         results = newton_schulz(matrices, iterations).to(dtype).contiguous()
         for number, result in zip(numbers, results, strict=True):
-            found[number] = _in_order_of(updates[number], result)
-    return found
+            orthogonal[number] = _with_layout_of(updates[number], result)
+    return orthogonal
 
 
 def _channels_last(tensor: Tensor) -> bool:
@@ -131,28 +133,28 @@ def _channels_last(tensor: Tensor) -> bool:
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
-    """A tensor (o, ...) as (o, n), with its columns as they lie in memory: their order changes no singular value."""
+    """A view (o, n) of a tensor (o, ...), with columns in memory order, which does not change the singular values."""
     return (tensor.permute(0, 2, 3, 1) if _channels_last(tensor) else tensor).flatten(1)
 
 
-def _in_order_of(tensor: Tensor, matrix: Tensor) -> Tensor:
-    """A view of a matrix (o, n), such as `_as_matrix` makes, with the shape of `tensor` and its order in memory."""
+def _with_layout_of(tensor: Tensor, matrix: Tensor) -> Tensor:
+    """The inverse of `_as_matrix`: a view of `matrix` with the shape and the memory layout of `tensor`."""
     if _channels_last(tensor):
         return matrix.view(tensor.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
     return matrix.view(tensor.shape)
 
 
 def newton_schulz(matrices: Tensor, iterations: int) -> Tensor:
-    """Matrices (b, o, n) with their singular values brought to about one, in their own type.
+    """Bring the singular values of matrices (b, o, n) to about one, in their own dtype.
 
-    By the quintic iteration of Newton and Schulz with Jordan's coefficients, which stops between 0.7 and 1.2.
+    This is the quintic iteration of Newton and Schulz with Jordan's coefficients; values end up between 0.7 and 1.2.
     """
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.mT
     for _ in range(iterations):
-        # x becomes (3.4445 - 4.775 a + 2.0315 a^2) x. No addend is a factor too: `torch.baddbmm` would copy it first.
+        # x becomes (3.4445 - 4.775 a + 2.0315 a^2) x. The diagonal adds 3.4445 x: `torch.baddbmm` would copy x.
         a = x @ x.mT
         polynomial = -4.7750 * a
         polynomial.diagonal(dim1=1, dim2=2).add_(3.4445)

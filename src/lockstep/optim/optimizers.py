@@ -1,4 +1,4 @@
-"""The optimizers: torch's own for the usual three, Muon, timm's factory for the rest, and weight averaging."""
+"""The optimizers: SGD, Adam and AdamW of torch, and all others of timm by name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ParamGroups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Optimizer(ABC):
-    """What all have: the base learning rate, and which parameters decay how.
+class OptimizerOption(ABC):
+    """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter.
 
     Fields:
         lr: base learning rate for the whole global batch; the schedule multiplies it.
-        weight_decay: not applied to parameters of fewer than two dimensions (biases, norms) unless
-            `decay_all` is set, which is what the tutorials do.
+        weight_decay: of parameters with two or more dimensions: not of biases and norms.
+        decay_all: apply the weight decay to all parameters, as the tutorials do.
         layer_decay: the rate of each layer is this times that of the next one (timm); null is off.
     """
 
@@ -36,7 +36,7 @@ class _Optimizer(ABC):
 
     def groups(self, model: nn.Module) -> ParamGroups:
         """The parameter groups, each with the `scale` of its learning rate (1 without layer decay)."""
-        trained = [each for each in model.parameters() if each.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layer_decay is not None:
             from timm.optim import param_groups_layer_decay
 
@@ -56,9 +56,9 @@ class _Optimizer(ABC):
             ]
         if self.decay_all or self.weight_decay == 0:
             return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
-        decay = [each for each in trained if each.dim() >= 2]
-        plain = [each for each in trained if each.dim() < 2]
-        both = [(decay, self.weight_decay), (plain, 0.0)]
+        decayed = [parameter for parameter in trained if parameter.dim() >= 2]
+        plain = [parameter for parameter in trained if parameter.dim() < 2]
+        both = [(decayed, self.weight_decay), (plain, 0.0)]
         return [
             {"params": params, "weight_decay": weight_decay, "scale": 1.0} for params, weight_decay in both if params
         ]
@@ -67,7 +67,7 @@ class _Optimizer(ABC):
         """The optimizer over a model's parameters.
 
         Raises:
-            InputError: a value is not one that the optimizer takes.
+            InputError: the optimizer refuses a value.
         """
         try:
             return self.make(self.groups(model))
@@ -76,11 +76,11 @@ class _Optimizer(ABC):
 
     @abstractmethod
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        """The same over parameter groups, with the errors of its library."""
+        """The optimizer over parameter groups; raises the errors of its library."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD(_Optimizer):
+class SGD(OptimizerOption):
     """`torch.optim.SGD`."""
 
     lr: float = 0.1
@@ -90,7 +90,7 @@ class SGD(_Optimizer):
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
             raise InputError(
-                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and there is nothing to look ahead with; "
+                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and Nesterov's needs one above 0; "
                 "use optimizer.momentum=0.9 or optimizer.nesterov=false"
             )
 
@@ -98,15 +98,15 @@ class SGD(_Optimizer):
         options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
         optimizer = direct(torch.optim.SGD)(groups, **options)
         if self.momentum:
-            # Torch makes them at the first step, and leaves in them what was in memory if a loss scaler skips that
-            # step. From zero the first step is the same: the momentum becomes the gradient.
-            for each in (each for group in optimizer.param_groups for each in group["params"]):
-                optimizer.state[each]["momentum_buffer"] = torch.zeros_like(each)
+            # torch allocates the momenta at the first step, and leaves them uninitialised if a loss scaler skips that
+            # step. Zeros give the same first step: the momentum becomes the gradient.
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(_Optimizer):
+class Adam(OptimizerOption):
     """`torch.optim.Adam`, with its kernel fused over all parameters."""
 
     betas: list[float] = ranged([0.9, 0.999], least=0, below=1)
@@ -125,7 +125,7 @@ class Adam(_Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Adam):
-    """`torch.optim.AdamW`: weight decay apart from the gradient (Loshchilov and Hutter 2019)."""
+    """`torch.optim.AdamW`: weight decay decoupled from the gradient (Loshchilov and Hutter 2019)."""
 
     weight_decay: float = 0.01
 
@@ -134,10 +134,10 @@ class AdamW(Adam):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timm(_Optimizer):
+class Timm(OptimizerOption):
     """Any other optimizer of timm by its name, e.g. `optimizer=timm optimizer.opt=lamb`.
 
-    `momentum` is what timm makes of it for the optimizer in question; `options` go to its constructor.
+    timm passes `momentum` to the optimizer in its own way (for some it is a beta); `options` go to its constructor.
     """
 
     opt: str = "lamb"
@@ -153,7 +153,9 @@ class Timm(_Optimizer):
                 f"optimizer.opt is {self.opt!r}, which timm does not have.{did_you_mean(self.opt, names)}"
             )
         if get_optimizer_info(self.opt).second_order:
-            raise InputError(f"optimizer.opt is {self.opt!r}, which needs second derivatives: a step has none")
+            raise InputError(
+                f"optimizer.opt is {self.opt!r}, which needs second derivatives: a training step computes none"
+            )
         if self.momentum != Timm.momentum and not get_optimizer_info(self.opt.split("_")[-1]).has_momentum:
             raise InputError(
                 f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; leave it out, and "
@@ -171,24 +173,24 @@ class Timm(_Optimizer):
 
 @functools.cache
 def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """One of torch's optimizers without the wrappers that let it be part of a compiled function.
+    """One of torch's optimizers without the wrappers around its methods.
 
-    No optimizer is compiled here, and the wrappers import torch's compiler at the first call: 0.8 to 1.2 s. Nor has a
-    step the profiler's range and the hooks that torch puts around it, a quarter of a small one's time.
+    The wrappers for torch.compile import torch's compiler at the first call, which takes 0.8 to 1.2 s; no optimizer
+    is compiled here. The wrappers for the profiler and for hooks take a quarter of the time of a small step.
     """
     names = ("add_param_group", "state_dict", "load_state_dict")
     methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
-    step = torch.no_grad()(inspect.unwrap(optimizer.step))  # `no_grad` is the rest of what its wrapper does
-    step.hooked = True  # torch's word for one that has its hooks already
+    step = torch.no_grad()(inspect.unwrap(optimizer.step))  # the wrapper's `no_grad` is needed
+    step.hooked = True  # tells torch that the step has its hooks already
     return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _forget_gradients})
 
 
 def _forget_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """`zero_grad` as it is by default, without a profiler's range around it: 1 instead of 14 us."""
+    """`zero_grad` with its default arguments, without a profiler's range around it: 1 instead of 14 us."""
     assert set_to_none
     for group in optimizer.param_groups:
-        for each in group["params"]:
-            each.grad = None
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -199,5 +201,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm over all gradients, as a scalar on the device."""
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return nn.utils.get_total_norm(gradients)

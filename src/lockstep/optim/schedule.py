@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: nothing to save, nothing to resume wrongly."""
+"""The learning rate as a pure function of the step: a checkpoint need not save it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Constant:
         return self.after(step - warmup, max(1, plan.total_steps - warmup), plan)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
-        """The factor at `step` (from 1) of the `total` steps behind the warm-up."""
+        """The factor at `step` (from 1) of the `total` steps after the warm-up."""
         return 1.0
 
     def _steps(self, key: str, value: int | str, plan: Plan) -> int:
@@ -77,6 +77,6 @@ class Step(Constant):
             )
 
     def after(self, step: int, total: int, plan: Plan) -> float:
-        at = plan.total_steps - total + step
-        passed = sum(at > self._steps("milestones", each, plan) for each in self.milestones)
+        run_step = plan.total_steps - total + step
+        passed = sum(run_step > self._steps("milestones", milestone, plan) for milestone in self.milestones)
         return float(self.gamma**passed)

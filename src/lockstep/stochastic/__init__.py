@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass (dropout, stochastic depth, noise), each by a key of its own example."""
+"""Random numbers of a forward pass (dropout, stochastic depth, noise), derived from a key of each example."""
 
 from lockstep.stochastic.convert import ForwardDraws, KeyedModel, key_draws
 

@@ -1,8 +1,8 @@
-"""Finding out which modules of a model draw random numbers, and having them draw by the keys of the examples.
+"""Finds the modules of a model that draw random numbers, and makes them draw by the keys of the examples.
 
-Nothing is known of the model but what one training forward pass does. That pass runs under two observers: torch's own
-functions that draw are answered as they will be later, and each is a site of the module that called it; whatever else
-takes numbers from torch's generator is remembered with the module's name, for the user to read.
+One training forward pass is observed, in two ways. First, torch's random functions are replaced by keyed ones, and
+each call is recorded as a site of the module that made it. Second, a module that moves torch's generator in another
+way is recorded by its name, for a warning to the user.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from lockstep.core.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
 from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys
 
-# The examples of the pass that is observed: a dimension of so many, or of a multiple, is the batch's. Neither n * n
-# pixels nor n * n + 1 tokens are a multiple of it, unless n is.
+# The batch size of the observed pass: a dimension of this size, or of a multiple, is taken for the batch's. Neither
+# n * n pixels nor n * n + 1 tokens are a multiple of it, unless n is.
 EXAMPLES = 11
-# More than any model draws; the keys of the observed pass are made before they are counted.
+# More draws than any model has; the keys of the observed pass are made before the draws are counted.
 MOST_DRAWS = 4096
-# Modules of torch that never draw, by where they are defined, and ours. A model of nothing else is not observed.
+# Modules of torch that never draw, by the module that defines them. A model of only these, and ours, is not observed.
 SILENT = {
     f"torch.nn.modules.{name}"
     for name in ("batchnorm", "container", "conv", "flatten", "instancenorm", "linear", "normalization", "padding")
 } | {"torch.nn.modules.pooling", "torch.nn.modules.upsampling", "torch.nn.modules.pixelshuffle"}
 SILENT_TYPES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.LeakyReLU, nn.Hardswish)
 
-# Modules that need more than other numbers, by name: timm is not imported for models that are not timm's.
+# Modules that need a forward of their own, by name, so that timm is imported for timm's models only.
 OWN_FORWARD = {"timm.layers.drop.DropBlock2d": drop_block}
 
 
 @dataclass(frozen=True)
 class ForwardDraws:
-    """What a model draws in a training forward pass.
+    """The random draws of a model's training forward pass.
 
     Fields:
         seed, device: of the run.
-        keys: the keyed draws.
-        unknown: the names of modules that draw in a way that is not keyed.
+        keys: of the draws that are keyed.
+        unknown: the names of modules whose draws are not keyed.
     """
 
     seed: int
@@ -57,7 +57,7 @@ class ForwardDraws:
 
     def of(self, micro: MicroBatch) -> Tensor | None:
         """The keys of a micro-batch's forward pass, int64 (b, 2); None for a model that draws nothing."""
-        if self.unknown:  # These at least draw the same numbers again behind a resume.
+        if self.unknown:  # their draws are then at least the same after a resume
             reseed(self.device, generator_seed(self.seed, micro.step, micro.number))
         return forward_keys(self.seed, micro) if self.keys.draws else None
 
@@ -72,12 +72,12 @@ class ForwardDraws:
             return []
         return [
             f"the model draws random numbers in a way that Lockstep does not know ({', '.join(self.unknown)}); on "
-            "another number of ranks or micro-batches they are others, and so is the run"
+            "another number of ranks or micro-batches they differ, and so does the run"
         ]
 
 
 class KeyedModel(nn.Module):
-    """A model that is told whose random numbers to draw: (images, keys) to logits."""
+    """A model that also takes the keys of its random numbers: (images, keys) to logits."""
 
     def __init__(self, model: nn.Module, draws: ForwardDraws) -> None:
         super().__init__()
@@ -91,23 +91,23 @@ class KeyedModel(nn.Module):
 
 
 def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
-    """Have `model` draw by the keys of its examples, in place, and say what it draws.
+    """Make `model` draw by the keys of its examples, in place; returns its draws.
 
-    `image` is one blank input (1, C, H, W) on the model's device. The model is called once; parameters, buffers and
-    generators are left as they were.
+    `image` is one blank input (1, C, H, W) on the model's device. The model is called once. Parameters, buffers and
+    generators are left unchanged.
     """
     if all(_silent(module) for module in model.modules()):
         return ForwardDraws(seed, image.device)
     keys = ForwardKeys()
-    observed = _Observer(keys, {module: name for name, module in model.named_modules()})
-    with torch.no_grad(), _untouched(model, image.device), observed.watch():
+    observer = _Observer(keys, {module: name for name, module in model.named_modules()})
+    with torch.no_grad(), _untouched(model, image.device), observer.watch():
         keys.draws = MOST_DRAWS
         keys.begin(torch.zeros((EXAMPLES, 2), dtype=torch.int64, device=image.device))
         model(image.expand(EXAMPLES, *image.shape[1:]).contiguous())
-    keys.draws = observed.draws
-    for module, sites in observed.sites.items():
+    keys.draws = observer.draws
+    for module, sites in observer.sites.items():
         _draw_by_key(module, sites)
-    return ForwardDraws(seed, image.device, keys, tuple(observed.unknown))
+    return ForwardDraws(seed, image.device, keys, tuple(observer.unknown))
 
 
 def _silent(module: nn.Module) -> bool:
@@ -116,20 +116,20 @@ def _silent(module: nn.Module) -> bool:
 
 
 def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
-    """Run the forward of `module` with keyed functions, by a subclass of its own (as torch's parametrizations do)."""
+    """Make `module` run its forward with keyed functions, by changing its class (as torch's parametrizations do)."""
     plain = type(module)
-    own = OWN_FORWARD.get(f"{plain.__module__}.{plain.__qualname__}")
+    keyed_forward = OWN_FORWARD.get(f"{plain.__module__}.{plain.__qualname__}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
             return plain.forward(self, *args, **kwargs)
-        if own is not None:
-            return own(self._next_site, self, *args, **kwargs)
+        if keyed_forward is not None:
+            return keyed_forward(self._next_site, self, *args, **kwargs)
         with KeyedFunctions(self._next_site):
             return plain.forward(self, *args, **kwargs)
 
     def _next_site(self: Any, shape: torch.Size) -> Site:
-        # A module that is called several times in a pass has a site for each; then the next pass begins.
+        # A module that is called several times in a pass has a site for each call; then the next pass begins.
         site: Site = self._draw_sites[self._draw_next]
         self._draw_next = (self._draw_next + 1) % len(self._draw_sites)
         return site
@@ -140,7 +140,7 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Have buffers, training mode and torch's generators afterwards as they were before."""
+    """Put the model in training mode, and restore its mode, its buffers and torch's generators afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     model.train()
@@ -153,7 +153,7 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class _Observer:
-    """Collects the sites of a forward pass, and what draws otherwise."""
+    """Collects the sites of a forward pass, and the names of modules that draw in another way."""
 
     def __init__(self, keys: ForwardKeys, names: dict[nn.Module, str]) -> None:
         self.keys, self.names = keys, names
@@ -161,44 +161,44 @@ class _Observer:
         self.sites: dict[nn.Module, list[Site]] = defaultdict(list)
         self.draws = 0
         self.unknown: dict[str, None] = {}
-        self.generators = _states()
+        self.generators = _generator_states()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        entered = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
-        left = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
+        enter_hook = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
+        leave_hook = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         others: list[tuple[str, Callable[[], Any]]] = [
             ("Python's random", random.getstate),
             ("NumPy's random", lambda: repr(np.random.get_state(legacy=False))),
         ]
-        before = [state() for _, state in others]
+        states = [state() for _, state in others]
         try:
-            with KeyedFunctions(self.take):
+            with KeyedFunctions(self.new_site):
                 yield
         finally:
-            entered.remove()
-            left.remove()
-        for (name, state), was in zip(others, before, strict=True):
-            if state() != was:
+            enter_hook.remove()
+            leave_hook.remove()
+        for (name, state), before in zip(others, states, strict=True):
+            if state() != before:
                 self.unknown[name] = None
 
     def _enter(self, module: nn.Module) -> None:
-        self._notice()
+        self._check_generators()
         self.stack.append(module)
 
     def _leave(self) -> None:
-        self._notice()
+        self._check_generators()
         self.stack.pop()
 
-    def _notice(self) -> None:
-        """Remember the module that runs now if torch's generators have moved since the last look."""
-        generators = _states()
-        if any(not torch.equal(now, was) for now, was in zip(generators, self.generators, strict=True)):
+    def _check_generators(self) -> None:
+        """Record the module that runs now if torch's generators have moved since the last check."""
+        generators = _generator_states()
+        if any(not torch.equal(now, before) for now, before in zip(generators, self.generators, strict=True)):
             module = self.stack[-1]
             self.unknown[self.names.get(module) or type(module).__name__] = None
         self.generators = generators
 
-    def take(self, shape: torch.Size) -> Site:
+    def new_site(self, shape: torch.Size) -> Site:
         """A new site of the module that runs now."""
         exact = [dim for dim, size in enumerate(shape) if size == EXAMPLES]
         multiple = [dim for dim, size in enumerate(shape) if size % EXAMPLES == 0]
@@ -208,6 +208,6 @@ class _Observer:
         return site
 
 
-def _states() -> list[Tensor]:
+def _generator_states() -> list[Tensor]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]

@@ -1,7 +1,7 @@
-"""torch's functions that draw random numbers, with keyed ones in their place.
+"""Keyed replacements of torch's functions that draw random numbers.
 
-`KeyedFunctions` is active while a module that draws runs its forward, and hands the calls over. Shapes, scales and
-arguments are those of torch's own functions; what has no entry here is left to torch, and noticed (`convert`).
+`KeyedFunctions` is active while a module that draws runs its forward, and replaces the calls. Shapes, scales and
+arguments are those of torch's own functions. A function without an entry is left to torch; `convert` detects it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.overrides import TorchFunctionMode
 from lockstep.stochastic.keys import Site
 from lockstep.stochastic.numbers import below, normal, uniform
 
-# Gives the site of the next draw, which is of this shape.
-Take = Callable[[torch.Size], Site]
+# Returns the site of the next draw, given the shape of its numbers.
+NextSite = Callable[[torch.Size], Site]
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """While it is entered, the functions of `KEYED` draw from the sites that `take` gives."""
+    """A context in which the functions of `KEYED` draw from the sites that `next_site` gives."""
 
-    def __init__(self, take: Take) -> None:
+    def __init__(self, next_site: NextSite) -> None:
         super().__init__()
-        self.take = take
+        self.next_site = next_site
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,66 +37,70 @@ class KeyedFunctions(TorchFunctionMode):
         keyed = KEYED.get(func)
         if keyed is None or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **(kwargs or {}))
-        return keyed(self.take, *args, **(kwargs or {}))
+        return keyed(self.next_site, *args, **(kwargs or {}))
 
 
-def _kept(take: Take, like: Tensor, shape: torch.Size, drop: float) -> Tensor:
+def _keep_mask(next_site: NextSite, like: Tensor, shape: torch.Size, drop: float) -> Tensor:
     """0 with probability `drop`, else 1: of `shape` and the dtype of `like`."""
-    return below(take(shape).bits(shape, like), 1 - drop).to(like.dtype)
+    return below(next_site(shape).bits(shape, like), 1 - drop).to(like.dtype)
 
 
-def _dropped(take: Take, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
-    kept = _kept(take, input, shape, p)
-    # The scale is not rounded to the input's dtype: in bfloat16 that would move every mean by up to 0.4 %.
-    return (input.mul_(kept) if inplace else input * kept).mul_(1 / (1 - p) if p < 1 else 1.0)
+def _drop(next_site: NextSite, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
+    keep = _keep_mask(next_site, input, shape, p)
+    # The scale is not rounded to the input's dtype: in bfloat16 that would change every mean by up to 0.4 %.
+    return (input.mul_(keep) if inplace else input * keep).mul_(1 / (1 - p) if p < 1 else 1.0)
 
 
 def _channels(input: Tensor) -> torch.Size:
-    """The shape of one number for each channel of each example."""
+    """The shape of one number per channel and example."""
     return torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)])
 
 
-def dropout(take: Take, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Srivastava et al. 2014."""
+def dropout(
+    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout (Srivastava et al. 2014)."""
     if not training or p == 0:
         return input
-    return _dropped(take, input, input.shape, p, inplace)
+    return _drop(next_site, input, input.shape, p, inplace)
 
 
 def feature_dropout(
-    take: Take, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Whole channels (Tompson et al. 2015)."""
+    """Dropout of whole channels (Tompson et al. 2015)."""
     if not training or p == 0:
         return input
-    return _dropped(take, input, _channels(input), p, inplace)
+    return _drop(next_site, input, _channels(input), p, inplace)
 
 
-# What SELU tends to for very negative inputs (Klambauer et al. 2017).
-_ALPHA = -1.7580993408473766
+# The limit of SELU for very negative inputs (Klambauer et al. 2017).
+_SELU_LIMIT = -1.7580993408473766
 
 
-def _alpha(take: Take, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
-    scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-    kept = _kept(take, input, shape, p)
-    offset = (1 - kept) * (_ALPHA * scale) - _ALPHA * scale * p
-    return input.mul_(kept * scale).add_(offset) if inplace else input * (kept * scale) + offset
+def _alpha_drop(next_site: NextSite, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
+    scale = 1 / math.sqrt((_SELU_LIMIT**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    keep = _keep_mask(next_site, input, shape, p)
+    offset = (1 - keep) * (_SELU_LIMIT * scale) - _SELU_LIMIT * scale * p
+    return input.mul_(keep * scale).add_(offset) if inplace else input * (keep * scale) + offset
 
 
-def alpha_dropout(take: Take, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
-    """Keeps mean and variance behind SELU (Klambauer et al. 2017)."""
-    return _alpha(take, input, input.shape, p, inplace) if training and p else input
+def alpha_dropout(
+    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """Dropout that keeps mean and variance after SELU (Klambauer et al. 2017)."""
+    return _alpha_drop(next_site, input, input.shape, p, inplace) if training and p else input
 
 
 def feature_alpha_dropout(
-    take: Take, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """The same for whole channels."""
-    return _alpha(take, input, _channels(input), p, inplace) if training and p else input
+    """Alpha dropout of whole channels."""
+    return _alpha_drop(next_site, input, _channels(input), p, inplace) if training and p else input
 
 
 def rrelu(
-    take: Take,
+    next_site: NextSite,
     input: Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
@@ -106,13 +110,13 @@ def rrelu(
     """Negative inputs times a random slope (Xu et al. 2015)."""
     if not training:
         return F.rrelu(input, lower, upper, training, inplace)
-    slope = uniform(take(input.shape).bits(input.shape, input), input.dtype) * (upper - lower) + lower
+    slope = uniform(next_site(input.shape).bits(input.shape, input), input.dtype) * (upper - lower) + lower
     factor = torch.where(input < 0, slope, torch.ones_like(slope))
     return input.mul_(factor) if inplace else input * factor
 
 
 def scaled_dot_product_attention(
-    take: Take,
+    next_site: NextSite,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -122,32 +126,32 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention whose weights are dropped. Not fused: torch's fused kernels draw for themselves."""
+    """Attention with dropout of its weights. Not fused, because torch's fused kernels draw their own numbers."""
     if dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+        key, value = (heads.repeat_interleave(query.shape[-3] // heads.shape[-3], -3) for heads in (key, value))
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~visible, -math.inf)
     if attn_mask is not None:
-        masked = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    return dropout(take, scores.softmax(-1), dropout_p) @ value
+        boolean = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if boolean else scores + attn_mask
+    return dropout(next_site, scores.softmax(-1), dropout_p) @ value
 
 
-def multi_head_attention_forward(take: Take, *args: Any, **kwargs: Any) -> Any:
-    """torch's own code, with the keyed functions where it calls those that draw.
+def multi_head_attention_forward(next_site: NextSite, *args: Any, **kwargs: Any) -> Any:
+    """torch's own code, with keyed functions where it calls random ones.
 
-    A mode is not entered again within a function that it was asked about, so the code gets names of its own.
+    Torch disables a mode within a function that the mode handles, so the code runs with replaced globals.
     """
     names = {
         **vars(F),
-        "dropout": functools.partial(dropout, take),
-        "scaled_dot_product_attention": functools.partial(scaled_dot_product_attention, take),
+        "dropout": functools.partial(dropout, next_site),
+        "scaled_dot_product_attention": functools.partial(scaled_dot_product_attention, next_site),
         "has_torch_function": lambda _: False,
     }
     plain = F.multi_head_attention_forward
@@ -155,10 +159,10 @@ def multi_head_attention_forward(take: Take, *args: Any, **kwargs: Any) -> Any:
     return FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)(*args, **kwargs)
 
 
-def drop_block(take: Take, layer: Any, x: Tensor) -> Tensor:
-    """Blocks of pixels (Ghiasi et al. 2018), as timm's `DropBlock2d`, but for the scale of what is kept.
+def drop_block(next_site: NextSite, layer: Any, x: Tensor) -> Tensor:
+    """Dropout of blocks of pixels (Ghiasi et al. 2018), like timm's `DropBlock2d` except for the scale.
 
-    That is of each example, as in the paper's algorithm 1; timm takes it over the micro-batch.
+    The scale is computed per example, as in the paper's algorithm 1; timm computes it over the micro-batch.
     """
     examples, channels, height, width = x.shape
     tall, wide = min(layer.block_size, height), min(layer.block_size, width)
@@ -166,61 +170,65 @@ def drop_block(take: Take, layer: Any, x: Tensor) -> Tensor:
     gamma = layer.gamma_scale * layer.drop_prob * height * width / (tall * wide) / places
     shape = torch.Size([examples, 1 if layer.couple_channels else channels, height, width])
     with torch.no_grad():
-        centres = below(take(shape).bits(shape, x), gamma).to(x.dtype)
+        centres = below(next_site(shape).bits(shape, x), gamma).to(x.dtype)
         blocks = F.max_pool2d(centres, (tall, wide), stride=1, padding=(tall // 2, wide // 2))
-        blocks = blocks[..., (tall + 1) % 2 :, (wide + 1) % 2 :]  # an even block gives one row and column too many
-        kept = 1 - blocks
+        blocks = blocks[..., (tall + 1) % 2 :, (wide + 1) % 2 :]  # an even size gives one row and column too many
+        keep = 1 - blocks
         if layer.with_noise:
-            noise = normal(take(shape).bits(shape, x), x.dtype) * blocks
+            noise = normal(next_site(shape).bits(shape, x), x.dtype) * blocks
         elif layer.scale_by_keep:
-            kept /= kept.mean((1, 2, 3), keepdim=True).clamp(min=1e-7)
-    return x * kept + noise if layer.with_noise else x * kept
+            keep /= keep.mean((1, 2, 3), keepdim=True).clamp(min=1e-7)
+    return x * keep + noise if layer.with_noise else x * keep
 
 
-def _filled(blank: Tensor, numbers: Tensor) -> Tensor:
+def _fill(blank: Tensor, numbers: Tensor) -> Tensor:
     with torch.no_grad():
         return blank.copy_(numbers)
 
 
-def uniform_(take: Take, blank: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None) -> Tensor:
-    drawn = uniform(take(blank.shape).bits(blank.shape, blank), blank.dtype)
-    return _filled(blank, drawn * (high - low) + low)
+def uniform_(
+    next_site: NextSite, blank: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
+) -> Tensor:
+    numbers = uniform(next_site(blank.shape).bits(blank.shape, blank), blank.dtype)
+    return _fill(blank, numbers * (high - low) + low)
 
 
-def normal_(take: Take, blank: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None) -> Tensor:
-    drawn = normal(take(blank.shape).bits(blank.shape, blank), blank.dtype)
-    return _filled(blank, drawn * std + mean)
+def normal_(
+    next_site: NextSite, blank: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
+) -> Tensor:
+    numbers = normal(next_site(blank.shape).bits(blank.shape, blank), blank.dtype)
+    return _fill(blank, numbers * std + mean)
 
 
-def bernoulli_(take: Take, blank: Tensor, p: float | Tensor = 0.5, *, generator: None = None) -> Tensor:
-    bits = take(blank.shape).bits(blank.shape, blank)
-    return _filled(blank, uniform(bits, torch.float32) < p if isinstance(p, Tensor) else below(bits, p))
+def bernoulli_(next_site: NextSite, blank: Tensor, p: float | Tensor = 0.5, *, generator: None = None) -> Tensor:
+    bits = next_site(blank.shape).bits(blank.shape, blank)
+    return _fill(blank, uniform(bits, torch.float32) < p if isinstance(p, Tensor) else below(bits, p))
 
 
-def bernoulli(take: Take, input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
-    return bernoulli_(take, torch.empty_like(input), input if p is None else p)
+def bernoulli(next_site: NextSite, input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
+    return bernoulli_(next_site, torch.empty_like(input), input if p is None else p)
 
 
-def rand(take: Take, *size: Any, **options: Any) -> Tensor:
-    return uniform_(take, torch.empty(*size, **options))
+def rand(next_site: NextSite, *size: Any, **options: Any) -> Tensor:
+    return uniform_(next_site, torch.empty(*size, **options))
 
 
-def rand_like(take: Take, input: Tensor, **options: Any) -> Tensor:
-    return uniform_(take, torch.empty_like(input, **options))
+def rand_like(next_site: NextSite, input: Tensor, **options: Any) -> Tensor:
+    return uniform_(next_site, torch.empty_like(input, **options))
 
 
-def randn(take: Take, *size: Any, **options: Any) -> Tensor:
-    return normal_(take, torch.empty(*size, **options))
+def randn(next_site: NextSite, *size: Any, **options: Any) -> Tensor:
+    return normal_(next_site, torch.empty(*size, **options))
 
 
-def randn_like(take: Take, input: Tensor, **options: Any) -> Tensor:
-    return normal_(take, torch.empty_like(input, **options))
+def randn_like(next_site: NextSite, input: Tensor, **options: Any) -> Tensor:
+    return normal_(next_site, torch.empty_like(input, **options))
 
 
 KEYED: dict[Any, Callable[..., Any]] = {
     F.dropout: dropout,
     torch.dropout: dropout,
-    torch.dropout_: lambda take, input, p, training: dropout(take, input, p, training, inplace=True),
+    torch.dropout_: lambda next_site, input, p, training: dropout(next_site, input, p, training, inplace=True),
     F.dropout1d: feature_dropout,
     F.dropout2d: feature_dropout,
     F.dropout3d: feature_dropout,

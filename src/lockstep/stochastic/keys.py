@@ -1,4 +1,4 @@
-"""Whose random numbers a forward pass draws: the keys of its examples, and the places in the model that draw."""
+"""The keys of a forward pass (one per example), and the sites in the model that draw random numbers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lockstep.stochastic.numbers import random_bits
 
 
 def forward_keys(seed: int, micro: MicroBatch) -> Tensor:
-    """The keys of a forward pass: int64 (b, 2), of each example in this epoch, and of the step."""
-    own = sample_keys(seed, micro.epoch, micro.indices[: len(micro.labels)], FORWARD)
-    return torch.stack([own, torch.full_like(own, key(seed, FORWARD_BATCH, micro.step))], dim=1)
+    """The keys of a forward pass, int64 (b, 2): that of each example in this epoch, and that of the step."""
+    examples = sample_keys(seed, micro.epoch, micro.indices[: len(micro.labels)], FORWARD)
+    return torch.stack([examples, torch.full_like(examples, key(seed, FORWARD_BATCH, micro.step))], dim=1)
 
 
 class ForwardKeys:
-    """The words of every draw of the forward pass under way, on each device that runs one.
+    """The two 32-bit words of every draw of the current forward pass, for each device that runs one.
 
-    `draws` is how many places of the model draw.
+    `draws` is the number of draws of a pass.
     """
 
     def __init__(self) -> None:
         self.draws = 0
-        # By the number of the device: the replicas of DataParallel run at the same time.
+        # By device number, because the replicas of DataParallel run at the same time.
         self._examples: dict[int, Tensor] = {}
         self._batch: dict[int, Tensor] = {}
 
     def begin(self, keys: Tensor) -> None:
-        """Draw for the examples of `keys`, int64 (b, 2), from now on."""
+        """Start a forward pass over the examples with these keys, int64 (b, 2)."""
         numbers = torch.arange(self.draws, device=keys.device)
         shared = keys[:1, 1:] if len(keys) else keys.new_zeros((1, 1))
         self._examples[keys.get_device()] = _words(draw(keys[:, :1], numbers))
@@ -58,8 +58,8 @@ class Site:
 
     Fields:
         number: of the draw, from 0, in the order of the forward pass.
-        batch_dim: the dimension of the numbers along which the examples lie, each with one or more rows in a row;
-            None for numbers that the whole global batch shares.
+        batch_dim: the batch dimension of the numbers, in which each example has one or more consecutive rows; None
+            for numbers that the whole global batch shares.
         keys: of the model.
     """
 
@@ -68,8 +68,10 @@ class Site:
     keys: ForwardKeys
 
     def bits(self, shape: torch.Size, like: Tensor) -> Tensor:
-        """Random bits for a tensor of `shape` on the device of `like`: int32. A function of each example's key and
-        the element's position within the example, whatever else is in the batch."""
+        """Random bits, int32, for a tensor of `shape` on the device of `like`.
+
+        They depend only on an example's key and the element's position in the example, not on the rest of the batch.
+        """
         device = like.get_device()
         if self.batch_dim is None:
             return random_bits(self.keys.of_batch(self.number, device), math.prod(shape)).view(shape)

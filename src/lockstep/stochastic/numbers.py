@@ -1,9 +1,9 @@
 """Random numbers for every element of a tensor, from two 32-bit words of each example.
 
-splitmix64, which the rest of Lockstep draws from, takes 64-bit products, which CPUs have no vector instruction for. A
-mask of dropout wants a number for each element of each layer, so here is a hash of 32 bits: `lowbias32` of the
-element's position (Wellons 2018, "Prospecting for hash functions"), then its last rounds with the two words of the
-example. int32 arithmetic wraps alike on every device, so the CPU and a GPU agree to the bit.
+The rest of Lockstep draws from splitmix64, which needs 64-bit products, and CPUs have no vector instruction for them.
+A dropout mask needs a number for each element of each layer, so this is a 32-bit hash: `lowbias32` of the element's
+position (Wellons 2018, "Prospecting for hash functions"), then its last rounds with the two words of the example.
+int32 arithmetic wraps in the same way on every device, so the CPU and a GPU agree to the bit.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import math
 import torch
 from torch import Tensor
 
-# The multipliers and shifts of lowbias32, as the int32 that have their bits.
+# The multipliers of lowbias32, as the int32 with the same bits.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 _LOWEST = -(1 << 31)
-# The binary digits of a uniform number: what the dtype's significand holds, so that none is rounded up to 1.
+# The binary digits of a uniform number: as many as the dtype's significand has, so that none is rounded up to 1.
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11}
 
 
 def _folded(x: Tensor, bits: int) -> Tensor:
-    """`x ^ (x >> bits)` in place, with a shift that fills in zeros; torch's own copies the sign."""
+    """`x ^ (x >> bits)` in place, with a shift that fills in zeros; torch's shift copies the sign."""
     shifted = x >> bits
     shifted &= (1 << (32 - bits)) - 1
     x ^= shifted
@@ -39,9 +39,9 @@ _cached_positions = functools.lru_cache(maxsize=256)(_positions)
 
 
 def random_bits(words: Tensor, elements: int) -> Tensor:
-    """Random bits for `elements` elements of each example, the upper ones best: int32 (b, elements).
+    """Random bits for `elements` elements of each example, int32 (b, elements). The upper bits are the best ones.
 
-    `words` is int32 (b, 2), random and independent. Masks made from them pass the tests of
+    `words` is int32 (b, 2), random and independent. Masks made from these bits pass the tests of
     tests/unit/test_stochastic_numbers.py: balance, and correlation between elements, examples and layers.
     """
     if elements == 1:
@@ -67,6 +67,6 @@ def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Normal numbers by the inverse of their distribution function; devices may differ in the last digit."""
+    """Standard normal numbers, by the inverse distribution function; devices may differ in the last digit."""
     centred = (bits.to(torch.float64) + 0.5) * 2.0**-31  # in (-1, 1)
     return (torch.erfinv(centred) * math.sqrt(2)).to(dtype)

@@ -1,4 +1,4 @@
-"""The tutorials' hand-made gradient averaging, kept correct: the plainest way to see what DDP does."""
+"""The gradient averaging of the tutorials, done correctly: the simplest way to see what DDP does."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed
 
-LARGE = 2**16  # elements
+LARGE = 2**16  # elements of a gradient that gets an all-reduce of its own
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Distributed):
     """Blocking all-reduces after backward: one for each large gradient, and one for all the small ones together.
 
-    A call costs what some 100 kB on the wire do: with one for each of a hundred small gradients a step takes several
-    times as long.
+    A call costs as much as about 100 kB on the wire. With one call for each of a hundred small gradients, a step
+    would take several times as long.
     """
 
     def grad_divisor(self, world: World) -> int:
@@ -32,22 +32,23 @@ class AllReduce(Distributed):
     def reduce(self, replica: nn.Module) -> None:
         if not dist.is_initialized():
             return
-        gradients = [each.grad for each in replica.parameters() if each.grad is not None]
-        for each in filter(_goes_alone, gradients):
-            dist.all_reduce(each)
-        if small := [each for each in gradients if not _goes_alone(each)]:
-            total = torch.cat([each.flatten() for each in small])
+        gradients = [parameter.grad for parameter in replica.parameters() if parameter.grad is not None]
+        for gradient in filter(_is_large, gradients):
+            dist.all_reduce(gradient)
+        if small := [gradient for gradient in gradients if not _is_large(gradient)]:
+            total = torch.cat([gradient.flatten() for gradient in small])
             dist.all_reduce(total)
-            parts = total.split([each.numel() for each in small])
-            torch._foreach_copy_(small, [part.view(each.shape) for part, each in zip(parts, small, strict=True)])
+            parts = total.split([gradient.numel() for gradient in small])
+            sums = [part.view(gradient.shape) for part, gradient in zip(parts, small, strict=True)]
+            torch._foreach_copy_(small, sums)
 
 
-def _goes_alone(gradient: Tensor) -> bool:
+def _is_large(gradient: Tensor) -> bool:
     return gradient.numel() >= LARGE and gradient.is_contiguous()
 
 
 class HookedReplica(nn.Module):
-    """A model whose parameters start their own all-reduce as soon as backward has their gradient."""
+    """A model that starts the all-reduce of each gradient as soon as backward has computed it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class HookedReplica(nn.Module):
             self.pending.append((dist.all_reduce(parameter.grad, async_op=True), parameter.grad))
 
     def finish(self) -> None:
-        """Wait for the sums and make them means."""
+        """Wait for the sums, and divide them by the number of ranks."""
         size = dist.get_world_size()
         for work, gradient in self.pending:
             work.wait()

@@ -1,4 +1,4 @@
-"""The strategies of one process, and what those of several ranks have in common."""
+"""The strategies of one process, and the base class of those with several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchno
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
-    """One rank on one device. The base of the others: each shows only its difference."""
+    """One rank on one device. The base class of the others, which override only what differs."""
 
     def ranks(self, gpus: int) -> int:
         return 1
@@ -39,7 +39,7 @@ class Single:
         return nullcontext()
 
     def reduce(self, replica: nn.Module) -> None:
-        """One rank's gradient is the gradient."""
+        """Nothing to do: there is only one gradient."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if plan.micro_batches > 1 and has_batchnorm(model):
@@ -48,10 +48,10 @@ class Single:
 
 
 class ThreadedReplica(nn.DataParallel[nn.Module]):
-    """`torch.nn.DataParallel` whose threads compute in the number format of the thread that calls it.
+    """`torch.nn.DataParallel` whose threads use the autocast dtype of the calling thread.
 
-    Autocast is a thread's own, and torch switches it on in the others without a format: in float16 on CUDA, whatever
-    the caller has.
+    Autocast is set per thread, and torch enables it in the other threads without the caller's dtype: always float16
+    on CUDA.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ class ThreadedReplica(nn.DataParallel[nn.Module]):
 
 
 class Autocasting(nn.Module):
-    """A module that is run under autocast to `dtype`, if that is not None, in whatever thread."""
+    """Runs a module under autocast to `dtype`, in any thread; without autocast if `dtype` is None."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Autocasting(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(Single):
-    """`torch.nn.DataParallel`: one process that drives all visible GPUs with threads."""
+    """`torch.nn.DataParallel`: one process runs all visible GPUs with threads."""
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return ThreadedReplica(model)
@@ -100,8 +100,8 @@ class DataParallel(Single):
 class Distributed(Single):
     """Several ranks, one process and one device each.
 
-    `sync_batchnorm` makes batch norm count over the global micro-batch, which is what makes runs of
-    different world sizes the same run for models that have it.
+    `sync_batchnorm` makes batch norm count over the micro-batches of all ranks. Without it, a model with batch norm
+    has different runs on different world sizes.
     """
 
     sync_batchnorm: bool = True
@@ -110,7 +110,7 @@ class Distributed(Single):
         return gpus or 2
 
     def check(self, ranks: int, device: str) -> None:
-        """Any number of ranks, on any device."""
+        """Any number of ranks works, on any device."""
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         if world.size == 1:
@@ -121,17 +121,17 @@ class Distributed(Single):
         return self.replicate(model, plan, example)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        """The replica of a job of several ranks."""
+        """The replica, for a job of several ranks."""
         return model
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
-        others = super().notes(model, world, plan)
+        notes = super().notes(model, world, plan)
         if world.size > 1 and not self.sync_batchnorm and has_batchnorm(model):
-            others.append(
+            notes.append(
                 "batch norm counts per rank: this run differs from one on another number of ranks; "
                 "strategy.sync_batchnorm=true makes them the same"
             )
-        return others
+        return notes
 
 
 def share_weights(model: nn.Module) -> None:
@@ -142,7 +142,7 @@ def share_weights(model: nn.Module) -> None:
 
 
 def rehearse(replica: nn.Module, example: tuple[Any, ...], passes: int) -> None:
-    """Forward and backward on `example`, so many times, without a trace in gradients or buffers."""
+    """Run `passes` forward and backward passes on `example`; gradients are cleared and buffers restored."""
     buffers = [buffer.clone() for buffer in replica.buffers()]
     for _ in range(passes):
         replica(*example).sum().backward()
@@ -154,7 +154,7 @@ def rehearse(replica: nn.Module, example: tuple[Any, ...], passes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Distributed):
-    """`single` on one device, `ddp` on more. Resolved before a run starts; never used in one."""
+    """`single` on one device, `ddp` on more. Replaced by one of them before a run starts."""
 
     def ranks(self, gpus: int) -> int:
         return gpus or 1

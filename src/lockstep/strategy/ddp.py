@@ -21,7 +21,7 @@ from lockstep.strategy.base import Distributed, rehearse
 
 
 class CommHook(enum.Enum):
-    """What a gradient bucket becomes on the wire."""
+    """How a gradient bucket is compressed on the wire."""
 
     none = "none"
     fp16 = "fp16"
@@ -29,7 +29,7 @@ class CommHook(enum.Enum):
     powersgd = "powersgd"
 
 
-# torch 2.15 renamed the switch; either name leaves the buffers alone in forward (`World.share_buffers`).
+# Do not synchronise buffers in forward (`World.share_buffers` does it). torch 2.15 renamed the argument.
 NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -42,10 +42,10 @@ class DDP(Distributed):
     """One all-reduce per bucket, overlapped with backward.
 
     Fields:
-        gradient_as_bucket_view: gradients live in the buckets; saves one copy of them.
-        static_graph: tells DDP that each step uses the same graph. Null: where it is legal, that is with
-            one micro-batch a step (`no_sync` changes the graph).
-        find_unused_parameters: for models that leave parameters without a gradient; costs a graph walk.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
+        static_graph: tells DDP that each step uses the same graph. Null is true where it is legal: with one
+            micro-batch per step (`no_sync` changes the graph).
+        find_unused_parameters: for models that leave parameters without a gradient; costs a walk over the graph.
         bucket_mb: size of a bucket in MiB; null is torch's default.
         comm_hook: compress the gradients on the wire (changes the numbers).
     """
@@ -63,7 +63,7 @@ class DDP(Distributed):
                 f"strategy.static_graph is true with train.micro_batches={plan.micro_batches}, but accumulation "
                 "changes the graph within a step; use strategy.static_graph=null"
             )
-        # A convolution of one input channel has two equally good strides; DDP warns of the other one.
+        # A convolution with one input channel has two equivalent strides, and DDP warns if the other one is used.
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         replica = DistributedDataParallel(
             model,
@@ -74,7 +74,7 @@ class DDP(Distributed):
             **NO_BUFFERS,
         )
         # DDP rebuilds its buckets in the order of the first backward. On three or more ranks the order of a sum
-        # depends on the bucket, so the first step after a resume would otherwise not be the step it was.
+        # depends on the bucket, so without these passes the first step after a resume would differ in its bits.
         rehearse(replica, example, passes=2)
         self._register_hook(replica)
         return replica
@@ -93,15 +93,15 @@ class DDP(Distributed):
             replica.register_comm_hook(state, hook)
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
-        others = super().notes(model, world, plan)
+        notes = super().notes(model, world, plan)
         if self.comm_hook is not CommHook.none and world.size > 1:
-            others.append(
+            notes.append(
                 f"strategy.comm_hook={self.comm_hook.value} rounds the gradients on the wire: this run differs from "
                 "one without it, and from one on another number of ranks"
             )
         if self.comm_hook is CommHook.powersgd:
-            others.append("strategy.comm_hook=powersgd keeps what no checkpoint has: a resume is not exact")
-        return others
+            notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
+        return notes
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         if last or not isinstance(replica, DistributedDataParallel):

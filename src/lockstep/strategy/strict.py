@@ -1,8 +1,8 @@
 """Bit-identical runs on one, two and four ranks: fixed virtual shards, summed by a fixed tree.
 
-Floating-point sums depend on their order. Here the order does not depend on the ranks: a global batch is always
-cut into the same `shards`, each has a gradient of its own, and neighbours are added in pairs, then pairs of
-pairs, first within a rank and then between ranks. Batch norm counts per virtual shard.
+Floating-point sums depend on their order. Here the order does not depend on the ranks. A global batch is always cut
+into the same number of virtual shards, and each of them has its own gradient. Neighbouring gradients are added in
+pairs, then pairs of pairs, first within a rank and then between ranks. Batch norm counts per virtual shard.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class TreeReplica(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.module = model
-        # The sums of complete subtrees that wait for their neighbour, with their heights: a binary counter.
+        # The (height, sums) of complete subtrees whose neighbour is still missing: a binary counter.
         self.subtrees: list[tuple[int, list[Tensor]]] = []
-        self.buffers_of_first: list[Tensor] = []
+        self.first_buffers: list[Tensor] = []
 
     def forward(self, *inputs: Any) -> Any:
         return self.module(*inputs)
 
-    def take(self, *, first: bool) -> None:
+    def add_shard(self, *, first: bool) -> None:
         """Move the gradients of one virtual shard from the parameters into the tree."""
         if first:
-            self.buffers_of_first = [buffer.clone() for buffer in self.module.buffers()]
+            self.first_buffers = [buffer.clone() for buffer in self.module.buffers()]
         height, gradients = 0, self._gradients()
         for parameter in self.module.parameters():
             parameter.grad = None
@@ -51,37 +51,35 @@ class TreeReplica(nn.Module):
         self.subtrees.append((height, gradients))
 
     def finish(self) -> None:
-        """Add the subtrees of all ranks, nearest first, and give the parameters the sum."""
+        """Add the subtrees of all ranks, nearest ranks first, and give the parameters the sum."""
         ((_, gradients),) = self.subtrees
         self.subtrees = []
         if dist.is_initialized():
             total = torch.cat([gradient.flatten() for gradient in gradients])
             distance = 1
             while distance < dist.get_world_size():
-                # Both partners add the same two numbers, and a + b is b + a to the bit.
-                total += _exchanged(total, dist.get_rank() ^ distance)
+                # Both ranks add the same two numbers, and a + b equals b + a to the bit.
+                total += _exchange(total, dist.get_rank() ^ distance)
                 distance *= 2
             pieces = total.split([gradient.numel() for gradient in gradients])
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
-        with_gradient = [each for each in self.module.parameters() if each.requires_grad]
-        for parameter, gradient in zip(with_gradient, gradients, strict=True):
+        for parameter, gradient in zip(self._trained(), gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():
             # Keep the statistics of each rank's first virtual shard; main's are the ones that are saved.
-            for buffer, of_first in zip(self.module.buffers(), self.buffers_of_first, strict=True):
-                buffer.copy_(of_first)
+            for buffer, first_buffer in zip(self.module.buffers(), self.first_buffers, strict=True):
+                buffer.copy_(first_buffer)
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def _gradients(self) -> list[Tensor]:
-        return [
-            torch.zeros_like(each) if each.grad is None else each.grad
-            for each in self.module.parameters()
-            if each.requires_grad
-        ]
+        return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._trained()]
 
 
-def _exchanged(tensor: Tensor, peer: int) -> Tensor:
-    """The tensor of `peer`, which gets ours."""
+def _exchange(tensor: Tensor, peer: int) -> Tensor:
+    """Send our tensor to `peer`, and return the one of `peer`."""
     theirs = torch.empty_like(tensor)
     operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, theirs, peer)]
     for work in dist.batch_isend_irecv(operations):
@@ -91,11 +89,11 @@ def _exchanged(tensor: Tensor, peer: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Strict(Single):
-    """What `repro=strict` makes of a job.
+    """The strategy of `repro=strict`.
 
     Fields:
-        shards: virtual shards of a global batch, a power of two; a run is the same on any number of ranks
-            that divides it.
+        shards: virtual shards of a global batch, a power of two. A run is the same on every number of ranks that
+            divides it.
     """
 
     shards: int = ranged(4, least=1, most=65_536)
@@ -126,12 +124,12 @@ class Strict(Single):
         return TreeReplica(model)
 
     def grad_divisor(self, world: World) -> int:
-        # Not even a factor of the loss may depend on the ranks: it would move underflow.
+        # Not even a factor of the loss may depend on the ranks: it would change what underflows.
         return 1
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         assert isinstance(replica, TreeReplica)
-        return _taking(replica)
+        return _adding_shard(replica)
 
     def reduce(self, replica: nn.Module) -> None:
         assert isinstance(replica, TreeReplica)
@@ -144,12 +142,12 @@ class Strict(Single):
 
 
 def _check_deterministic(model: nn.Module, example: tuple[Any, ...]) -> None:
-    """Refuse a model with an operation that has no deterministic kernel on this device: torch raises in a pass."""
+    """Refuse a model with an operation that has no deterministic kernel on this device, by running it once."""
     try:
         rehearse(model, example, passes=1)
     except RuntimeError as error:
-        operation, marked, _ = str(error).partition(" does not have a deterministic implementation")
-        if not marked:
+        operation, nondeterministic, _ = str(error).partition(" does not have a deterministic implementation")
+        if not nondeterministic:
             raise
         raise InputError(
             f"repro=strict has the same bits every time, but {operation}, which the model uses, has no deterministic "
@@ -158,6 +156,6 @@ def _check_deterministic(model: nn.Module, example: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _taking(replica: TreeReplica) -> Iterator[None]:
+def _adding_shard(replica: TreeReplica) -> Iterator[None]:
     yield
-    replica.take(first=not replica.subtrees)
+    replica.add_shard(first=not replica.subtrees)

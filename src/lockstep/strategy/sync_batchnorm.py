@@ -1,8 +1,8 @@
-"""Batch norm whose statistics are those of the micro-batch over all ranks, on any device.
+"""Batch norm with statistics over the micro-batches of all ranks, on any device.
 
-One layer serves gloo and NCCL, so what is tested on the CPU is what runs on GPUs. Unlike torch's `SyncBatchNorm` it
-works on the CPU, lets a rank have no examples in any number format, never waits for the device, and can be traced by
-the compiler.
+One layer works with gloo and NCCL, so the tests on the CPU cover what runs on GPUs. Unlike torch's `SyncBatchNorm` it
+works on the CPU, allows a rank without examples in any number format, never waits for the device, and can be traced
+by the compiler.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class _SyncNormalize(torch.autograd.Function):
     """Batch norm with statistics over all ranks. Equations: Ioffe and Szegedy 2015, algorithm 1.
 
-    The statistics are in float32 for the short formats: two ranks never send each other numbers of different widths.
+    Statistics of 16-bit inputs are in float32, so that ranks never exchange numbers of different widths.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        # The compiler fuses plain operations and knows nothing of the kernels for eager CUDA.
+        # The compiler fuses plain operations, and cannot trace the kernels for eager CUDA.
         kernels = CUDAKernels if x.is_cuda and not torch.compiler.is_compiling() else PlainKernels
         x = _dense(x)
         local_mean, local_variance = kernels.moments(x, eps) if x.numel() else _zeros(x, 2)
         local_count = torch.full_like(local_mean[:1], x.numel() // x.shape[1])
         means, variances, counts = _gathered(local_mean, local_variance, local_count)
         count = counts.sum()
-        # A micro-batch is empty on every rank when the last global batch of an epoch is short enough.
+        # A micro-batch can be empty on every rank, if the last global batch of an epoch is short enough.
         shares = counts / count.clamp(min=1)
         mean = (shares * means).sum(0)
         variance = (shares * (variances + (means - mean).square())).sum(0)
@@ -47,7 +47,7 @@ class _SyncNormalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale, counts = ctx.saved_tensors
         grad = _dense(grads[0])
-        # Sums of the gradient, and of the gradient times the centred input, by channel.
+        # Sums per channel: of the gradient, and of the gradient times the centred input.
         total, projection = ctx.kernels.sums(grad, x, mean, scale) if x.numel() else _zeros(x, 2)
         grad_weight, grad_bias = (None, None) if weight is None else (projection * scale, total.clone())
         sums = torch.cat([total, projection])
@@ -66,12 +66,12 @@ class _SyncNormalize(torch.autograd.Function):
 class PlainKernels:
     """The arithmetic of the layer in plain operations, for any device and for the compiler.
 
-    `x` and gradients have the shape (examples, channels, ...); statistics have (channels,).
+    `x` and gradients have the shape (examples, channels, ...), statistics the shape (channels,).
     """
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Mean and (biased) variance by channel."""
+        """Mean and (biased) variance per channel."""
         variance, mean = torch.var_mean(_wide(x), _all_but_channels(x), correction=0)
         return mean, variance
 
@@ -100,7 +100,7 @@ class PlainKernels:
         projection: Tensor,
         counts: Tensor,
     ) -> Tensor:
-        """The gradient of the input, given both sums over all ranks and the examples of each, (ranks, 1)."""
+        """The gradient of the input, from both sums over all ranks and the counts of each rank, (ranks, 1)."""
         count = counts.sum()
         slope = projection * scale.square() / count
         centred = _wide(grad) - _channels(total / count, x) - (_wide(x) - _channels(mean, x)) * _channels(slope, x)
@@ -108,7 +108,7 @@ class PlainKernels:
 
 
 class CUDAKernels(PlainKernels):
-    """The same by torch's kernels for synchronised batch norm: one pass over the activations each."""
+    """The same with torch's kernels for synchronised batch norm: each is one pass over the activations."""
 
     @staticmethod
     def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -137,21 +137,21 @@ class CUDAKernels(PlainKernels):
         projection: Tensor,
         counts: Tensor,
     ) -> Tensor:
-        each = counts.flatten().to(torch.int32)
-        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, total, projection, each)
+        counts = counts.flatten().to(torch.int32)
+        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, total, projection, counts)
 
 
 def _gathered(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The statistics of all ranks: means and variances of shape (ranks, channels), counts of shape (ranks, 1)."""
     own = torch.cat([mean, variance, count])
-    every = own.new_empty((dist.get_world_size(), len(own)))
-    dist.all_gather_into_tensor(every, own[None])
-    means, variances, counts = every.split([len(mean), len(variance), 1], dim=1)
+    gathered = own.new_empty((dist.get_world_size(), len(own)))
+    dist.all_gather_into_tensor(gathered, own[None])
+    means, variances, counts = gathered.split([len(mean), len(variance), 1], dim=1)
     return means, variances, counts
 
 
 def _dense(x: Tensor) -> Tensor:
-    """`x` in one of the memory formats that kernels walk through fast."""
+    """`x` in a memory format without gaps: channels-last if it already is, else contiguous."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     if x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]):
         return x
@@ -159,14 +159,18 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` in the format that it is counted in."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """`x` in the dtype of the statistics."""
+    return x.to(_statistics_dtype(x))
+
+
+def _statistics_dtype(x: Tensor) -> torch.dtype:
+    """float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _zeros(x: Tensor, number: int) -> tuple[Tensor, ...]:
-    """So many vectors of a zero for each channel: the sums over no examples."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.zeros((number, x.shape[1]), dtype=dtype, device=x.device).unbind()
+    """`number` vectors of zeros, one per channel: the sums over no examples."""
+    return torch.zeros((number, x.shape[1]), dtype=_statistics_dtype(x), device=x.device).unbind()
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
@@ -174,12 +178,12 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _channels(vector: Tensor, x: Tensor) -> Tensor:
-    """A vector by channel in the shape that broadcasts over `x`."""
+    """A vector with a number per channel, in a shape that broadcasts over `x`."""
     return vector.view(1, -1, *[1] * (x.dim() - 2))
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm over the micro-batches of all ranks; keeps the names, the buffers and the evaluation of BatchNorm.
+    """Batch norm over the micro-batches of all ranks, with the names, buffers and evaluation of torch's BatchNorm.
 
     A rank whose micro-batch is empty takes part in every sum and gets an empty output. A micro-batch that is empty on
     every rank leaves the running statistics as they are.
@@ -199,22 +203,22 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Move the running statistics towards those of a batch of `count` values by channel, without a sync."""
+        """Update the running statistics by those of a batch of `count` values per channel, without a device sync."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        counted = count > 0
-        self.num_batches_tracked += counted
-        counted = counted.to(self.running_mean.dtype)
+        not_empty = count > 0
+        self.num_batches_tracked += not_empty
+        weight = not_empty.to(self.running_mean.dtype)
         # Without a momentum the statistics are the plain means of all batches.
-        weight = counted / self.num_batches_tracked.clamp(min=1) if self.momentum is None else counted * self.momentum
+        weight = weight / self.num_batches_tracked.clamp(min=1) if self.momentum is None else weight * self.momentum
         unbiased = variance * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
 
 
 class SyncBatchNormAct(SyncBatchNorm):
-    """The same for timm's fused norm and activation layers (`BatchNormAct2d`)."""
+    """The same, for timm's fused layers of norm and activation (`BatchNormAct2d`)."""
 
     def __init__(self, *args: Any, drop: nn.Module, act: nn.Module, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -227,12 +231,12 @@ class SyncBatchNormAct(SyncBatchNorm):
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Whether any layer of the model counts over the batch."""
+    """Whether the model has a batch norm layer."""
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """`module` with every batch norm synchronised over the ranks; parameters and state-dict keys are kept."""
+    """Replace every batch norm in `module` by a synchronised one; parameters and state-dict keys stay the same."""
     if isinstance(module, _BatchNorm):
         return _replacement(module)
     for name, child in module.named_children():
@@ -243,10 +247,10 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 def _replacement(norm: _BatchNorm) -> SyncBatchNorm:
     options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
     act, drop = getattr(norm, "act", None), getattr(norm, "drop", None)
-    replaced = (
+    synced = (
         SyncBatchNorm(*options) if act is None or drop is None else SyncBatchNormAct(*options, drop=drop, act=act)
     )
-    replaced.weight, replaced.bias = norm.weight, norm.bias
-    replaced.running_mean, replaced.running_var = norm.running_mean, norm.running_var
-    replaced.num_batches_tracked = norm.num_batches_tracked
-    return replaced.train(norm.training)
+    synced.weight, synced.bias = norm.weight, norm.bias
+    synced.running_mean, synced.running_var = norm.running_mean, norm.running_var
+    synced.num_batches_tracked = norm.num_batches_tracked
+    return synced.train(norm.training)

@@ -1,4 +1,4 @@
-"""What a run says of itself: scalars for TensorBoard and files, live progress, GPU figures."""
+"""What a run reports: scalars for files and TensorBoard, live progress, and GPU figures."""
 
 from lockstep.telemetry.metrics import Telemetry, WindowState
 from lockstep.telemetry.window import Window

@@ -1,4 +1,4 @@
-"""What the user watches: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
+"""Shows progress: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ LINE_EVERY_S = 10.0
 
 
 class Display:
-    """The null object: what ranks other than main show."""
+    """Shows nothing: the display of ranks other than main."""
 
     def advance(self, step: int) -> None:
-        """A step is done."""
+        """Show that a step is done."""
 
     def window(self, window: Window) -> None:
-        """A log point was reached."""
+        """Show the window of a log point."""
 
     def evaluated(self, step: int, scores: Mapping[str, float], window: Window | None) -> None:
-        """An evaluation is done."""
+        """Show the scores of an evaluation."""
 
     def warn(self, sentence: str) -> None:
-        """Something that the user should know."""
+        """Show a warning to the user."""
 
     def close(self) -> None:
-        """Training is over."""
+        """Remove the display: training is over."""
 
 
 def figures(window: Window) -> str:
-    """A window in words."""
+    """The figures of a window as a text."""
     return (
         f"loss {window.loss:.4f}  top-1 {window.top1:.1f} %  {window.rate:,.0f} img/s  wait {window.wait_share:.0f} %"
     )
 
 
 def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss, without the hours where there are none."""
+    """Seconds as h:mm:ss, or m:ss if less than an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class Lines(Display):
-    """One line per evaluation, and one every ten seconds between."""
+    """One line per evaluation, and one every ten seconds in between."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         self.plan = plan
         self.first = step
-        self.began = self.said = time.monotonic()
+        self.began = self.shown_at = time.monotonic()
         self.digits = len(str(plan.total_steps))
 
     def window(self, window: Window) -> None:
         evaluated_next = self.plan.due("eval", window.last)
-        if time.monotonic() - self.said >= LINE_EVERY_S and not evaluated_next:
+        if time.monotonic() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
             self._line(window.last, figures(window))
 
     def evaluated(self, step: int, scores: Mapping[str, float], window: Window | None) -> None:
@@ -75,7 +75,7 @@ class Lines(Display):
     def _line(self, step: int, text: str) -> None:
         now = time.monotonic()
         left = (now - self.began) / max(1, step - self.first) * (self.plan.total_steps - step)
-        self.said = now
+        self.shown_at = now
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         log.say(
             f"epoch {self.plan.epoch(step) + 1}/{epochs}  step {step:>{self.digits}}/{self.plan.total_steps}  "
@@ -84,7 +84,7 @@ class Lines(Display):
 
 
 class Bar(Lines):
-    """The same lines above a bar that moves."""
+    """The lines of evaluations above a progress bar."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         super().__init__(plan, step)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read again when a run goes on: without the steps that will be done once more."""
+"""Trims TensorBoard's event files when a run resumes: removes the steps that will be done again."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lockstep.core import log
 from lockstep.core.safe_read import MB, opened
 from lockstep.core.safe_write import sync, write_atomic
 
-RECORD_LIMIT = 64 * MB  # one of ours has a few hundred bytes
+RECORD_LIMIT = 64 * MB  # a usual record has a few hundred bytes
 
 
-def trimmed(paths: list[Path], after: int) -> set[str]:
-    """Take all events of steps behind `after` out of event files, oldest first; returns the tags that are left.
+def trim_events(paths: list[Path], after: int) -> set[str]:
+    """Remove all events of steps after `after` from event files, oldest first; returns the tags that are left.
 
-    TensorBoard hides such steps if it is told to, but whoever reads the files finds both. A record cut short by a
-    kill ends its file; one that is damaged is left out, and said.
+    TensorBoard's purge only hides such steps: other readers of the files would find them twice. A record that a kill
+    cut short ends its file. A damaged record is left out, with a warning.
 
     Raises:
-        UnreadableFile: one is no plain file.
+        UnreadableFile: one is not a plain file.
         StorageError, OSError: one cannot be written.
     """
     from google.protobuf.message import DecodeError
@@ -30,7 +30,7 @@ def trimmed(paths: list[Path], after: int) -> set[str]:
 
     seen: set[tuple[str, int]] = set()
     for path in paths:
-        kept, damaged, before = BytesIO(), False, len(seen)
+        trimmed, damaged, before = BytesIO(), False, len(seen)
         for record in _records(path):
             try:
                 if record is None:
@@ -39,37 +39,37 @@ def trimmed(paths: list[Path], after: int) -> set[str]:
             except DecodeError:
                 damaged = True
                 continue
-            found = {(value.tag, event.step) for value in event.summary.value}
-            if event.step <= after and not found & seen:
-                seen |= found
-                RecordWriter(kept).write(record)
+            values = {(value.tag, event.step) for value in event.summary.value}
+            if event.step <= after and not values & seen:
+                seen |= values
+                RecordWriter(trimmed).write(record)
         if damaged:
-            log.warn(f"{path} is damaged: what cannot be read of it is left out of TensorBoard")
+            log.warn(f"{path} is damaged: records that cannot be read are left out of TensorBoard")
         if len(seen) == before:
             path.unlink()
-        elif len(kept.getvalue()) != path.stat().st_size:  # a viewer may have the file open: leave it if it is right
-            temporary = path.with_name(".events.tmp")  # a name that no viewer takes for one of events
-            write_atomic(temporary, kept.getvalue())
+        elif len(trimmed.getvalue()) != path.stat().st_size:  # replace only if needed: a viewer may have it open
+            temporary = path.with_name(".events.tmp")  # no viewer takes this name for an event file
+            write_atomic(temporary, trimmed.getvalue())
             temporary.replace(path)
             sync(path.parent)
     return {tag for tag, _ in seen}
 
 
 def _records(path: Path) -> Iterator[bytes | None]:
-    """The records of an event file; None for one whose checksum does not fit. Behind a damaged length is no other."""
+    """The records of an event file; None for one whose checksum is wrong. A damaged length ends the file."""
     with opened(path) as file:
         while len(header := file.read(12)) == 12:
             (length,) = struct.unpack("<Q", header[:8])
-            if not _fits(header[:8], header[8:]) or length > RECORD_LIMIT:
+            if not _checksum_matches(header[:8], header[8:]) or length > RECORD_LIMIT:
                 yield None
                 return
             record, checksum = file.read(length), file.read(4)
             if len(checksum) < 4:  # cut short by a kill
                 return
-            yield record if _fits(record, checksum) else None
+            yield record if _checksum_matches(record, checksum) else None
 
 
-def _fits(data: bytes, checksum: bytes) -> bool:
+def _checksum_matches(data: bytes, checksum: bytes) -> bool:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     return bool(struct.pack("<I", masked_crc32c(data)) == checksum)

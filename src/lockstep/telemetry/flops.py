@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is, and how much the device could do: what MFU is made of."""
+"""The operations of a training step, and the peak rate of the device: MFU is computed from them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 from lockstep.core import log
 
-# Dense peak rates in 1e12 operations per second, from NVIDIA's data sheets and architecture papers (where those give
-# rates with sparsity, half of them): fp32, tf32, and bf16 or fp16 with sums in fp32. By the names that CUDA gives the
-# cards, without their memory. A card that is not here is not known: laptop parts, slices of a card (MIG) and variants
-# for a market have other rates than the card whose name they begin with.
+# Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
+# sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of the
+# cards without the memory. Names must match exactly: laptop parts, slices of a card (MIG) and variants for one market
+# have other rates than the card whose name they begin with.
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "GB300": (80, 1250, 2500),
     "GB200": (80, 1250, 2500),
@@ -55,15 +55,15 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "RTX 3090 Ti": (40, 40, 80),
     "RTX 2080 Ti": (13.4, 13.4, 53.8),
 }
-# What CUDA's names have besides the card's: the maker and the family in front, the size and kind of its memory.
-BESIDES = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+")
+# Parts of CUDA's names that the keys leave out: the maker and the family, and the size and kind of the memory.
+NOT_IN_KEYS = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+")
 
 
 def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float:
-    """Floating-point operations of one example's forward and backward pass: three times its forward.
+    """Floating-point operations of one example's forward and backward pass: three times those of the forward pass.
 
-    Counted on tensors without values (torch's meta device): nothing is computed, and `model` is not touched. 0 for a
-    model that needs values to decide what it computes, which is logged.
+    They are counted on torch's meta device, so nothing is computed and `model` is not changed. 0, with a line in the
+    log, for a model whose forward pass depends on values.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
@@ -76,7 +76,7 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float
     try:
         with torch.no_grad(), counter:
             torch.func.functional_call(model, shapes, (example,))
-    except Exception as error:  # a forward pass can raise anything, and no figure is worth a run
+    except Exception as error:  # a forward pass can raise anything, and this figure must not end a run
         log.logger.info("the operations of the model cannot be counted, so there is no perf/mfu_pct: %s", error)
         return 0.0
     finally:
@@ -85,11 +85,11 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Peak operations per second of one GPU in a number format; 0 for one that is not known, which is logged."""
+    """Peak operations per second of one GPU in a number format; 0, with a line in the log, for an unknown GPU."""
     if device.type != "cuda" or dtype is torch.float64:
         return 0.0
     name = torch.cuda.get_device_name(device)
-    rates = PEAK_TFLOPS.get(BESIDES.sub("", name))
+    rates = PEAK_TFLOPS.get(NOT_IN_KEYS.sub("", name))
     if rates is None:
         log.logger.info("the peak rate of %s is not known, so there is no perf/mfu_pct", name)
         return 0.0

@@ -1,6 +1,6 @@
-"""What the GPUs do, once a second through NVML: `gpu.jsonl` and the `gpu/*` tags.
+"""Samples the GPUs once a second through NVML, for `gpu.jsonl` and the `gpu/*` tags.
 
-GPUs are found by UUID: NVML numbers all the GPUs of a machine, CUDA only the visible ones.
+GPUs are found by UUID, because NVML numbers all GPUs of a machine, and CUDA only the visible ones.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GIGA = 1e9
 
 
 class NoMonitor:
-    """Where there is no NVML, or nothing to watch."""
+    """Monitors nothing: there is no NVML, or no GPU."""
 
     def start(self) -> None:
-        """There is nothing to start."""
+        """Nothing to start."""
 
     def close(self) -> dict[str, float]:
         return {}
@@ -44,8 +44,8 @@ class Monitor(NoMonitor):
     Args:
         uuids: of the GPUs, by local rank, as NVML spells them (`GPU-...`).
         path: of `gpu.jsonl`.
-        sinks: where scalars go besides.
-        step: tells the last finished step.
+        sinks: where scalars are written too.
+        step: returns the last finished step.
         period: seconds between two samples.
     """
 
@@ -62,11 +62,11 @@ class Monitor(NoMonitor):
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self.uuids, self.sinks, self.step, self.period = uuids, sinks, step, period
         self.path = path
-        self.file, _ = truncate_after(path, 0, _anyway)
+        self.file, _ = truncate_after(path, 0, _step_zero)
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
         self.samples = 0
-        self.written = step()  # the step that the sinks had figures of last: they get one of each at most
+        self.written = step()  # the last step that the sinks have: they get at most one sample per step
         self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
 
     def start(self) -> None:
@@ -86,7 +86,7 @@ class Monitor(NoMonitor):
     def _sample(self) -> None:
         now, step = round(time.time(), 3), self.step()
         scalars: dict[str, float] = {}
-        # All GPUs first: one that stops answering must not leave half a sample in the sums.
+        # Sample all GPUs first: if one stops answering, the sums must not get half a sample.
         samples = [sample(handle) for handle in self.handles]
         self.samples += 1
         for rank, (uuid, figures) in enumerate(zip(self.uuids, samples, strict=True)):
@@ -102,7 +102,7 @@ class Monitor(NoMonitor):
                 sink.write(step, scalars)
 
     def close(self) -> dict[str, float]:
-        """Stop; returns the mean of each figure over the run and the GPUs."""
+        """Stop sampling; returns the mean of each figure over the run and the GPUs."""
         self.done.set()
         if self.thread.is_alive():
             self.thread.join()
@@ -112,7 +112,7 @@ class Monitor(NoMonitor):
 
 
 def sample(handle: Any) -> dict[str, float]:
-    """One GPU now: `util` in percent, `mem_gb`, `power_w`, `temp_c`, and the SM clock `sm` in MHz."""
+    """A sample of one GPU: `util` in percent, `mem_gb`, `power_w`, `temp_c`, and the SM clock `sm` in MHz."""
     return {
         "util": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
         "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIGA,
@@ -125,7 +125,7 @@ def sample(handle: Any) -> dict[str, float]:
 def watched_gpus(replica: nn.Module, world: World) -> list[str]:
     """The UUIDs, as NVML spells them, of the GPUs that the ranks of this machine use, by local rank. Collective.
 
-    Each rank tells its own: one process may be shown no other. `torch.nn.DataParallel` uses several.
+    Each rank reports its own, because other GPUs may be invisible to a process. `torch.nn.DataParallel` uses several.
     """
     numbers: Iterable[int] = ()
     if world.device.type == "cuda":
@@ -136,7 +136,7 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
 
 
 def monitor(*, wanted: bool, gpus: list[str], path: Path, sinks: list[Sink], step: Callable[[], int]) -> NoMonitor:
-    """The monitor of a run over the GPUs with these UUIDs; where there is no NVML that is said once."""
+    """The monitor of the GPUs with these UUIDs; without NVML it warns once and monitors nothing."""
     if not wanted:
         return NoMonitor()
     if not gpus:
@@ -152,8 +152,8 @@ def monitor(*, wanted: bool, gpus: list[str], path: Path, sinks: list[Sink], ste
         return NoMonitor()
 
 
-def _anyway(line: str) -> int:
-    """A step that is kept, since `gpu.jsonl` goes by time; raises ValueError for a line that is none of ours."""
+def _step_zero(line: str) -> int:
+    """0 for every line, so that a resume keeps it: `gpu.jsonl` goes by time. Raises ValueError for a foreign line."""
     match parsed_json(line):
         case {"time": _, "step": _, "local_rank": _, "uuid": _}:
             return 0

@@ -1,4 +1,4 @@
-"""Counting on the device while training, and handing the figures to the sinks at log points."""
+"""Counts losses and hits on the device during training, and gives the figures to the sinks at log points."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from lockstep.telemetry.window import Window
 
 S = TypeVar("S", bound=Stepped)
 
-
-# So many logits (as float32 4 MB) or micro-batches of finished steps wait to be counted together.
+# Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
 
 
 class RankWindowState(TypedDict):
-    """What a rank has behind the last log point: the summed loss of each micro-batch, its step and its examples,
-    and the hits of all."""
+    """What a rank has counted since the last log point.
+
+    For each micro-batch: its summed loss, its step and its number of examples; for all together: the hits.
+    """
 
     losses: list[float]
     steps: list[int]
@@ -39,27 +40,27 @@ class RankWindowState(TypedDict):
 
 
 class WindowState(TypedDict):
-    """The last log point, and what each rank has gathered since."""
+    """The step of the last log point (`flushed`), and what each rank has counted since (`trails`)."""
 
     flushed: int
     trails: list[RankWindowState]
 
 
 class Telemetry:
-    """Gathers figures without syncing the device, and spreads them at log points.
+    """Collects figures without syncing the device, and writes them at log points.
 
-    Every rank has one, because the sums are collective; only main's has sinks and a display that shows.
+    Every rank has one, because the sums are collective. Only main's has sinks and a visible display.
 
     Args:
         world, plan: of the run.
-        sinks: where scalars go.
-        display: what the user watches.
-        samples: keeps what this rank trained on, or nothing.
+        sinks: where scalars are written.
+        display: shows progress to the user.
+        samples: records the examples that this rank trained on, or nothing.
         step: the last step that is already done.
-        window: what a checkpoint kept of the window that was open then (`open_window`); null for none.
-        flops: of one example's forward and backward pass; 0 where no figure is wanted.
-        peak: floating-point operations per second of all devices; 0 where it is not known.
-        loss_limit: a mean loss above it is not one of training any more.
+        window: the window that was open at the checkpoint (`open_window`); None if there was none.
+        flops: floating-point operations of one example's forward and backward pass; 0 if there should be no figure.
+        peak: floating-point operations per second of all devices; 0 if unknown.
+        loss_limit: a mean loss above it counts as diverged.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class Telemetry:
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
         self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        # Of each since the last log point; the losses (float64) stay on the device until then. They are kept one by
-        # one, because in a fixed order their sum has the same bits whether the window was resumed or not.
+        # One entry per micro-batch since the last log point. The losses (float64) stay on the device until the next
+        # one and are summed only there, in a fixed order: a resume in the window then gives the same bits.
         self.losses = torch.zeros(0, dtype=torch.float64, device=world.device)
         self.steps: list[int] = []
         self.counts: list[int] = []
         self.hits = torch.zeros((), dtype=torch.int64, device=world.device)
         self.carried = 0
         if window is not None:
-            self._reopen(window)
+            self._restore_window(window)
         self.stragglers = Stragglers()
         self.mark = time.perf_counter()
         self.waited = self.paused = 0.0
@@ -98,10 +99,10 @@ class Telemetry:
         self.last: Window | None = None
 
     def open_window(self) -> WindowState:
-        """What has gathered since the last log point, of every rank, for a checkpoint. Collective."""
-        return {"flushed": self.flushed, "trails": self.world.gather(self._trail())}
+        """What every rank has counted since the last log point, for a checkpoint. Collective."""
+        return {"flushed": self.flushed, "trails": self.world.gather(self._rank_state())}
 
-    def _trail(self) -> RankWindowState:
+    def _rank_state(self) -> RankWindowState:
         self._count()
         return {
             "losses": self.losses.tolist(),
@@ -110,56 +111,56 @@ class Telemetry:
             "hits": int(self.hits),
         }
 
-    def _reopen(self, window: WindowState) -> None:
-        """Go on with a window: each rank with its own trail; another number of ranks shares them out."""
+    def _restore_window(self, window: WindowState) -> None:
+        """Continue a window: each rank takes its own state; another number of ranks deals the states out."""
         self.flushed = window["flushed"]
-        self.carried = sum(sum(trail["examples"]) for trail in window["trails"])
-        for trail in window["trails"][self.world.rank :: self.world.size]:
-            self.losses = torch.cat([self.losses, self.losses.new_tensor(trail["losses"])])
-            self.steps += trail["steps"]
-            self.counts += trail["examples"]
-            self.hits += trail["hits"]
+        self.carried = sum(sum(state["examples"]) for state in window["trails"])
+        for state in window["trails"][self.world.rank :: self.world.size]:
+            self.losses = torch.cat([self.losses, self.losses.new_tensor(state["losses"])])
+            self.steps += state["steps"]
+            self.counts += state["examples"]
+            self.hits += state["hits"]
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
-        """Pass the shards on, timing how long each is waited for."""
+        """Pass the shards on, and time the wait for each."""
         self.mark = time.perf_counter()
         while True:
             self.stragglers.begin()
-            asked = time.perf_counter()
+            began = time.perf_counter()
             shard = next(shards, None)
             if shard is None:
                 return
-            self.waited += time.perf_counter() - asked
+            self.waited += time.perf_counter() - began
             self.step = shard.step
             yield shard
             self.display.advance(shard.step)
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
-        """Count one micro-batch: its summed loss (a scalar) and its hits. Stays on the device."""
+        """Record the summed loss (a scalar) and the hits of one micro-batch, without a device sync."""
         if logits.is_cuda:
-            logits = logits.clone()  # a CUDA graph writes over its output when it runs again
+            logits = logits.clone()  # a CUDA graph overwrites its output when it runs again
         many = len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) >= UNCOUNTED_MICRO_BATCHES
-        if many and self.uncounted[-1][0] < micro.step:  # an unfinished step may still be forgotten
+        if many and self.uncounted[-1][0] < micro.step:  # `forget` may still drop an unfinished step
             self._count()
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         self.samples.record(micro, images)
 
     def forget(self, after: int) -> None:
-        """Drop what was recorded after step `after`: of a step that is not finished, and is done again."""
-        self.uncounted = [each for each in self.uncounted if each[0] <= after]
+        """Drop what was recorded after step `after`, of a step that was interrupted and will be done again."""
+        self.uncounted = [entry for entry in self.uncounted if entry[0] <= after]
 
     def _count(self) -> None:
-        """Count what waits, all at once: for small batches the calls cost more than the numbers."""
+        """Count all uncounted micro-batches at once: for small batches a call costs more than its arithmetic."""
         if self.uncounted:
             steps, losses, logits, labels = zip(*self.uncounted, strict=True)
             self.uncounted.clear()
             self.steps += steps
-            self.counts += [each.shape[0] for each in labels]
+            self.counts += [micro_labels.shape[0] for micro_labels in labels]
             self.losses = torch.cat([self.losses, torch.stack(losses).double()])
             self.hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
 
     def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
-        """Close the window at `step`: sum over the ranks and write. Collective, and a device sync."""
+        """End the window at `step`: sum over the ranks and write the figures. Collective, and a device sync."""
         self._count()
         summed = self.losses.sum()
         counted = torch.tensor(sum(self.counts), dtype=torch.float64, device=self.world.device)
@@ -175,7 +176,7 @@ class Telemetry:
             examples=int(examples) - self.carried,
             seconds=seconds,
             waited=self.waited,
-            first_bad_step=None if loss / examples <= self.loss_limit else self._suspect(step),
+            first_bad_step=None if loss / examples <= self.loss_limit else self._first_bad_step(step),
         )
         self.losses = self.losses[:0]
         self.steps.clear()
@@ -200,11 +201,11 @@ class Telemetry:
         self.display.window(window)
         return window
 
-    def _suspect(self, step: int) -> int:
-        """The first step of the window with an unsound loss on any rank; `step` if only their mean is. Collective."""
-        trail = self._trail()
-        each = zip(trail["steps"], trail["losses"], trail["examples"], strict=True)
-        bad = (at for at, loss, examples in each if examples and not loss / examples <= self.loss_limit)
+    def _first_bad_step(self, step: int) -> int:
+        """The first step with a diverged loss on any rank; `step` if only the mean is diverged. Collective."""
+        state = self._rank_state()
+        micro_batches = zip(state["steps"], state["losses"], state["examples"], strict=True)
+        bad = (bad_step for bad_step, loss, n in micro_batches if n and not loss / n <= self.loss_limit)
         first = torch.full((self.world.size,), step, device=self.world.device)
         first[self.world.rank] = next(bad, step)
         others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
@@ -221,29 +222,29 @@ class Telemetry:
             sink.write(step, scalars)
 
     def sync(self) -> None:
-        """Have the files hold everything up to this step: a checkpoint of it must not know more than they do."""
+        """Flush the files, so that they have every step of the checkpoint that is saved next."""
         for sink in self.sinks:
             sink.flush()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep the time of what is not training out of the rates."""
+        """A context whose time does not count in the rates: evaluations and saves."""
         started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
 
     def time_forward(self, replica: nn.Module) -> None:
-        """Time the forward passes, where other ranks may wait for them. (A compiled model is better off without.)"""
+        """Time the forward passes, if there are other ranks. Not for a compiled model: it would be slower."""
         if self.world.size > 1:
             self.stragglers.watch(replica)
 
     def heard(self, busy: list[float]) -> None:
-        """Take the time that each rank was busy in a step, and say which one the others wait for."""
-        if sentence := self.stragglers.hear(busy):
+        """Take the seconds that each rank was busy in a step, and warn of a rank that the others wait for."""
+        if sentence := self.stragglers.record(busy):
             self.display.warn(sentence)
 
     def totals_of_run(self) -> dict[str, float]:
-        """Images per second and data-wait share (percent) over this process's part of the run."""
+        """Images per second, and percent of the time waiting for data, over this process's part of the run."""
         busy = max(self.busy, 1e-9)
         return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.waited_in_all / busy}
 

@@ -1,4 +1,4 @@
-"""Which examples a rank trained on, step by step, with a hash of what the network saw of each."""
+"""Records which examples a rank trained on, step by step, with a hash of the image that the network got."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.core.protocols import Sink
 
 
 class NoSamples:
-    """Keeps nothing."""
+    """Records nothing."""
 
     def record(self, micro: MicroBatch, images: Tensor) -> None: ...
 
@@ -18,23 +18,24 @@ class NoSamples:
 
 
 class Samples(NoSamples):
-    """A line per example: step, epoch, index and hash. Waits for the device at each micro-batch."""
+    """Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
 
     def record(self, micro: MicroBatch, images: Tensor) -> None:
-        for index, seen in zip(micro.indices.tolist(), fingerprints(images).tolist(), strict=False):
-            self.sink.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": seen})
+        for index, digest in zip(micro.indices.tolist(), fingerprints(images).tolist(), strict=False):
+            self.sink.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
 
     def close(self) -> None:
         self.sink.close()
 
 
 def fingerprints(images: Tensor) -> Tensor:
-    """An int64 for each of (b, ...) floats: the bits of its numbers, weighed by their places, summed modulo 2^64.
+    """Hashes int64 (b,) of the rows of floats (b, ...).
 
-    Sums of integers do not depend on their order, so every device and every batch gives the same.
+    A hash is the sum of the row's bits as integers, weighted by position, modulo 2^64. The sum of integers does not
+    depend on their order, so the hash is the same on every device and in every batch.
     """
     words = images.contiguous().flatten(1).view(torch.int64 if images.dtype == torch.float64 else torch.int32)
     odd = 2 * torch.arange(words.shape[1], device=words.device) + 1

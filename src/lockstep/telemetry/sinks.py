@@ -1,7 +1,7 @@
-"""Where scalars go: `metrics.jsonl` (the truth, append only), `metrics.csv`, and TensorBoard.
+"""The sinks of scalars: `metrics.jsonl` (the reference, append only), `metrics.csv`, and TensorBoard.
 
-Each keeps every step once, however often a run is killed: what a file has behind the step that a run goes on from is
-of steps that will be done again, and is taken out before the first of them is written.
+Each file has every step once, however often a run is killed. When a run resumes, the steps after the checkpoint will
+be done again, so they are removed from the files first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import UnreadableFile, is_number, parsed_json, read_lines
 from lockstep.core.safe_write import storing, write_atomic_parts
-from lockstep.telemetry.events import trimmed
+from lockstep.telemetry.events import trim_events
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Learning": {
@@ -52,27 +52,11 @@ EVENTS = "events.out.tfevents.*"
 FLUSH_S = 10
 
 
-class JsonLines:
-    """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; null for what is not finite.
+class _TextSink:
+    """What `JsonLines` and `Table` have in common: a text file whose errors name its path."""
 
-    Args:
-        path: of the file.
-        after: the step that the run goes on from.
-        logged: the last step that it logged before; what is missing up to it is said.
-    """
-
-    def __init__(self, path: Path, after: int, logged: int = 0) -> None:
-        self.path = path
-        self.file, last = truncate_after(path, after, _step_of)
-        if last < logged:
-            log.warn(
-                f"{path} ends at step {last}, and its run had logged step {logged}: what is between them is lost"
-            )
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
-        with storing(self.path):
-            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+    path: Path
+    file: TextIO
 
     def flush(self) -> None:
         with storing(self.path):
@@ -83,53 +67,76 @@ class JsonLines:
             self.file.close()
 
 
+class JsonLines(_TextSink):
+    """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; values that are not finite are null.
+
+    Args:
+        path: of the file.
+        after: the step that the run resumes from.
+        logged: the last step that the run logged before; warns if the file ends before it.
+    """
+
+    def __init__(self, path: Path, after: int, logged: int = 0) -> None:
+        self.path = path
+        self.file, last = truncate_after(path, after, _step_of)
+        if last < logged:
+            log.warn(
+                f"{path} ends at step {last}, and its run had logged step {logged}: the lines between them are lost"
+            )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
+        with storing(self.path):
+            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+
+
 def _step_of(line: str) -> int:
-    """The step of a line of `metrics.jsonl`; raises ValueError or RecursionError where it is not one of ours."""
+    """The step of a line of `metrics.jsonl`; raises ValueError or RecursionError if it is not one of ours."""
     match parsed_json(line):
         case {"step": int(step), **scalars} if is_number(step):
-            if all(each is None or is_number(each) for each in scalars.values()):
+            if all(value is None or is_number(value) for value in scalars.values()):
                 return step
     raise ValueError("not a line of figures")
 
 
 def truncate_after(path: Path, after: int, step: Callable[[str], int], header: str = "") -> tuple[TextIO, int]:
-    """The file at `path`, to be added to, with the `header` and its whole lines of steps up to `after`.
+    """Open the file at `path` for appending, with the `header` and only its whole lines of steps up to `after`.
 
-    A line cut short by a kill has no end, and may still look like a smaller step. Others that cannot be read are
-    left out too, and that is said.
+    A line without an end was cut short by a kill; it is left out, because it may look like that of a smaller step.
+    Lines that cannot be read are left out too, with a warning.
 
     Args:
         path: of the file.
-        after: the step that the run goes on from.
-        step: that of a line; raises ValueError or RecursionError where it has none.
+        after: the step that the run resumes from.
+        step: returns the step of a line; raises ValueError or RecursionError if it has none.
         header: the first line.
 
     Returns:
-        The open file, and the largest step in it; 0 where it has none.
+        The open file, and the largest step in it; 0 if it has none.
 
     Raises:
-        UnreadableFile: it is no plain file.
+        UnreadableFile: it is not a plain file.
         StorageError: it cannot be written.
     """
     damaged: list[int] = []
     last = 0
 
-    def counting() -> Iterator[bytes]:
+    def kept_lines() -> Iterator[bytes]:
         nonlocal last
         yield header.encode()
         for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
             if number == 1 and line == header:
                 continue
             try:
-                at = step(line or "")
+                line_step = step(line or "")
             except (ValueError, RecursionError):
                 damaged.append(number)
                 continue
-            if at <= after:
-                last = max(last, at)
+            if line_step <= after:
+                last = max(last, line_step)
                 yield (line or "").encode()
 
-    write_atomic_parts(path, counting())
+    write_atomic_parts(path, kept_lines())
     if damaged:
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
@@ -151,21 +158,21 @@ COLUMNS = {
 
 
 def last_figures(path: Path) -> dict[str, float]:
-    """The last value of each tag in a `metrics.jsonl` that was just reopened."""
+    """The last value of each tag in a `metrics.jsonl` that `truncate_after` has checked."""
     figures: dict[str, float] = {}
     for line in read_lines(path):
         figures.update(json.loads(line or "{}"))
     return {tag: value for tag, value in figures.items() if value is not None}
 
 
-class Table:
-    """`metrics.csv`: a row per evaluation, with the last figures of training beside it.
+class Table(_TextSink):
+    """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
     Args:
         path: of the file.
         plan: of the run.
-        after: the step that the run goes on from.
-        latest: the last figures before it, by tag (`last_figures`).
+        after: the step that the run resumes from.
+        latest: the last figures before that step, by tag (`last_figures`).
     """
 
     def __init__(self, path: Path, plan: Plan, after: int, latest: Mapping[str, float] | None = None) -> None:
@@ -184,22 +191,14 @@ class Table:
             with storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 
-    def flush(self) -> None:
-        with storing(self.path):
-            self.file.flush()
-
-    def close(self) -> None:
-        with storing(self.path):
-            self.file.close()
-
 
 class TensorBoard:
-    """One event file of main's for each part of a run. A full disk is said once and does not end the run.
+    """Writes an event file, a new one after each resume. An error, such as a full disk, is one warning.
 
     Args:
         folder: of the run.
-        after: the step that the run goes on from.
-        facts: the hyper-parameters, with the same keys in every run, or TensorBoard drops columns.
+        after: the step that the run resumes from.
+        facts: the hyper-parameters; every run must have the same keys, or TensorBoard drops columns.
     """
 
     def __init__(self, folder: Path, after: int, facts: Mapping[str, Any]) -> None:
@@ -213,25 +212,25 @@ class TensorBoard:
         self.lock = threading.Lock()  # the GPU monitor writes from a thread of its own
         self.failed = False
         self.flushed = time.monotonic()
-        with self._forgiving():
-            kept = trimmed(sorted(folder.glob(EVENTS)), after)
-            # Not torch's or TensorBoard's writer: theirs has a thread, and what this one writes in 0.1 ms makes the
-            # training loop wait for it, and for Python's lock, up to 2 ms at each log point.
+        with self._tolerating_errors():
+            tags = trim_events(sorted(folder.glob(EVENTS)), after)
+            # Not torch's or TensorBoard's writer: they write from a thread, and the training loop waits for that
+            # thread and for Python's lock up to 2 ms at each log point. This writer takes 0.1 ms.
             name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
             self.file = (folder / name).open("xb")
             self.records = RecordWriter(self.file)
             self._add(file_version="brain.Event:2")
-            # Written to the run's own file: `add_hparams` would make a second run of its own.
+            # Written to the run's own file: `add_hparams` would create a second run.
             for summary in (custom_scalars(LAYOUT), *hparams(dict(facts), {"acc/val_top1": 0.0, "loss/val": 0.0})):
-                if kept.isdisjoint(value.tag for value in summary.value):
+                if tags.isdisjoint(value.tag for value in summary.value):
                     self._add(summary=summary)
             self.file.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if not self.failed:
-            # One record for all: the checksum is Python, and costs more than anything else here.
+            # One record for all scalars: its checksum is computed in Python, and is the largest cost here.
             values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-            with self._forgiving():
+            with self._tolerating_errors():
                 self._add(step=step, summary=self.summary(value=values))
                 if time.monotonic() - self.flushed > FLUSH_S:
                     self.flush()
@@ -244,16 +243,16 @@ class TensorBoard:
         if not self.failed:
             assert self.file is not None
             self.flushed = time.monotonic()
-            with self._forgiving():
+            with self._tolerating_errors():
                 self.file.flush()
 
     def close(self) -> None:
         if self.file is not None:
-            with self._forgiving():
+            with self._tolerating_errors():
                 self.file.close()
 
     @contextmanager
-    def _forgiving(self) -> Iterator[None]:
+    def _tolerating_errors(self) -> Iterator[None]:
         try:
             yield
         except (OSError, StorageError, UnreadableFile) as error:

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """Over all ranks: `loss` is the mean over examples, `top1` in percent.
+    """The figures over all ranks.
 
-    `examples` are those that this process trained on: after a resume inside a window, only those since the resume.
-
-    `first_bad_step` is the first step whose loss, on some rank, is not finite or above the limit; null where the mean
-    is sound.
-
-    `seconds` are without evaluations and saves; `waited` is the part of them, on main, in which the loop
-    waited for data.
+    Fields:
+        first, last: steps.
+        loss: the mean over examples.
+        top1: in percent.
+        examples: that this process trained on; after a resume inside a window, only those since the resume.
+        seconds: without evaluations and saves.
+        waited: the part of `seconds` in which main's loop waited for data.
+        first_bad_step: the first step whose loss, on some rank, is not finite or above the limit; None if the mean
+            is fine.
     """
 
     first: int
@@ -34,5 +36,5 @@ class Window:
 
     @property
     def wait_share(self) -> float:
-        """Percent of the time that the loop waited for data."""
+        """The percentage of time that the loop waited for data."""
         return 100 * self.waited / self.seconds

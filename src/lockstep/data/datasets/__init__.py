@@ -1,4 +1,4 @@
-"""The data sets: each gives the examples of two splits, as pixels in memory or as files that are decoded."""
+"""The data sets: each has a training and an evaluation split, of pixels in memory or of files that are decoded."""
 
 from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
 from lockstep.data.datasets.folder import Folder, ImageNet

@@ -1,4 +1,4 @@
-"""The data sets. Each is a frozen value: where the files are, what the images are, how they are read."""
+"""The data sets that fit in memory. Each is a frozen value: where the files are and what the images are."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _ArraySource(ABC):
     """A data set that fits in memory.
 
     Fields:
-        input_size: side in pixels of what the model sees; null is the size of the stored images. Resizing is
-            done on the device, a batch at a time.
+        input_size: side in pixels of what the model sees; null is the size of the stored images. Images are
+            resized on the device, a batch at a time.
     """
 
     input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
@@ -46,8 +46,8 @@ class _ArraySource(ABC):
         return (channels, self.input_size or height, self.input_size or width)
 
     @abstractmethod
-    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
-        """uint8 images (N, C, H, W) and int64 labels (N,) of one split."""
+    def read(self, train: bool) -> tuple[Tensor, Tensor]:
+        """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
 
     def prepare(self) -> None:
         _arrays(self, True)
@@ -66,7 +66,7 @@ class _ArraySource(ABC):
 @functools.cache
 def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
     """A split, read once per process."""
-    images, labels = source.read(train, download=False)
+    images, labels = source.read(train)
     where = "the training split" if train else "the evaluation split"
     check_shapes(images, labels, source.image_shape, where)
     check_labels(labels, source.classes, where)
@@ -92,21 +92,21 @@ class Digits(_ArraySource):
     mean = (0.3049,)
     std = (0.3754,)
 
-    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+    def read(self, train: bool) -> tuple[Tensor, Tensor]:
         rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64))
         levels, labels = rows[:, :-1].view(-1, 8, 8), rows[:, -1]
-        within = torch.zeros_like(labels)
+        number_in_class = torch.zeros_like(labels)
         for label in range(self.classes):
-            mine = labels == label
-            within[mine] = torch.arange(int(mine.sum()))
-        chosen = (within % 5 == 4) != train
+            of_class = labels == label
+            number_in_class[of_class] = torch.arange(int(of_class.sum()))
+        chosen = (number_in_class % 5 == 4) != train
         return (levels[chosen] * (255 / 16)).to(torch.uint8)[:, None], labels[chosen]
 
 
 def _digits_file() -> Path:
-    """Where scikit-learn keeps its digits: a line for each, 64 levels from 0 to 16 and the label.
+    """scikit-learn's file of digits, with a line for each: 64 levels from 0 to 16, and the label.
 
-    Importing scikit-learn, whose `load_digits` reads the same file, takes most of a second.
+    `load_digits` reads the same file, but importing scikit-learn takes most of a second.
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
@@ -126,11 +126,11 @@ class _TorchvisionSource(_ArraySource):
 
     factory: ClassVar[str]
 
-    def _open(self, train: bool, download: bool) -> Any:
+    def _open(self, train: bool, download: bool = False) -> Any:
         from torchvision import datasets
 
-        make: Callable[..., Any] = getattr(datasets, self.factory)
-        return make(root=self.root, train=train, download=download)
+        dataset: Callable[..., Any] = getattr(datasets, self.factory)
+        return dataset(root=self.root, train=train, download=download)
 
     def prepare(self) -> None:
         try:
@@ -146,7 +146,7 @@ class _TorchvisionSource(_ArraySource):
             with FileLock(Path(self.root) / f".{self.factory}.lock"):
                 self._open(True, download=True)
                 self._open(False, download=True)
-        except Exception as error:  # torchvision passes on whatever its download met
+        except Exception as error:  # torchvision passes on any error of the download
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
                 f"({type(error).__name__}: {' '.join(str(error).split())}); put its files there or name "
@@ -157,16 +157,16 @@ class _TorchvisionSource(_ArraySource):
         super().prepare()
 
     def _tidy(self) -> None:
-        """Remove the lock (whoever still waits for it finds the files there), and folders that got no file."""
+        """Remove the lock (a process that still waits for it will find the files), and folders that are empty."""
         (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
         for folder in (f"{self.factory}/raw", self.factory, "."):
-            with contextlib.suppress(OSError):  # not empty, or never made
+            with contextlib.suppress(OSError):  # not empty, or not there
                 Path(self.root, folder).rmdir()
 
-    def read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+    def read(self, train: bool) -> tuple[Tensor, Tensor]:
         try:
-            data = self._open(train, download)
-        except Exception as error:  # torchvision passes on whatever a damaged file makes it raise
+            data = self._open(train)
+        except Exception as error:  # torchvision raises all kinds for a damaged file
             raise InputError(f"data_root: {self.factory} cannot be read from {self.root} ({error})") from error
         pixels = torch.as_tensor(data.data)
         images = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
@@ -215,7 +215,7 @@ class CIFAR100(CIFAR10):
 
 @dataclass(frozen=True, kw_only=True)
 class Fake:
-    """Random images and labels, always on the device: what the model costs without any input.
+    """Random images and labels in memory: shows what the model costs without reading any files.
 
     Fields:
         examples: of the training split; the evaluation split has a quarter.
@@ -256,13 +256,13 @@ class Fake:
         return _random(self, max(1, self.examples // 4), seed=2)
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        """Number and shape of the examples say all of them."""
+        """Empty: the number and the shape of the examples, compared elsewhere, determine all of them."""
         return {"train": {}, "val": {}}
 
 
 @functools.cache
 def _random(source: Fake, n: int, seed: int) -> ArraySplit:
-    """A split of random images, made once per process."""
+    """A split of `n` random images, made once per process."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (n, *source.image_shape), dtype=torch.uint8, generator=generator)
     return ArraySplit(images, torch.randint(source.classes, (n,), generator=generator))

@@ -1,7 +1,7 @@
-"""Image files to pixels: always RGB of 8 bits, and no more pixels than are needed.
+"""Decodes image files: always to 8-bit RGB, and no more pixels than are needed.
 
-JPEG by simplejpeg (libjpeg-turbo; docs/performance.md has why), PNG and WebP by torchvision, all else by Pillow.
-What a file is, its first bytes say and not its name. The orientation that a camera notes is ignored.
+JPEG is decoded by simplejpeg (libjpeg-turbo; docs/performance.md says why), PNG and WebP by torchvision, all else by
+Pillow. The first bytes of a file decide its format, not its name. EXIF orientation is ignored.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-Pixels = NDArray[np.uint8]  # (height, width, 3), as decoders give them
-Stored = NDArray[np.uint8]  # (3, height, width), as it is stored
+Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
+Stored = NDArray[np.uint8]  # (3, height, width), as stored
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-# Of a JPEG: its first bytes, its last, and the second byte of the markers that its size comes with.
+# Of a JPEG: its first bytes, its last bytes, and the second byte of the frame markers, which hold its size.
 JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# The rows below a box that are decoded too: its lowest colours are interpolated with theirs.
+# Rows below a box that are decoded too: colours of the lowest rows are interpolated with them.
 MARGIN = 16
-# By the formats' names in Pillow, which reads their headers; only these decoders are ever tried. Those of
-# torchvision are faster, but its GIF decoder reads all frames.
+# Names of formats in Pillow, which reads their headers; no other decoder is ever tried. torchvision's decoders are
+# faster, but its GIF decoder reads all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
 PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
-# So much of a file is read at a time, in bytes.
-AT_ONCE = 2**17
-# The most that a header may say: a file of a few kB can ask for any amount of memory.
+READ_BYTES = 2**17  # read from a file at a time
+# The most pixels that a header may declare: a file of a few kB can ask for any amount of memory.
 PIXELS = 2**27
-# A JPEG can be decoded at so many eighths of its size. Of the others, 5 to 7, each takes longer than the whole.
+# The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
-# torchvision's modules import each other: a second thread that imports them meanwhile finds half of them.
+# torchvision's modules import each other: a second thread that imports them at the same time sees half of them.
 _IMPORTING = threading.Lock()
 
 
 class ImageFile(NamedTuple):
-    """The bytes of an image file, and what its header says."""
+    """The bytes of an image file, and the size and format in its header.
+
+    `turbo` says whether simplejpeg decodes it.
+    """
 
     data: bytes
     height: int
@@ -54,11 +56,11 @@ class ImageFile(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> ImageFile:
-        """The file at `path`, not decoded yet.
+        """Read the file at `path`, without decoding it.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: it is of no format that is known here, or its header asks for too much.
+            ValueError: its format is not supported, or its header declares too many pixels.
         """
         data = _contents(path)
         file = _turbo_header(data) or _pillow_header(data)
@@ -66,13 +68,13 @@ class ImageFile(NamedTuple):
         return file
 
     def square(self, size: int) -> Stored:
-        """The image with its shorter side resized to `size`, and the centre of it: (3, size, size).
+        """The centre of the image after resizing its shorter side to `size`: (3, size, size).
 
         Raises:
-            Exception: whatever a damaged file makes its decoder raise.
+            Exception: any exception of the decoder, for a damaged file.
         """
         short, long = min(self.height, self.width), max(self.height, self.width)
-        # A strip of one pixel would become a field.
+        # A strip of one pixel would become a huge image.
         _check_size(self, long * size * size // short, size)
         pixels, _ = self._decoded(size / short, self.height)
         if pixels.shape[:2] == (size, size):
@@ -83,10 +85,10 @@ class ImageFile(NamedTuple):
         return resized[:, top : top + size, left : left + size]
 
     def box(self, box: Box, size: tuple[int, int]) -> Stored:
-        """A box of the whole image, resized: (3, *size). Raises as `square` does."""
+        """A box of the whole image, resized: (3, *size). Raises like `square`."""
         top, left, height, width = box
         pixels, eighths = self._decoded(max(size[0] / height, size[1] / width), top + height)
-        # In whole pixels of the decoded image, which may be smaller, and never less than the box.
+        # The box in pixels of the decoded image, which may be smaller; rounded outwards.
         rows, columns = (
             slice(start * eighths // 8, -(-(start + side) * eighths // 8))
             for start, side in ((top, height), (left, width))
@@ -94,33 +96,34 @@ class ImageFile(NamedTuple):
         return _resized(pixels[rows, columns], size)
 
     def _decoded(self, share: float, bottom: int) -> tuple[Pixels, int]:
-        """The image, at least its rows above `bottom`, and in how many eighths of its size.
+        """Decode the image, or at least its rows above `bottom`. Also returns the scale, in eighths.
 
-        A JPEG at the smallest scale that leaves at least `share` of each side, all else whole.
+        A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
         if self.turbo:
             data, rows = self._above(bottom)
-            # The decoder is told the least size, by which scales cannot be told apart where both sides are tiny.
+            # The decoder is given a minimum size, which does not determine the scale if both sides are tiny.
             scaled = share <= 0.5 and max(rows, self.width) >= 8
-            eighths = next(each for each in EIGHTHS if each >= 8 * share) if scaled else 8
+            eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
             height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, self.width))
             try:
                 whole = rows == self.height
                 return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
             except ValueError:
-                # It refuses what is damaged a little, too: torchvision's decoder decides what can be used.
+                # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
                 return _by_torchvision(self.data), 8
         return (_by_torchvision if self.format in TORCHVISION else _by_pillow)(self.data), 8
 
     def _above(self, bottom: int) -> tuple[bytes, int]:
-        """A JPEG whose header ends it below the row `bottom`, where decoding stops then, and how many rows it has.
+        """The JPEG with the height in its header cut to just below `bottom`, where decoding then stops.
 
-        One that is cut short, or has not all of a row in one place (progressive), stays whole.
+        Also returns that height. A truncated or progressive file (which does not store a row in one place) is
+        returned whole.
         """
         rows = bottom + MARGIN
         if rows >= self.height:
             return self.data, self.height
-        frame = 2  # the place of a marker; all before the frame's are followed by the length of what is theirs
+        frame = 2  # the offset of a marker; every segment before the frame states its length
         while frame + 9 < len(self.data) and self.data[frame + 1] not in FRAMES:
             frame += 2 + int.from_bytes(self.data[frame + 2 : frame + 4])
         sequential = self.data[frame : frame + 2] in (b"\xff\xc0", b"\xff\xc1")
@@ -130,17 +133,17 @@ class ImageFile(NamedTuple):
 
 
 def _contents(path: Path) -> bytes:
-    """What is in a file, with half the system calls of `Path.read_bytes`: a small one costs little besides.
+    """The content of a file, with half the system calls of `Path.read_bytes`, which dominate for small files.
 
-    Not of a pipe or a device, which would be waited for.
+    Refuses a pipe or a device, because reading it might wait forever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file")
-        parts = [os.read(descriptor, AT_ONCE)]
+            raise ValueError("it is not a regular file")
+        parts = [os.read(descriptor, READ_BYTES)]
         while parts[-1]:
-            parts.append(os.read(descriptor, AT_ONCE))
+            parts.append(os.read(descriptor, READ_BYTES))
     finally:
         os.close(descriptor)
     return parts[0] if len(parts) == 2 else b"".join(parts)
@@ -153,7 +156,7 @@ def _check_size(file: ImageFile, pixels: int, resized_to: int = 0) -> None:
 
 
 def _turbo_header(data: bytes) -> ImageFile | None:
-    """What simplejpeg makes of a header; None if it is that of another format, or one that it cannot read."""
+    """A JPEG with its header read by simplejpeg; None for another format, or if simplejpeg cannot read it."""
     if not data.startswith(JPEG):
         return None
     try:
@@ -169,10 +172,10 @@ def _pillow_header(data: bytes) -> ImageFile:
 
 
 def _pillow(data: bytes) -> Any:
-    """A file, opened by Pillow: its header is read."""
+    """The image opened by Pillow, which reads only its header."""
     from PIL import Image, UnidentifiedImageError
 
-    Image.MAX_IMAGE_PIXELS = None  # it would warn and raise at numbers of its own
+    Image.MAX_IMAGE_PIXELS = None  # we have our own limit
     try:
         return Image.open(BytesIO(data), formats=TORCHVISION + PILLOW)
     except UnidentifiedImageError:
@@ -186,20 +189,20 @@ def _by_torchvision(data: bytes) -> Pixels:
         from torchvision.transforms.v2 import functional as T
 
     image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    eight: Tensor = T.to_dtype(image, torch.uint8, scale=True)  # PNG has 16 bits too
-    return eight.permute(1, 2, 0).numpy()
+    pixels: Tensor = T.to_dtype(image, torch.uint8, scale=True)  # a PNG may have 16 bits
+    return pixels.permute(1, 2, 0).numpy()
 
 
 def _by_pillow(data: bytes) -> Pixels:
     """The first frame."""
     with _pillow(data) as image:
-        if image.mode.startswith("I;16"):  # whose own conversion to RGB clips at 255
+        if image.mode.startswith("I;16"):  # Pillow's conversion to RGB would clip at 255
             upper = np.asarray(image) // 256
             return np.repeat(upper.astype(np.uint8)[:, :, None], 3, axis=2)
         return np.array(image.convert("RGB"))
 
 
 def _resized(pixels: Pixels, size: tuple[int, int]) -> Stored:
-    """Bilinear with antialiasing, in integers: on a CPU three times as fast as Pillow's."""
+    """Resize, bilinear with antialiasing, in integers: on a CPU three times as fast as Pillow."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     return F.interpolate(image, size, mode="bilinear", antialias=True)[0].numpy()

@@ -14,11 +14,11 @@ from lockstep.data.datasets.splits import FileSplit
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-LARGEST_SIDE = 16_384  # of an image in pixels: one of them is 3 GB of float32
+LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 
 
 class CropFrom(enum.StrEnum):
-    """The stored square, or the whole image of a file."""
+    """Crop from the stored square, or from the whole image of a file."""
 
     square = "square"
     file = "file"
@@ -26,10 +26,10 @@ class CropFrom(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """Any data set that is kept as one folder per class.
+    """Any data set with one folder per class.
 
-    An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side
-    is resized to that and the centre is kept. With `crop_from=file` this is so for evaluation only; in training the
+    An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side is
+    resized to that and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the
     boxes of the augmentation are cut from the whole images while they are read.
 
     Fields:
@@ -39,7 +39,7 @@ class Folder:
         input_size: side in pixels of what the model sees; null is `decode_size`.
         crop: the central share of a stored image's side that is evaluated.
         crop_from: what an augmentation that cuts boxes cuts them from in training.
-        skip: the most broken images that a run leaves out; 0 ends it at the first.
+        skip: the most broken images that a run leaves out; with 0 the first one ends the run.
     """
 
     path: str = pathname("???")
@@ -102,7 +102,7 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNet(Folder):
-    """ImageNet-1k unpacked to class folders: seen at 224, evaluated on the centre of 224 of a square of 256."""
+    """ImageNet-1k in class folders: trained at 224 pixels, evaluated on the central 224 pixels of a square of 256."""
 
     input_size: int | None = 224
     crop: float = 0.875

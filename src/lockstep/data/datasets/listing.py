@@ -1,7 +1,7 @@
-"""The files of a split of class folders: a table of bytes, which all ranks of a machine can share.
+"""The image files of a split in class folders, stored in one byte tensor that all ranks of a machine can share.
 
-A path as an object takes some 280 bytes, in each rank: 355 MB for the training files of ImageNet. Here it is the
-characters of its name, and two numbers.
+A Path object takes about 280 bytes in each rank: 355 MB for the training files of ImageNet. Here a file takes the
+bytes of its name and two numbers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Listing(Sequence[Path]):
     Fields:
         folder: of the split.
         classes: the names of the class folders, by label.
-        table: uint8. Three parts: int64 (N,), where each name ends; int64 (N,), the labels; the names, each with a
-            zero behind it.
-        files: N.
+        table: uint8, in three parts: the offset of each name's end, int64 (N,); the labels, int64 (N,); and the
+            names, each with a zero byte behind it.
+        files: the number of files, N.
     """
 
     folder: Path
@@ -70,45 +70,45 @@ class Listing(Sequence[Path]):
 
     def __getitem__(self, index: int | slice) -> Path | list[Path]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self.files))]
+            return [self[number] for number in range(*index.indices(self.files))]
         index = range(self.files)[index]
         name = self._names[self._start(index) : self._ends[index] - 1].tobytes()
-        # A path from one text: joining its parts takes twice as long.
+        # A path from one string: joining its parts takes twice as long.
         return Path(f"{self.folder}/{self.classes[self._labels[index]]}/{os.fsdecode(name)}")
 
     def _start(self, index: int) -> int:
-        """Where the name of a file begins, or ends behind the last one."""
+        """The offset of a file's name; for `index` N, the end of the last name."""
         return int(self._ends[index - 1]) if index else 0
 
     def fingerprint(self) -> dict[str, str]:
-        """Of each class that has files their number and a hash of their names, wherever the folder lies."""
+        """For each class that has files: their number and a hash of their names, whatever the folder's path."""
         firsts = np.searchsorted(self._labels, np.arange(len(self.classes) + 1)).tolist()
-        found = {}
+        by_class = {}
         for name, first, last in zip(self.classes, firsts, firsts[1:], strict=False):
             if last > first:
                 names = self._names[self._start(first) : self._start(last)]
                 files = f"{last - first:,} file{'s' * (last - first != 1)}"
-                found[name] = f"{files} ({hashlib.sha256(names.data).hexdigest()[:16]})"
-        return found
+                by_class[name] = f"{files} ({hashlib.sha256(names.data).hexdigest()[:16]})"
+        return by_class
 
 
-# The listings of this process, by their folder and that of the training split. A rank that was forked finds those of
-# the command here; another is given those of its machine.
-KNOWN: dict[tuple[Path, Path], Listing] = {}
+# The listings of this process, by their folder and that of the training split. A forked rank inherits those of the
+# command; other ranks get those that `share_listings` of `lockstep.data.loading.shared_memory` puts here.
+LISTINGS: dict[tuple[Path, Path], Listing] = {}
 
 
 def listing(folder: Path, train: Path) -> Listing:
     """The files of the split in `folder`, whose classes are those of the split in `train`; listed once per process.
 
     Raises:
-        InputError: it is no split, or has a class of its own.
+        InputError: `folder` is not a split, or has a class that `train` does not have.
     """
-    if (folder, train) not in KNOWN:
-        KNOWN[folder, train] = _listed(folder, train)
-    return KNOWN[folder, train]
+    if (folder, train) not in LISTINGS:
+        LISTINGS[folder, train] = _list_files(folder, train)
+    return LISTINGS[folder, train]
 
 
-def _listed(folder: Path, train: Path) -> Listing:
+def _list_files(folder: Path, train: Path) -> Listing:
     classes = class_names(train)
     numbers = {name: label for label, name in enumerate(classes)}
     names, lengths, counts = [], [], np.zeros(len(classes), dtype=np.int64)
@@ -118,12 +118,12 @@ def _listed(folder: Path, train: Path) -> Listing:
         files = [os.fsencode(file) + b"\0" for file in sorted(_image_files(folder / name))]
         if not files:
             raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
-        # As bytes at once: of all files as objects there is never more than one class in memory.
+        # Converted to bytes class by class, so that objects for only one class are in memory.
         names.append(b"".join(files))
         lengths.append(np.fromiter(map(len, files), dtype=np.int64, count=len(files)))
         counts[numbers[name]] = len(files)
     ends, labels = np.cumsum(np.concatenate(lengths)), np.repeat(np.arange(len(classes)), counts)
-    parts = [ends.view(np.uint8), labels.view(np.uint8), *(np.frombuffer(each, dtype=np.uint8) for each in names)]
+    parts = [ends.view(np.uint8), labels.view(np.uint8), *(np.frombuffer(text, dtype=np.uint8) for text in names)]
     return Listing(folder, classes, torch.from_numpy(np.concatenate(parts)), len(ends))
 
 
@@ -140,7 +140,7 @@ def class_names(folder: Path) -> tuple[str, ...]:
             "name another with dataset.path=FOLDER"
         )
     with os.scandir(folder) as entries:
-        names = sorted(each.name for each in entries if each.is_dir() and not each.name.startswith("."))
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if not names:
         raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
     return tuple(names)
@@ -152,7 +152,7 @@ def _image_files(folder: Path) -> Iterator[str]:
             stem, _, suffix = entry.name.rpartition(".")
             if not stem or f".{suffix.lower()}" not in SUFFIXES:
                 continue
-            # Opening a pipe would wait for its writer. A link that leads nowhere is a broken image like others.
+            # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
             if not entry.is_file() and Path(entry.path).exists():
-                raise InputError(f"dataset.path: {entry.path} is no regular file, expected an image; remove it")
+                raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
             yield entry.name

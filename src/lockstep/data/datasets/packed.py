@@ -1,14 +1,14 @@
-"""A packed data set: every image decoded once and kept as raw pixels that any number of ranks map into memory.
+"""A packed data set: every image is decoded once and stored as raw pixels, which all ranks map into memory.
 
-`lockstep pack` makes the folder from one of class folders:
+`lockstep pack` makes it from a folder of class folders:
 
-    manifest.json                   format, class names, (C, H, W), mean and std; of each split the number of examples
-                                    and the sha256 of its two files
+    manifest.json                   format, class names, (C, H, W), mean and std; for each split the number of
+                                    examples and the sha256 of its two files
     train.images, val.images        uint8 (N, C, H, W), no header
     train.labels, val.labels        int64 (N,), little-endian
 
 It is written under a temporary name and renamed when all of it is on the disk. A run checks the manifest, the sizes
-of the files and every label; reading 100 GB of pixels to hash them is left to `lockstep pack --check`.
+of the files and every label. Only `lockstep pack --check` also reads and hashes the pixels, which may be 100 GB.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Packed:
 
     Fields:
         path: that folder.
-        input_size: side in pixels of what the model sees; null is that of the stored images.
+        input_size: side in pixels of what the model sees; null is the size of the stored images.
         crop: the central share of a stored image's side that is evaluated.
     """
 
@@ -55,11 +55,11 @@ class Packed:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return _manifest(Path(self.path)).classes
+        return read_manifest(Path(self.path)).classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        return _manifest(Path(self.path)).shape
+        return read_manifest(Path(self.path)).shape
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -72,36 +72,36 @@ class Packed:
 
     @property
     def mean(self) -> tuple[float, ...]:
-        return _manifest(Path(self.path)).mean
+        return read_manifest(Path(self.path)).mean
 
     @property
     def std(self) -> tuple[float, ...]:
-        return _manifest(Path(self.path)).std
+        return read_manifest(Path(self.path)).std
 
     def prepare(self) -> None:
         self.train()
         self.eval()
 
     def train(self) -> ArraySplit:
-        return _mapped(Path(self.path), "train")
+        return map_split(Path(self.path), "train")
 
     def eval(self) -> ArraySplit:
-        return _mapped(Path(self.path), "val")
+        return map_split(Path(self.path), "val")
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        """The hashes of its manifest, which are not compared with the files here."""
-        sha256 = _manifest(Path(self.path)).sha256
+        """The hashes from the manifest; they are not compared with the files here."""
+        sha256 = read_manifest(Path(self.path)).sha256
         return {split: {kind: sha256[split][kind] for kind in DTYPES} for split in SPLITS}
 
 
 @dataclass(frozen=True)
 class MappedSplit(ArraySplit):
-    """A split whose tensors are maps of files: only the rows that are asked for are read, once for all ranks."""
+    """A split whose tensors are memory-mapped files: only rows that are used are read, once for all ranks."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says; `counts` and `sha256` (of images and labels) are by split."""
+    """The content of `manifest.json`; `counts` and `sha256` (of `images` and `labels`) are by split."""
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
@@ -120,9 +120,9 @@ class Manifest:
         return json.dumps({**facts, "splits": splits}, indent=2) + "\n"
 
     @classmethod
-    def of(cls, found: Any) -> Manifest:
-        """A manifest from parsed JSON. Raises ValueError where it is not one."""
-        match found:
+    def from_json(cls, parsed: Any) -> Manifest:
+        """A manifest from parsed JSON. Raises ValueError if it is not one."""
+        match parsed:
             case {
                 "format": 1,
                 "classes": [str(), *_] as classes,
@@ -131,10 +131,10 @@ class Manifest:
                 "std": list(std),
                 "splits": {"train": {"count": int(), "sha256": {}}, "val": {"count": int(), "sha256": {}}} as splits,
             } if (
-                all(isinstance(each, str) for each in classes)
+                all(isinstance(name, str) for name in classes)
                 and min(*shape, *(splits[name]["count"] for name in SPLITS)) > 0
                 and len(mean) == len(std) == shape[0]
-                and all(isinstance(each, float) and math.isfinite(each) for each in (*mean, *std))
+                and all(isinstance(value, float) and math.isfinite(value) for value in (*mean, *std))
                 and min(std) > 0
                 and all(isinstance(splits[name]["sha256"].get(kind), str) for name in SPLITS for kind in DTYPES)
             ):
@@ -146,42 +146,51 @@ class Manifest:
                     counts={name: splits[name]["count"] for name in SPLITS},
                     sha256={name: dict(splits[name]["sha256"]) for name in SPLITS},
                 )
-        raise ValueError(f"{MANIFEST} does not say what one of `lockstep pack` says")
+        raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
 
-def _refused(folder: Path, reason: str) -> InputError:
+def invalid_pack(folder: Path, reason: str) -> InputError:
+    """The error for a folder that is not a whole packed data set."""
     return InputError(
-        f"dataset.path: {folder} is no whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
+        f"dataset.path: {folder} is not a whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
     )
 
 
 @functools.cache
-def _manifest(folder: Path) -> Manifest:
-    """The manifest of a packed data set, read once per process, and checked against the sizes of its files."""
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a packed data set, read once per process, and checked against the sizes of its files.
+
+    Raises:
+        InputError: it is not a whole packed data set.
+    """
     try:
-        manifest = Manifest.of(read_json(folder / MANIFEST, 16 * MB, links=True))
+        manifest = Manifest.from_json(read_json(folder / MANIFEST, 16 * MB, links=True))
         for split in SPLITS:
             for kind, dtype in DTYPES.items():
                 file, expected = f"{split}.{kind}", math.prod(manifest.tensor_shape(split, kind)) * dtype.itemsize
-                with opened(folder / file, links=True) as data:  # a pipe or a device has a size, too
+                with opened(folder / file, links=True) as data:  # refuses pipes and devices
                     size = os.fstat(data.fileno()).st_size
                 if size != expected:
                     raise ValueError(f"{file} has {size} bytes, expected {expected}")
     except UnreadableFile as error:
-        raise _refused(folder, f"{error.path.name} {error.reason}") from error
+        raise invalid_pack(folder, f"{error.path.name} {error.reason}") from error
     except ValueError as error:
-        raise _refused(folder, str(error)) from error
+        raise invalid_pack(folder, str(error)) from error
     return manifest
 
 
 @functools.cache
-def _mapped(folder: Path, name: str) -> MappedSplit:
-    """A split, mapped once per process."""
-    manifest = _manifest(folder)
+def map_split(folder: Path, name: str) -> MappedSplit:
+    """The split `name`, mapped once per process.
+
+    Raises:
+        InputError: it is not a whole packed data set, or a label is not a class.
+    """
+    manifest = read_manifest(folder)
 
     def mapped(kind: str) -> Tensor:
         shape = manifest.tensor_shape(name, kind)
-        # A private map: nothing that is done to the tensor reaches the file.
+        # A private map: writing to the tensor does not change the file.
         flat = torch.from_file(
             str(folder / f"{name}.{kind}"), shared=False, size=math.prod(shape), dtype=DTYPES[kind]
         )

@@ -1,4 +1,4 @@
-"""The two kinds of split: an array in memory, and image files that are decoded when asked for."""
+"""The two kinds of split: an array in memory, and image files that are decoded when they are needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lockstep.data.datasets.decode import Box, ImageFile
 
 
 def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:
-    """Raise InputError for images of another shape than they should have, or as many labels as there are not."""
+    """Raise InputError if the images do not have the given shape, or if there are not as many labels."""
     if images.shape[1:] != shape or len(images) != len(labels):
-        found = "x".join(str(size) for size in images.shape[1:])
+        actual = "x".join(str(size) for size in images.shape[1:])
         expected = "x".join(str(size) for size in shape)
         raise InputError(
-            f"dataset: {where} has {len(images)} images of {found} and {len(labels)} labels, "
+            f"dataset: {where} has {len(images)} images of {actual} and {len(labels)} labels, "
             f"expected as many of each, and images of {expected}"
         )
 
@@ -32,8 +32,10 @@ def check_labels(labels: Tensor, classes: int, where: str) -> None:
     """Raise InputError for the first label that is not a class."""
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
-        at = int(wrong[0])
-        raise InputError(f"dataset: example {at} of {where} has label {int(labels[at])}, expected 0 to {classes - 1}")
+        index = int(wrong[0])
+        raise InputError(
+            f"dataset: example {index} of {where} has label {int(labels[index])}, expected 0 to {classes - 1}"
+        )
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ class ArraySplit:
 
 @dataclass(frozen=True)
 class Crop:
-    """The boxes that are cut from whole images while they are read: others in each epoch.
+    """Chooses the boxes that are cut from whole images while they are read; they differ in each epoch.
 
     Fields:
-        boxes: from the random numbers of n examples and the sizes of their images, int64 (n, 2), height and width,
-            to int64 (n, 4): top, left, height and width.
+        boxes: takes the random numbers of n examples and the sizes of their images, int64 (n, 2) as height and
+            width; returns int64 (n, 4) as top, left, height and width.
         seed: of the random numbers.
         size: (height, width) that a box is resized to.
     """
@@ -68,18 +70,18 @@ class Crop:
     seed: int
     size: tuple[int, int]
 
-    def of(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
-        """The box of each of the examples `indices`, whose images are `files`."""
+    def boxes_for(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
+        """The boxes of the examples `indices`, whose images are `files`."""
         sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
-        found = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
-        return [(top, left, height, width) for top, left, height, width in found.tolist()]
+        boxes = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
+        return [(top, left, height, width) for top, left, height, width in boxes.tolist()]
 
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Image files, each decoded to a square of `size` pixels: the shorter side resized, the centre kept.
+    """Image files, each decoded to RGB and a square of `size` pixels: the shorter side resized, the centre kept.
 
-    With `crop` it is a box of the image instead, another one in each epoch. Always RGB. `skip` is the most broken
+    With `crop`, a box of the image is decoded instead, a different one in each epoch. `skip` is the most broken
     images that a run leaves out.
     """
 
@@ -103,15 +105,15 @@ class FileSplit:
                 files.append(ImageFile.read(self.paths[index]))
             except (OSError, ValueError) as error:
                 raise self._broken(index, error) from error
-        boxes = self.crop.of(files, indices, epoch) if self.crop is not None else None
-        for place, file in enumerate(files):
+        boxes = self.crop.boxes_for(files, indices, epoch) if self.crop is not None else None
+        for number, file in enumerate(files):
             try:
-                decoded[place] = file.square(self.size) if boxes is None else file.box(boxes[place], size)
-            except Exception as error:  # the decoders pass on whatever a damaged file makes them raise
-                raise self._broken(indices[place], error) from error
+                decoded[number] = file.square(self.size) if boxes is None else file.box(boxes[number], size)
+            except Exception as error:  # the decoders raise all kinds for a damaged file
+                raise self._broken(indices[number], error) from error
         return torch.from_numpy(decoded)
 
     def _broken(self, index: int, error: Exception) -> BrokenImage:
-        # torchvision puts the place in its C++ sources before its reason.
+        # torchvision puts the line of its C++ source before the reason.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
         return BrokenImage(index, self.paths[index], reason)

@@ -24,41 +24,41 @@ from lockstep.core.data_protocols import (
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
 from lockstep.data.datasets.packed import MappedSplit
-from lockstep.data.loading.prefetch import in_order, read_images, worthwhile
+from lockstep.data.loading.prefetch import in_order, read_images, useful_threads
 from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.loading.worker_tuning import reading_rate, workers_needed
 from lockstep.runtime.host import GB, cores, free_memory
 
-# Values of the images that are gathered and augmented together, at most. On a CPU as many as stay in its cache: as
-# float32 they are 4 MB. On a GPU a call costs more than many values do; there they take, with what is made of them on
-# the way (a float32, a place of eight bytes and a few bytes), a small part of the memory.
+# The most values (pixels times channels) of images that are gathered and augmented together. On a CPU, as many as
+# stay in its cache: as float32 they are 4 MB. On a GPU a call costs more than many values do, so they may take a
+# small share of the free memory, with temporary copies (per value a float32, an offset of 8 bytes and a few more).
 STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
 BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """The whole split as uint8 on the device; a batch is one gather there."""
+    """The whole split is on the device as uint8; a batch is one gather there."""
 
     def __str__(self) -> str:
         return "resident"
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, and why."""
-        return self, "as asked"
+        return self, "as configured"
 
     def held_gb(self, context: LoaderContext) -> float:
-        """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
+        """The device memory (in GB) that images will permanently take from a rank, beyond what they use already."""
         if context.world.device.type != "cpu":
             return context.gigabytes + STRIDE_SHARE * free_memory(context.world)
         return context.gigabytes / context.world.local_size if context.splits[0].images is None else 0.0
 
     def order_device(self, world: World) -> torch.device:
-        """Where indices are wanted."""
+        """The device that the indices must be on."""
         return world.device
 
     def stride(self, shard: int, values: int, world: World) -> int:
-        """The steps to read together, for shards of so many images of so many values (pixels times channels)."""
+        """The number of steps to read together, for shards of `shard` images of `values` values each."""
         room = STRIDE_VALUES
         if world.device.type != "cpu":
             room = min(STRIDE_VALUES_GPU, int(STRIDE_SHARE * free_memory(world) * GB / BYTES_OF_A_VALUE))
@@ -66,12 +66,12 @@ class Resident:
 
     def feed(self, split: Split, world: World) -> ImageReader:
         threads = max(1, cores() // world.local_size)
-        decoded = (split.images, {}) if split.images is not None else decode_all(split, world, threads=threads)
-        images, broken = decoded[0].to(world.device), decoded[1]
+        stored, broken = (split.images, {}) if split.images is not None else decode_all(split, world, threads=threads)
+        images = stored.to(world.device)
 
-        def read(wanted: Iterable[ReadRequest]) -> Iterator[ReadResult]:
-            for _, indices in wanted:
-                # Copies whole images, where indexing goes byte by byte: an eighth of its time on a CPU.
+        def read(requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
+            for _, indices in requests:
+                # index_select copies whole images; indexing goes byte by byte, which takes 8 times as long on a CPU.
                 yield images.index_select(0, indices.to(world.device, non_blocking=True)), broken
 
         return read
@@ -81,12 +81,12 @@ class Resident:
 class Streaming:
     """Batches read by threads while the device works on earlier ones.
 
-    Threads, because the decoders release Python's lock. Processes are faster where files are tiny (both are in
-    docs/performance.md), but such data becomes resident or is packed; they have to be started, and can be lost.
+    Threads, because the decoders release Python's lock. Processes are faster for tiny files (docs/performance.md has
+    both), but such data becomes resident or is packed; and processes must be started, and can die.
 
     Fields:
-        workers: threads per rank; `auto` is as many as the model needs (`workers_needed`) where images are decoded,
-            or read from a packed data set, and none where they are in memory.
+        workers: threads per rank. `auto` is as many as the model needs (`workers_needed`) if images are decoded or
+            read from a packed data set, and none if they are in memory.
         prefetch: batches that each worker keeps ready.
     """
 
@@ -94,71 +94,68 @@ class Streaming:
     prefetch: int = ranged(2, least=1, most=1024)
 
     def held_gb(self, context: LoaderContext) -> float:
-        """As for `Resident`: none."""
+        """The device memory that images permanently take: none."""
         return 0.0
 
     def order_device(self, world: World) -> torch.device:
-        """Where indices are wanted."""
+        """The device that the indices must be on."""
         return torch.device("cpu")
 
     def stride(self, shard: int, values: int, world: World) -> int:
-        """The steps to read together: workers read ahead as it is."""
+        """The number of steps to read together: one, because workers read ahead anyway."""
         return 1
 
     def __str__(self) -> str:
         return f"streaming, {self.workers} worker{'s' * (self.workers != 1)}"
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
-        """The loader to use, and why: `workers=auto` by measurement."""
+        """The loader to use, and why. `workers=auto` is decided by a measurement."""
         if self.workers != "auto":
-            return self, "as asked"
+            return self, "as configured"
         if context.splits[0].images is not None and not isinstance(context.splits[0], MappedSplit):
-            # Only a worker reads ahead: one does where that is asked for.
+            # Only a worker can read ahead, so setting `prefetch` gets one.
             return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
         reader, model = reading_rate(context.splits[0]), context.training_rate()
         most = max(1, cores() // context.world.local_size)
-        if (
-            context.splits[0].images is None
-        ):  # mapped rows are copied, and awaited from the disk, without Python's lock
-            most = worthwhile(most, 1 / reader)
+        if context.splits[0].images is None:  # copying mapped rows, and waiting for the disk, releases Python's lock
+            most = useful_threads(most, 1 / reader)
         if model is None:
             return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
         needed = workers_needed(model, reader, most, own_cores=context.world.device.type != "cpu")
         return replace(self, workers=needed), f"model {model:,.0f} img/s, one worker {reader:,.0f} img/s"
 
     def feed(self, split: Split, world: World) -> ImageReader:
-        def fetched(each: ReadRequest) -> ReadResult:
-            epoch, indices = each
+        def fetch(request: ReadRequest) -> ReadResult:
+            epoch, indices = request
             images, broken = read_images(split, indices.tolist(), epoch)
             return images.pin_memory() if world.device.type == "cuda" else images, broken
 
-        def read(wanted: Iterable[ReadRequest]) -> Iterator[ReadResult]:
+        def read(requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
             assert isinstance(self.workers, int), "auto has to be chosen first"
-            found = in_order(fetched, wanted, workers=self.workers, prefetch=self.prefetch)
-            return _on_device(found, world.device)
+            results = in_order(fetch, requests, workers=self.workers, prefetch=self.prefetch)
+            return _on_device(results, world.device)
 
         return read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Streaming):
-    """`resident` where both splits fit and are read more than once, else `streaming`.
+    """`resident` if both splits fit and are read more than once, else `streaming`.
 
-    `workers` or `prefetch` ask for `streaming`, which alone has them.
+    Setting `workers` or `prefetch` chooses `streaming`, the only loader that has them.
 
     Fields:
-        resident_gb: the most (in GB) that may become resident; half of the device's free memory is a further
-            bound.
+        resident_gb: the most (in GB) that may become resident; half of the device's free memory is another limit.
     """
 
     resident_gb: float = ranged(4.0, least=0, most=1e6)
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
-        against = self._against_resident(context)
-        if not against:
+        objection = self._against_resident(context)
+        if not objection:
             return Resident(), f"{context.gigabytes:.2f} GB fit in {self._room(context):.1f} GB"
         streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(context)
-        return streaming, f"{against}; {rates}"
+        return streaming, f"{objection}; {rates}"
 
     def held_gb(self, context: LoaderContext) -> float:
         return 0.0 if self._against_resident(context) else Resident().held_gb(context)
@@ -167,12 +164,12 @@ class Auto(Streaming):
         return min(self.resident_gb, free_memory(context.world) / 2)
 
     def _against_resident(self, context: LoaderContext) -> str:
-        """Why the images are not to become resident; empty where they are."""
+        """Why the images should not become resident; empty if they should."""
         room, stored = self._room(context), sum(map(len, context.splits))
         if (self.workers, self.prefetch) != (Streaming.workers, Streaming.prefetch):
             return "loader.workers or loader.prefetch is given"
         if context.boxes:
-            return "other boxes of the files in each epoch"
+            return "each epoch crops other boxes from the files"
         if context.gigabytes > room:
             return f"{context.gigabytes:.1f} GB do not fit in {room:.1f} GB"
         if context.splits[0].images is None and context.reads <= stored:
@@ -180,27 +177,29 @@ class Auto(Streaming):
         return ""
 
 
-def _on_device(found: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
-    """The same with the images on `device`. To a GPU they go on a stream of its own, one batch ahead: while the
-    step works on one, the next is copied."""
+def _on_device(results: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
+    """Move the images of `results` to `device`.
+
+    A GPU copies them on a separate stream and one batch ahead: the next batch while the step works on this one.
+    """
     if device.type != "cuda":
-        yield from found
+        yield from results
         return
-    copies = torch.cuda.Stream(device)
-    ahead: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
+    copy_stream = torch.cuda.Stream(device)
+    pending: deque[tuple[Tensor, torch.cuda.Event, Broken]] = deque()
 
     def oldest() -> ReadResult:
-        images, copied, broken = ahead.popleft()
-        steps = torch.cuda.current_stream(device)
-        steps.wait_event(copied)
-        images.record_stream(steps)  # its memory is not to be used again before the step is done with it
+        images, copied, broken = pending.popleft()
+        step_stream = torch.cuda.current_stream(device)
+        step_stream.wait_event(copied)
+        images.record_stream(step_stream)  # do not reuse the memory before the step is done with it
         return images, broken
 
-    for pinned, broken in found:
-        with torch.cuda.stream(copies):
+    for pinned, broken in results:
+        with torch.cuda.stream(copy_stream):
             images = pinned.to(device, non_blocking=True)
-        ahead.append((images, copies.record_event(), broken))
-        if len(ahead) > 1:
+        pending.append((images, copy_stream.record_event(), broken))
+        if len(pending) > 1:
             yield oldest()
-    while ahead:
+    while pending:
         yield oldest()

@@ -1,4 +1,4 @@
-"""Reading the images of a split, in order and ahead of time, with the broken ones among them known."""
+"""Reads the images of a split in order and ahead of time, and tells which of them are broken."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from torch import Tensor
 from lockstep.core.data_protocols import ReadResult, Split
 from lockstep.core.errors import BrokenImage
 
-LIGHT_S = 40e-6
-W = TypeVar("W")
-R = TypeVar("R")
+LIGHT_S = 40e-6  # an image that is read faster than this is mostly Python's work
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
 
 
 def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
-    """Images of a split, uint8 (len(indices), C, H, W), and the broken ones: blank, where the split lets them be."""
+    """The images uint8 (len(indices), C, H, W) of a split, and the errors of broken ones, which are blank.
+
+    Raises:
+        InputError: an image is broken, and the split allows none.
+    """
     try:
         return split.fetch(indices, epoch), {}
     except BrokenImage as error:
@@ -28,40 +32,41 @@ def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
         if len(indices) == 1:
             return split.fetch([]).new_zeros((1, *split.fetch([]).shape[1:])), {indices[0]: error}
     parts = [read_images(split, [index], epoch) for index in indices]
-    return torch.cat([images for images, _ in parts]), {
-        at: error for _, broken in parts for at, error in broken.items()
-    }
+    broken = {index: error for _, part in parts for index, error in part.items()}
+    return torch.cat([images for images, _ in parts]), broken
 
 
-def worthwhile(threads: int, seconds: float) -> int:
-    """How many of so many threads to read with, where an image takes one of them so many seconds.
+def useful_threads(threads: int, seconds: float) -> int:
+    """How many of `threads` threads to read with, if one of them takes `seconds` for an image.
 
-    Reading a light image is mostly Python, of which one thread runs at a time: a second one would be in the way.
+    Reading a light image is mostly Python, which runs in one thread at a time: a second thread would be in the way.
     """
     return threads if seconds > LIGHT_S else 1
 
 
 def sample(split: Split, number: int) -> Tensor:
-    """Up to `number` images spread evenly over a split, uint8 (n, C, H, W), broken ones left out."""
+    """Up to `number` images spread evenly over a split, uint8 (n, C, H, W), without broken ones."""
     number = min(number, len(split))
-    indices = [place * len(split) // number for place in range(number)]
+    indices = [n * len(split) // number for n in range(number)]
     images, broken = read_images(split, indices)
     return images[[index not in broken for index in indices]]
 
 
-def in_order(make: Callable[[W], R], wanted: Iterable[W], *, workers: int, prefetch: int) -> Iterator[R]:
-    """What `make` gives for each of `wanted`, in order, by threads that are `prefetch` results each ahead."""
+def in_order(
+    function: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, workers: int, prefetch: int
+) -> Iterator[ResultT]:
+    """`map(function, items)` by `workers` threads, each of which works `prefetch` items ahead; 0 is no thread."""
     if workers == 0:
-        yield from map(make, wanted)
+        yield from map(function, items)
         return
-    ahead: deque[Future[R]] = deque()
+    pending: deque[Future[ResultT]] = deque()
     pool = ThreadPoolExecutor(workers, thread_name_prefix="loader")
     try:
-        for each in wanted:
-            ahead.append(pool.submit(make, each))
-            if len(ahead) > workers * prefetch:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-    finally:  # nor is a read under way waited for: it may not come to its end
+        for item in items:
+            pending.append(pool.submit(function, item))
+            if len(pending) > workers * prefetch:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:  # do not wait for a read under way: it may never end
         pool.shutdown(wait=False, cancel_futures=True)

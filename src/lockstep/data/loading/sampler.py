@@ -13,15 +13,15 @@ from lockstep.core.rng import permutation
 
 
 def share(n: int, parts: int, part: int) -> slice:
-    """The contiguous share of `part` among `parts` of `n` things; shares differ by one at most."""
+    """The contiguous share of `part` when `n` things are cut into `parts`; sizes differ by one at most."""
     return slice(part * n // parts, (part + 1) * n // parts)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One rank's shard of the global batch of `step`: sample indices (int64), and the global count.
+class ShardIndices:
+    """One rank's shard of the global batch of `step`: its sample indices (int64), and the size of the global batch.
 
-    With partners a shard that is not empty carries one index more, of the sample behind its last one.
+    With mix partners, a shard that is not empty has one index more: the partner of its last sample.
     """
 
     step: int
@@ -30,53 +30,52 @@ class Batch:
     count: int
 
 
-def batches(
+def shard_indices(
     plan: Plan,
     seed: int,
     *,
     rank: int,
     ranks: int,
     after: int,
-    partners: bool = False,
+    mix_partners: bool = False,
     device: torch.device | None = None,
-) -> Iterator[Batch]:
-    """The shards of one rank for every step behind `after`, to the end of the run; their indices are on `device`.
+) -> Iterator[ShardIndices]:
+    """The shards of one rank for every step after step `after`, to the end of the run; the indices are on `device`.
 
-    The partner of a sample, where it is mixed with one, is the next sample of the global batch; the last one's
-    is the first.
+    The mix partner of a sample is the next sample of the global batch; the last sample's partner is the first.
     """
-    order, ordered = None, -1
+    order, order_epoch = None, -1
     for step in range(after + 1, plan.total_steps + 1):
         epoch = plan.epoch(step)
-        if order is None or epoch != ordered:
-            order, ordered = permutation(seed, epoch, plan.examples, device), epoch
+        if order is None or epoch != order_epoch:
+            order, order_epoch = permutation(seed, epoch, plan.examples, device), epoch
         start = plan.position(step) * plan.batch
-        together = order[start : start + plan.batch]
-        cut, count = share(len(together), ranks, rank), len(together)
-        if partners and cut.start < cut.stop:
-            cut, together = slice(cut.start, cut.stop + 1), torch.cat([together, together[:1]])
-        yield Batch(step, epoch, together[cut], count)
+        global_batch = order[start : start + plan.batch]
+        own, count = share(len(global_batch), ranks, rank), len(global_batch)
+        if mix_partners and own.start < own.stop:
+            own, global_batch = slice(own.start, own.stop + 1), torch.cat([global_batch, global_batch[:1]])
+        yield ShardIndices(step, epoch, global_batch[own], count)
 
 
-def strides(one_by_one: Iterator[Batch], steps: int) -> Iterator[list[Batch]]:
-    """The same batches in groups of up to `steps` of one epoch.
+def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[ShardIndices]]:
+    """Group shards of up to `steps` consecutive steps of one epoch.
 
-    The first group has one, so that a run does not wait for many before its first step.
+    The first group has one shard, so that a run does not wait for many before its first step.
     """
-    together: list[Batch] = []
+    group: list[ShardIndices] = []
     size = 1
-    for batch in one_by_one:
-        if together and (len(together) == size or together[0].epoch != batch.epoch):
-            yield together
-            together, size = [], steps
-        together.append(batch)
-    if together:
-        yield together
+    for shard in shards:
+        if group and (len(group) == size or group[0].epoch != shard.epoch):
+            yield group
+            group, size = [], steps
+        group.append(shard)
+    if group:
+        yield group
 
 
 def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
-    """The blocks of `size` of `n` examples that a rank evaluates.
+    """The blocks of up to `size` of the `n` examples that a rank evaluates.
 
-    The blocks do not depend on the number of ranks, so neither does a single logit.
+    The blocks do not depend on the number of ranks, so no logit depends on it either.
     """
     return [range(start, min(start + size, n)) for start in range(rank * size, n, ranks * size)]

@@ -1,10 +1,12 @@
-"""What a rank trains on: its shard of each global batch, read for many small steps at once.
+"""Reads a rank's shard of each global batch, for many small steps at once.
 
-`lockstep.data.loading.sampler` decides which samples, in which order, and the pipeline what happens to them.
+`lockstep.data.loading.sampler` decides which samples it has, in which order; the pipeline decides what happens to
+them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -16,19 +18,25 @@ from lockstep.core.data_protocols import Broken, ImageReader, ReadRequest
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import Batch, batches, blocks, share, strides
+from lockstep.data.loading.sampler import ShardIndices, batch_groups, blocks, shard_indices, share
 
-# The label of a broken image: what cross_entropy leaves out by default, and no prediction hits.
+# The label of a broken image: cross_entropy ignores it by default, and no prediction equals it.
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Piece `number` of the `pieces` that a global batch of `count` examples is cut into, on the device.
+    """One of the `pieces` that a global batch of `count` examples is cut into, on the device.
 
-    `images` (b, C, H, W) are as stored (uint8) or as the model takes them, `indices` and `known_labels` int64 (b,).
-    With `partner`, because samples are mixed, each of the three has one more row: the partner of the piece's last
-    example. A piece without examples has none.
+    Fields:
+        step, epoch: of the global batch.
+        images: (b, C, H, W), as stored (uint8) or as the model takes them.
+        known_labels, indices: int64 (b,).
+        count: examples of the global batch.
+        number: of the piece, from 0.
+        pieces: how many there are.
+        mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. A piece
+            without examples has none.
     """
 
     step: int
@@ -39,62 +47,70 @@ class Shard:
     count: int
     number: int
     pieces: int
-    partner: bool = False
+    mix_partner: bool = False
 
     @property
     def labels(self) -> Tensor:
         """The labels of the piece's own examples."""
-        return self.known_labels[:-1] if self.partner else self.known_labels
+        return self.known_labels[:-1] if self.mix_partner else self.known_labels
 
     @property
-    def _place(self) -> slice:
+    def _span(self) -> slice:
+        """Of its examples in the global batch."""
         return share(self.count, self.pieces, self.number)
 
     def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
-        """The shard in `parts` pieces, and whether a piece is the last; a piece may be empty.
+        """The shard in `parts` pieces, each with whether it is the last; a piece may be empty.
 
-        The global batch is what is cut: two ranks with two pieces each have the four pieces of one rank.
+        The cuts are those of the global batch: two ranks with two pieces each have the four pieces of one rank.
         """
         if parts == 1:
             yield self, True
             return
         for part in range(parts):
             piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
-            start, stop = (at - self._place.start for at in (piece._place.start, piece._place.stop))
-            partner = self.partner and start < stop
-            tensors = {
-                name: getattr(self, name)[start : stop + partner] for name in ("images", "known_labels", "indices")
-            }
-            yield replace(piece, **tensors, partner=partner), part == parts - 1
+            start, stop = piece._span.start - self._span.start, piece._span.stop - self._span.start
+            mix_partner = self.mix_partner and start < stop
+            rows = slice(start, stop + mix_partner)
+            piece = replace(
+                piece,
+                images=self.images[rows],
+                known_labels=self.known_labels[rows],
+                indices=self.indices[rows],
+                mix_partner=mix_partner,
+            )
+            yield piece, part == parts - 1
 
 
 @dataclass(frozen=True)
 class BatchGroup:
-    """A rank's shards of consecutive steps of one epoch, read together: for small batches a call costs more than
-    its pixels.
+    """A rank's shards of consecutive steps of one epoch, read together.
 
-    `images` are uint8 (n, C, H, W), `known_labels` and `indices` int64 (n,), on the device, step after step.
+    For small batches a call costs more than the work on the pixels. `images` are uint8 (n, C, H, W), `known_labels`
+    and `indices` int64 (n,), on the device, step after step.
     """
 
-    batches: list[Batch]
+    steps: list[ShardIndices]
     images: Tensor
     known_labels: Tensor
     indices: Tensor
     rank: int
     ranks: int
-    partners: bool
+    mix_partners: bool
 
     @property
     def epoch(self) -> int:
-        return self.batches[0].epoch
+        return self.steps[0].epoch
 
     def shards(self, images: Tensor) -> Iterator[Shard]:
-        """The shard of each step, with its part of `images` (n, ...): what was made of the stored ones."""
-        sizes = [batch.indices.shape[0] for batch in self.batches]
-        cuts = (torch.split_with_sizes(tensor, sizes) for tensor in (images, self.known_labels, self.indices))
-        for batch, size, seen, labels, indices in zip(self.batches, sizes, *cuts, strict=True):
-            partner = self.partners and size > 0
-            yield Shard(batch.step, batch.epoch, seen, labels, indices, batch.count, self.rank, self.ranks, partner)
+        """The shard of each step, with its rows of `images` (n, ...), which were made from the stored images."""
+        sizes = [step.indices.shape[0] for step in self.steps]
+        parts = (torch.split_with_sizes(tensor, sizes) for tensor in (images, self.known_labels, self.indices))
+        for step, size, own_images, labels, indices in zip(self.steps, sizes, *parts, strict=True):
+            partner = self.mix_partners and size > 0
+            yield Shard(
+                step.step, step.epoch, own_images, labels, indices, step.count, self.rank, self.ranks, partner
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +119,13 @@ class Loader:
 
     Fields:
         eval_batch: images per block of the evaluation split.
-        train_labels, eval_labels: int64 (N,) on the device; those of broken images are overwritten.
-        partners: whether a shard brings the partner of its last example along.
+        train_labels, eval_labels: int64 (N,) on the device; the labels of broken images are overwritten.
+        train_feed, eval_feed: read the images.
+        partners: whether a shard also has the mix partner of its last example.
         stride: the most steps whose shards are read together.
-        order_device: where the order of the examples is made: where the images are, so that no step waits for it.
+        order_device: computes the order of the examples; the images' device, so that no step waits for the order.
         skip: the most broken images that are left out.
+        broken_seen: the broken images so far, as (whether of the training split, index).
     """
 
     world: World
@@ -125,45 +143,45 @@ class Loader:
     broken_seen: set[tuple[bool, int]] = field(default_factory=set)
 
     def train(self, after: int) -> Iterator[BatchGroup]:
-        """This rank's shards for every step behind `after`."""
-        ahead: list[list[Batch]] = []
+        """This rank's shards for every step after step `after`."""
+        requested: deque[list[ShardIndices]] = deque()
 
-        def wanted() -> Iterator[ReadRequest]:
-            world = self.world
-            one_by_one = batches(
+        def requests() -> Iterator[ReadRequest]:
+            shards = shard_indices(
                 self.plan,
                 self.seed,
-                rank=world.rank,
-                ranks=world.size,
+                rank=self.world.rank,
+                ranks=self.world.size,
                 after=after,
-                partners=self.partners,
+                mix_partners=self.partners,
                 device=self.order_device,
             )
-            for together in strides(one_by_one, self.stride):
-                ahead.append(together)
-                yield together[0].epoch, torch.cat([batch.indices for batch in together])
+            for steps in batch_groups(shards, self.stride):
+                requested.append(steps)
+                yield steps[0].epoch, torch.cat([step.indices for step in steps])
 
-        for images, broken in self.train_feed(wanted()):
-            self._leave_out(broken, self.train_labels)
-            yield self._stride(ahead.pop(0), images, self.world.rank, self.world.size, self.partners)
+        for images, broken in self.train_feed(requests()):
+            self._mark_broken(broken, self.train_labels)
+            yield self._group(requested.popleft(), images, self.world.rank, self.world.size, self.partners)
 
     def global_batch(self, step: int) -> Shard:
-        """All examples of a step, whatever the ranks. Reads them anew: for looking at them, not for training."""
-        batch = next(batches(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
-        images, _ = next(iter(self.train_feed([(batch.epoch, batch.indices)])))
-        return next(self._stride([batch], images, rank=0, ranks=1, partners=False).shards(images))
+        """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
+        whole = next(shard_indices(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
+        images, _ = next(iter(self.train_feed([(whole.epoch, whole.indices)])))
+        return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
 
-    def _stride(self, together: list[Batch], images: Tensor, rank: int, ranks: int, partners: bool) -> BatchGroup:
-        indices = torch.cat([batch.indices for batch in together]).to(self.world.device, non_blocking=True)
-        return BatchGroup(together, images, self.train_labels[indices], indices, rank, ranks, partners)
+    def _group(
+        self, steps: list[ShardIndices], images: Tensor, rank: int, ranks: int, mix_partners: bool
+    ) -> BatchGroup:
+        indices = torch.cat([step.indices for step in steps]).to(self.world.device, non_blocking=True)
+        return BatchGroup(steps, images, self.train_labels[indices], indices, rank, ranks, mix_partners)
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""
-        world = self.world
-        mine = self._eval_blocks(world.rank)
-        wanted = [(0, torch.arange(block.start, block.stop)) for block in mine]
-        for block, (images, broken) in zip(mine, self.eval_feed(wanted), strict=True):
-            self._leave_out(broken, self.eval_labels)
+        own_blocks = self._eval_blocks(self.world.rank)
+        requests = [(0, torch.arange(block.start, block.stop)) for block in own_blocks]
+        for block, (images, broken) in zip(own_blocks, self.eval_feed(requests), strict=True):
+            self._mark_broken(broken, self.eval_labels)
             yield images, self.eval_labels[block.start : block.stop]
 
     @property
@@ -174,8 +192,8 @@ class Loader:
     def _eval_blocks(self, rank: int) -> list[range]:
         return blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)
 
-    def _leave_out(self, broken: Broken, labels: Tensor) -> None:
-        """Take broken images out of the loss and of the scores, for good, and warn of each once."""
+    def _mark_broken(self, broken: Broken, labels: Tensor) -> None:
+        """Exclude broken images from the loss and the scores for the rest of the run, and warn of each once."""
         for index, error in broken.items():
             example = (labels is self.train_labels, index)
             if example not in self.broken_seen:
@@ -186,21 +204,21 @@ class Loader:
                 log.warn(f"{error.what}: left out, {len(self.broken_seen)} of at most {self.skip}")
 
     def count_skipped(self) -> int:
-        """The number of different broken images that all ranks together have met so far. Collective.
+        """The number of different broken images that all ranks together have read so far. Collective.
 
         Raises:
-            InputError: they are more than `skip`.
+            InputError: there are more than `skip`.
         """
         if not self.skip:
             return 0
-        broken_seen = (torch.cat([self.train_labels, self.eval_labels]) == IGNORE_INDEX).int()
-        number = int((self.world.sum(broken_seen) > 0).sum())
+        skipped = (torch.cat([self.train_labels, self.eval_labels]) == IGNORE_INDEX).int()
+        number = int((self.world.sum(skipped) > 0).sum())
         if number > self.skip:
             raise self._too_many(f"{number} images cannot be decoded")
         return number
 
-    def _too_many(self, found: str) -> InputError:
+    def _too_many(self, reason: str) -> InputError:
         return InputError(
-            f"dataset.skip is {self.skip}, but {found}; repair or remove the broken images (see the warnings), or "
+            f"dataset.skip is {self.skip}, but {reason}; repair or remove the broken images (see the warnings), or "
             f"leave out more of them with dataset.skip={2 * self.skip}"
         )

@@ -1,7 +1,7 @@
 """Augmentations, each for a whole batch at once on its device.
 
-What happens to a sample is decided by its own random numbers (`lockstep.core.rng`), so ranks, workers, batch sizes
-and resumes cannot change it. They take uint8 and give uint8 or float in 0..255, of the size they please.
+A sample's own random numbers (`lockstep.core.rng`) decide what happens to it, so ranks, workers, batch sizes and
+resumes cannot change it. An augmentation takes uint8 images and returns uint8 or float in 0..255, of any size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lockstep.core.fields import ranged
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms.randaugment import STRONGEST, randaugment
 
-# Of a random resized crop, as in torchvision. Its draws start at 2**20, so they never collide with other draws.
+# Tries of a random resized crop to find a box that fits, as in torchvision. Their draws start at 2**20, so they never
+# collide with other draws.
 TRIES, FIRST_TRY = 10, 2**20
 
 
@@ -32,7 +33,7 @@ class NoAugment:
 
 @dataclass(frozen=True, kw_only=True)
 class CropFlip:
-    """A crop of the image's own size out of the image with `pad` zero pixels around it, then a mirror.
+    """Pad the image, crop its own size out of it, then mirror it.
 
     The usual augmentation of small images (He et al. 2016, section 4.2).
 
@@ -40,8 +41,8 @@ class CropFlip:
         pad: pixels on each side.
         reflect: pad with the image's own mirror image instead of black.
         flip: probability of a horizontal mirror.
-        alternate: mirror an image in every second epoch, by chance from the first or from the second one on, instead
-            of by chance in each (Jordan 2024, "94% on CIFAR-10 in 3.29 seconds"); `flip` is the share that begins.
+        alternate: mirror each image in every second epoch, instead of at random in each (Jordan 2024, "94% on
+            CIFAR-10 in 3.29 seconds"); `flip` is then the share of the images that are mirrored in the first epoch.
     """
 
     pad: int = ranged(4, least=0, most=1024)
@@ -56,14 +57,14 @@ class CropFlip:
         columns = left + torch.where(self._mirrored(draws)[:, None], width - 1 - x, x)
         rows = top + torch.arange(height, device=images.device)
         if self.reflect:
-            rows, columns = (_reflected(at - self.pad, side) for at, side in ((rows, height), (columns, width)))
-            padded, stored = images, width
+            rows, columns = _reflected(rows - self.pad, height), _reflected(columns - self.pad, width)
+            padded, row_length = images, width
         else:
-            padded, stored = F.pad(images, [self.pad] * 4), width + 2 * self.pad
-        # One gather, by the places of the pixels in a channel: the fastest of seven ways on a CPU, and one kernel.
-        places = (rows[:, :, None] * stored + columns[:, None, :]).flatten(1)
+            padded, row_length = F.pad(images, [self.pad] * 4), width + 2 * self.pad
+        # One gather by the pixels' offsets in a channel: the fastest of seven ways on a CPU, and one kernel on a GPU.
+        offsets = (rows[:, :, None] * row_length + columns[:, None, :]).flatten(1)
         channels = padded.flatten(2)
-        return channels.gather(2, places[:, None].expand(-1, channels.shape[1], -1)).view_as(images)
+        return channels.gather(2, offsets[:, None].expand(-1, channels.shape[1], -1)).view_as(images)
 
     def _mirrored(self, draws: SampleRNG) -> Tensor:
         if self.alternate:
@@ -71,19 +72,19 @@ class CropFlip:
         return draws.uniform(2) < self.flip
 
 
-def _reflected(at: Tensor, side: int) -> Tensor:
-    """Places outside of 0 to side - 1 as the places that a mirror at the outermost pixel shows there."""
-    at = at.abs() % max(1, 2 * side - 2)
-    return side - 1 - (side - 1 - at).abs()
+def _reflected(positions: Tensor, side: int) -> Tensor:
+    """Positions outside of 0 to side - 1, reflected at the outermost pixels to positions inside."""
+    positions = positions.abs() % max(1, 2 * side - 2)
+    return side - 1 - (side - 1 - positions).abs()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomResizedCrop:
     """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
 
-    The box of Szegedy et al. 2015. Cut from stored squares on the device (`apply`), a box that does not fit is cut
-    to the image; cut from image files while they are read (`boxes`, then `rest`), it has the distribution of
-    torchvision's, which draws again. Bilinear.
+    The box of Szegedy et al. 2015, resampled bilinearly. There are two ways to cut it. From stored squares on the
+    device (`apply`): a box that does not fit is clipped to the image. From image files while they are read (`boxes`,
+    then `after_crop`): a box that does not fit is drawn again, which is torchvision's distribution.
 
     Fields:
         scale: smallest and largest area, as a share of the image's.
@@ -104,7 +105,7 @@ class RandomResizedCrop:
         area = self.scale[0] + draws.uniform(0) * (self.scale[1] - self.scale[0])
         low, high = torch.tensor(self.ratio).log().tolist()
         ratio = torch.exp(low + draws.uniform(1) * (high - low))
-        # In units of the image: its centre is 0 and its edges are at -1 and 1, as grid_sample has it.
+        # In grid_sample's units: the image's centre is 0, its edges are at -1 and 1.
         width = (area * ratio).sqrt().clamp(max=1.0)
         height = (area / ratio).sqrt().clamp(max=1.0)
         x = (2 * draws.uniform(2) - 1) * (1 - width)
@@ -118,33 +119,33 @@ class RandomResizedCrop:
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         height, width = sizes.double().unbind(1)
         low, high = self.ratio
-        # Where no try fits: the largest central box of a ratio that is allowed.
+        # If no try fits, the largest central box with an allowed ratio.
         box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
-        found = torch.zeros_like(height, dtype=torch.bool)
+        has_box = torch.zeros_like(height, dtype=torch.bool)
         for first in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
-            if found.all():
+            if has_box.all():
                 break
             area, shape, down, right = (draws.uniform(first + n).double() for n in range(4))
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
             ratio = torch.exp(math.log(low) + shape * (math.log(high) - math.log(low)))
             tall, wide = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-            fits = ~found & (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
-            found |= fits
+            fits = ~has_box & (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+            has_box |= fits
             box_height, box_width = torch.where(fits, tall, box_height), torch.where(fits, wide, box_width)
             top = torch.where(fits, (down * (height - tall + 1)).floor(), top)
             left = torch.where(fits, (right * (width - wide + 1)).floor(), left)
         return torch.stack([top, left, box_height, box_width], 1).long()
 
     @property
-    def rest(self) -> _Mirror:
+    def after_crop(self) -> _Mirror:
         return _Mirror(flip=self.flip)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Mirror:
-    """What a random resized crop does behind its box."""
+    """What a random resized crop does after its box: the mirror."""
 
     flip: float
 
@@ -186,13 +187,13 @@ class RandAugmentResized(RandomResizedCrop):
         return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude)
 
     @property
-    def rest(self) -> _Mirror:
+    def after_crop(self) -> _Mirror:
         return _MirrorRandAugment(flip=self.flip, ops=self.ops, magnitude=self.magnitude)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _MirrorRandAugment(_Mirror):
-    """The same with RandAugment."""
+    """The mirror, then RandAugment."""
 
     ops: int
     magnitude: int

@@ -1,9 +1,10 @@
-"""RandAugment (Cubuk et al. 2020) for a whole batch at once: the operations and magnitudes of torchvision's.
+"""RandAugment (Cubuk et al. 2020) for a whole batch at once, with torchvision's operations and magnitudes.
 
-Which operations a sample gets, and with which sign, are numbers of its own. There are three kinds of operations,
-each computed for all samples together: a grid moves pixels, a table of 256 entries for each sample and channel maps
-values, and a blend with a degenerate image changes colour and sharpness. On the CPU a kind is computed for the
-samples that drew one of it; on a GPU for all of them, since to know how many drew it would be to wait for the device.
+A sample's own random numbers choose its operations and their signs. There are three kinds of operations, each
+computed for all samples together: a grid moves pixels, a table of 256 entries per sample and channel maps values, and
+a blend with a degenerate image changes colour and sharpness. On the CPU, a kind is computed only for the samples that
+drew one of its operations. On a GPU it is computed for all samples, because counting those samples would wait for the
+device.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from lockstep.core.rng import SampleRNG
 IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = range(6)
 BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = range(6, 12)
 COLOR, SHARPNESS = range(12, 14)
-NUMBER = 14
+OPERATIONS = 14
 STRONGEST = 30  # the last of torchvision's 31 magnitudes
-FIRST_DRAW = 16  # of a sample's numbers; those before it are the crop's
-VALUES = 2**21  # that the CPU works on at a time: what it then needs besides fits into memory that is used again
+FIRST_DRAW = 16  # the crop uses the sample's numbers before this one
+CPU_VALUES = 2**21  # values that the CPU works on at a time: few enough that temporary memory is reused
 
 
 def randaugment(images: Tensor, draws: SampleRNG, *, ops: int, magnitude: int) -> Tensor:
-    """Images uint8 (B, C, H, W) after `ops` random operations each, of a strength from 0 to 30."""
-    at_once = len(images) if images.is_cuda else max(1, VALUES // max(1, images[:1].numel()))
+    """Apply `ops` random operations to each of the uint8 images (B, C, H, W), with a strength from 0 to 30."""
+    at_once = len(images) if images.is_cuda else max(1, CPU_VALUES // max(1, images[:1].numel()))
     parts = list(images.split(at_once))
     for n in range(ops):
-        op = (draws.uniform(FIRST_DRAW + 2 * n) * NUMBER).long().split(at_once)
+        op = (draws.uniform(FIRST_DRAW + 2 * n) * OPERATIONS).long().split(at_once)
         up = (draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5).split(at_once)
-        parts = [operate(*each, magnitude) for each in zip(parts, op, up, strict=True)]
+        parts = [operate(*arguments, magnitude) for arguments in zip(parts, op, up, strict=True)]
     return torch.cat(parts)
 
 
 def operate(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
-    """Each image after one operation.
+    """Apply one operation to each image.
 
     Args:
         images: uint8 (B, C, H, W).
         op: int64 (B,), which operation.
-        up: bool (B,), the sign where it has one.
+        up: bool (B,), the sign, for the operations that have one.
         magnitude: its strength, from 0 to 30.
     """
     if images.shape[1] != 3:
@@ -59,25 +60,25 @@ def operate(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
 
 
 def _where(chosen: Tensor, change: Callable[..., Tensor], others: Tensor, *arguments: Tensor) -> Tensor:
-    """`change` of the chosen samples, and of the rest what is in `others`, which may be written over."""
+    """`change(*arguments)` for the chosen samples, and `others` for the rest; `others` may be overwritten."""
     if chosen.is_cuda:
         return torch.where(chosen.view(-1, *[1] * (others.dim() - 1)), change(*arguments), others)
-    at = chosen.nonzero().squeeze(1)
-    if len(at) == 0:
+    indices = chosen.nonzero().squeeze(1)
+    if len(indices) == 0:
         return others
-    changed = change(*(each.index_select(0, at) for each in arguments))
-    _rows(others).index_copy_(0, at, _rows(changed.contiguous()))
+    changed = change(*(argument.index_select(0, indices) for argument in arguments))
+    _rows(others).index_copy_(0, indices, _rows(changed.contiguous()))
     return others
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """(B, row), in words of eight bytes where they fit: copying goes element by element."""
+    """A view (B, row), as int64 where the bytes allow it: copying goes element by element."""
     rows = tensor.view(len(tensor), -1)
     return rows.view(torch.int64) if rows.shape[1] * rows.itemsize % 8 == 0 else rows
 
 
 def _moved(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
-    """Shear, translation, rotation: each pixel from the nearest one to where it comes from, black from outside."""
+    """Shear, translation, rotation, by the nearest pixel; pixels from outside the image are black."""
     height, width = images.shape[2:]
     level, sign = magnitude / STRONGEST, torch.where(up, 1.0, -1.0)
 
@@ -86,27 +87,28 @@ def _moved(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
 
     angle = only(ROTATE, math.pi / 6 * level)
     cosine, sine = angle.cos(), angle.sin()
-    # torchvision shears around the upper left corner and rotates around the centre; a shift is of whole pixels.
-    exact = torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64  # for places in an image
-    y = torch.arange(height, dtype=exact, device=images.device)[:, None] + 0.5
-    x = torch.arange(width, dtype=exact, device=images.device) + 0.5
+    # torchvision shears around the upper left corner, rotates around the centre, and shifts by whole pixels.
+    # float64 if float32 cannot represent all offsets in an image.
+    dtype = torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64
+    y = torch.arange(height, dtype=dtype, device=images.device)[:, None] + 0.5
+    x = torch.arange(width, dtype=dtype, device=images.device) + 0.5
     column = cosine * (x - width / 2) + (width / 2 - 0.5 - only(TRANSLATE_X, int(150 / 331 * width * level)))
     row = cosine * (y - height / 2) + (height / 2 - 0.5 - only(TRANSLATE_Y, int(150 / 331 * height * level)))
     column = column + (only(SHEAR_X, 0.3 * level) * y - sine * (y - height / 2))
     row = row + (only(SHEAR_Y, 0.3 * level) * x + sine * (x - width / 2))
-    # Into an image with a black frame, on which all that comes from outside falls.
-    place = _near(row, height).add_(1).mul_(width + 2).add_(_near(column, width).add_(1)).long().flatten(1)
+    # Gather from an image with a black frame; positions outside of the image are clamped to the frame.
+    offset = _nearest(row, height).add_(1).mul_(width + 2).add_(_nearest(column, width).add_(1)).long().flatten(1)
     framed = F.pad(images, [1, 1, 1, 1]).flatten(2)
-    return framed.gather(2, place[:, None].expand(-1, images.shape[1], -1)).view_as(images)
+    return framed.gather(2, offset[:, None].expand(-1, images.shape[1], -1)).view_as(images)
 
 
-def _near(coordinate: Tensor, length: int) -> Tensor:
-    """The nearest pixel, or the frame at -1 and `length`."""
+def _nearest(coordinate: Tensor, length: int) -> Tensor:
+    """The nearest pixel, or the frame at -1 or `length`."""
     return coordinate.round_().clamp_(-1, length)
 
 
 def _mapped(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
-    """Brightness, contrast, posterize, solarize, autocontrast, equalize: a table of 256 entries for each channel."""
+    """Brightness, contrast, posterize, solarize, autocontrast, equalize, by a table of 256 entries per channel."""
     level, (ratio, rest) = magnitude / STRONGEST, _ratios(up, magnitude)
     values = torch.arange(256, device=images.device)
     pixels = images.flatten(2).long()
@@ -143,27 +145,27 @@ def _tables_by_histogram(pixels: Tensor, op: Tensor) -> Tensor:
 
 
 def _blended(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
-    """Color blends with the grey image, sharpness with the blurred one."""
-    ratio, rest = (each[:, None, None, None] for each in _ratios(up, magnitude))
+    """Color (a blend with the grey image) and sharpness (a blend with the blurred image)."""
+    ratio, rest = (shares[:, None, None, None] for shares in _ratios(up, magnitude))
     other = _where(op == COLOR, _grey, images.clone(memory_format=torch.contiguous_format), images)
     other = _where(op == SHARPNESS, _blurred, other, images)
     return images.float().mul_(ratio).add_(other.float().mul_(rest)).clamp_(0, 255).to(torch.uint8)
 
 
 def _ratios(up: Tensor, magnitude: int) -> tuple[Tensor, Tensor]:
-    """The shares (B,) of an image and of what it is blended with: above 1 and below 0, or both between."""
+    """The shares (B,) of an image and of the one it is blended with; they sum to 1, and may leave [0, 1]."""
     more = _strength(magnitude)
     return torch.where(up, 1 + more, 1 - more), torch.where(up, 1 - (1 + more), 1 - (1 - more))
 
 
 @functools.cache
 def _strength(magnitude: int) -> float:
-    """In single precision, as torchvision has it: values are cut to whole ones, so that the last bit shows."""
+    """torchvision's strength, in float32 as there: values are truncated to integers, so the last bit matters."""
     return float(torch.linspace(0, 0.9, STRONGEST + 1)[magnitude])
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Images of three channels in grey, of the same shape; those of another number as they are."""
+    """Images of three channels in grey, with the same shape; other images unchanged."""
     if images.shape[1] != 3:
         return images
     red, green, blue = images.split(1, 1)
@@ -171,14 +173,14 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _mean_grey(images: Tensor) -> Tensor:
-    """Float (B,). Sums of integers, which are the same in any order."""
+    """The mean grey value, float (B,). It sums integers, so the order of the sum does not matter."""
     grey = _grey(images)[:, :1] if images.shape[1] == 3 else images
     return grey.sum((1, 2, 3), dtype=torch.int32) / (images.shape[2] * images.shape[3] * grey.shape[1])
 
 
 def _blurred(images: Tensor) -> Tensor:
-    """Each pixel inside the mean of nine, with itself five times; the border stays."""
-    wide = images.short()  # exact, and its sums are faster than a convolution
+    """A 3x3 mean with the centre weighted five times, as torchvision's; the border stays."""
+    wide = images.short()  # exact, and faster than a convolution
     rows = (wide[..., :-2] + wide[..., 1:-1]).add_(wide[..., 2:])
     sums = (rows[..., :-2, :] + rows[..., 1:-1, :]).add_(rows[..., 2:, :]).add_(wide[..., 1:-1, 1:-1], alpha=4)
     blurred = images.clone()
@@ -186,7 +188,7 @@ def _blurred(images: Tensor) -> Tensor:
     return blurred
 
 
-# The first and the last operation of each kind.
+# The first and the last operation of each kind of operation.
 KINDS: dict[Callable[..., Tensor], tuple[int, int]] = {
     _moved: (SHEAR_X, ROTATE),
     _mapped: (BRIGHTNESS, EQUALIZE),
