@@ -66,7 +66,7 @@ def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rep
     """Milliseconds that training stands still, and until a save is on the disk."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     # Every step is the best one and takes the place of the one before it, as in a run that gets better.
-    keeper = Checkpointer(run_dir=RunDir.at(folder / "run"), identity={}, keep=1, keep_best=0, writes=True)
+    keeper = Checkpointer(run_dir=RunDir.at(folder / "run"), fingerprint={}, keep=1, keep_best=0, writes=True)
     durable: dict[str, list[float]] = {}
     steps = iter(range(1, 1000))
 

@@ -40,7 +40,7 @@ def dice() -> random.Random:
 
 
 def writer(run: RunDir, keep: int = 3) -> Checkpointer:
-    return Checkpointer(run_dir=run, identity={}, keep=keep, keep_best=1, writes=True)
+    return Checkpointer(run_dir=run, fingerprint={}, keep=keep, keep_best=1, writes=True)
 
 
 def save(target: Checkpointer, step: int) -> None:

@@ -255,7 +255,7 @@ def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
         checkpoint.load(path)
     (path / "facts.json").write_text("{")
     with pytest.raises(InputError, match=r"is damaged \(facts.json"):
-        checkpoint.check_identity(IDENTITY, path)
+        checkpoint.check_fingerprint(IDENTITY, path)
 
 
 def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
@@ -345,7 +345,7 @@ def test_a_flipped_bit_in_the_facts_is_damage_and_no_other_run(run: RunDir) -> N
     assert checkpoint.find_corruption(second) == "facts.json does not match its sha256"
     assert checkpoint.newest_of_run(run) == first
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json does not match its sha256\)"):
-        checkpoint.check_identity(IDENTITY, second)
+        checkpoint.check_fingerprint(IDENTITY, second)
 
 
 def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any_name(
@@ -607,11 +607,11 @@ def test_what_a_torn_write_left_behind_is_written_over(run: RunDir) -> None:
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir) -> None:
     (path,) = saved(run, 1)
-    checkpoint.check_identity(IDENTITY, path)
+    checkpoint.check_fingerprint(IDENTITY, path)
     with pytest.raises(
         InputError, match=r"\(batch: here 32, there 64\); resume with the same values.*init_from=PATH"
     ):
-        checkpoint.check_identity({**IDENTITY, "batch": 32}, path)
+        checkpoint.check_fingerprint({**IDENTITY, "batch": 32}, path)
 
 
 def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
@@ -753,7 +753,7 @@ def test_a_progress_of_other_types_is_damage_and_no_traceback(run: RunDir, chang
     rewritten(second, "facts.json", json.dumps(facts).encode())
     assert checkpoint.find_corruption(second) == "facts.json is not the facts of a checkpoint"
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):
-        checkpoint.check_identity(IDENTITY, second)
+        checkpoint.check_fingerprint(IDENTITY, second)
     assert checkpoint.latest_valid(run.checkpoints) == first
 
 

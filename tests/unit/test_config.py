@@ -127,7 +127,7 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         ("model", ""),
         ("model", None),
         ("model", ["lockstep.models.BasicNet"]),
-        ("dataset", "lockstep.data.datasets._ArraySource"),
+        ("dataset", "lockstep.data.datasets.ArraySource"),
         ("dataset", "lockstep.data.datasets.Path"),
         ("dataset", "lockstep.data.datasets.ArraySplit"),
         ("loader", "lockstep.data.loading.World"),

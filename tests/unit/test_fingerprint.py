@@ -8,7 +8,7 @@ import pytest
 
 from helpers import built
 from lockstep.models import DigitNet, Timm
-from lockstep.training.fingerprint import describe, identity, plan_of, train_longer
+from lockstep.training.fingerprint import describe, fingerprint, plan_of, train_longer
 
 
 def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
@@ -33,7 +33,7 @@ def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
     ],
 )
 def test_how_a_job_is_run_is_not_what_it_is(change: str) -> None:
-    assert identity(built(change), 1442) == identity(built(), 1442)
+    assert fingerprint(built(change), 1442) == fingerprint(built(), 1442)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_how_a_job_is_run_is_not_what_it_is(change: str) -> None:
     ],
 )
 def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) -> None:
-    here, there = identity(built(), 1442), identity(built(change), 1442)
+    here, there = fingerprint(built(), 1442), fingerprint(built(change), 1442)
     assert [name for name in here if here[name] != there[name]] == [key]
 
 
@@ -58,14 +58,14 @@ def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "1.png").touch()
     from_file, from_square = (
-        identity(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={each}"), 10)
+        fingerprint(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={each}"), 10)
         for each in ("file", "square")
     )
     assert {key for key in from_file if from_file[key] != from_square[key]} == {"crop_from"}
 
 
 def test_two_optimizers_of_timm_are_two() -> None:
-    one, other = (identity(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
+    one, other = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
     assert (one["optimizer"], other["optimizer"]) == ("lamb", "lion")
 
 

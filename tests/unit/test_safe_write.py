@@ -58,7 +58,7 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     run.metrics.write_text("")
     calls.clear()
     model = nn.Linear(2, 2)
-    target = Checkpointer(run_dir=run, identity={}, keep=3, keep_best=1, writes=True)
+    target = Checkpointer(run_dir=run, fingerprint={}, keep=3, keep_best=1, writes=True)
     progress = {"step": 1, "score": 50.0, "best": 50.0, "best_step": 1, "window": None}
     optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
     target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)

@@ -1,15 +1,15 @@
 """Checkpoints: one folder each, written under a temporary name, hashed, renamed, and checked before use.
 
 A folder `checkpoints/step-00000042` holds `model.safetensors` (and `ema.safetensors`), `state.pt` (optimizer and
-scaler; loads with `weights_only=True`), `facts.json` (the identity of the run and its progress) and `manifest.json`
-(the size and the sha256 of each of these files, and its own sha256). `checkpoints/last` and `checkpoints/best` hold
+scaler; loads with `weights_only=True`), `facts.json` (the fingerprint of the run and its progress) and
+`manifest.json` (the size and the sha256 of each of these files, and its own sha256). `checkpoints/last` and `checkpoints/best` hold
 the name of a folder, for people: nothing here reads them. Until the first checkpoint there is `checkpoints/none-yet`.
 """
 
 from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
-    check_identity,
+    check_fingerprint,
     difference,
     load,
     load_weights,
@@ -27,7 +27,7 @@ __all__ = [
     "HostCopies",
     "LoadedCheckpoint",
     "candidates",
-    "check_identity",
+    "check_fingerprint",
     "difference",
     "find_corruption",
     "latest_valid",

@@ -77,7 +77,7 @@ def read(path: Path) -> LoadedCheckpoint:
 
 
 def difference(expected: Facts, saved: Facts) -> str:
-    """Where the identity of this run differs from that of a checkpoint: `key: here X, there Y`."""
+    """Where the fingerprint of this run differs from that of a checkpoint: `key: here X, there Y`."""
     here, there = _flattened(expected), _flattened({key: saved.get(key) for key in expected})
     different = [
         f"{key}: here {here.get(key, 'nothing')}, there {there.get(key, 'nothing')}"
@@ -101,7 +101,7 @@ def _flattened(facts: Facts) -> dict[str, Any]:
     return flat
 
 
-def check_identity(expected: Facts, path: Path) -> None:
+def check_fingerprint(expected: Facts, path: Path) -> None:
     """Raise InputError, with the difference, if the checkpoint at `path` is of another run than `expected`."""
     if different := difference(expected, read_facts(path)["identity"]):
         raise InputError(

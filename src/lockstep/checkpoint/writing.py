@@ -49,7 +49,7 @@ class Checkpointer:
 
     Args:
         run_dir: the folder of the job.
-        identity: the values that a resumed run must have too.
+        fingerprint: the values that a resumed run must have too.
         keep: how many of the newest checkpoints stay.
         keep_best: how many of the best ones stay as well, by validation top-1.
         writes: whether this rank writes.
@@ -57,7 +57,7 @@ class Checkpointer:
     """
 
     run_dir: RunDir
-    identity: Facts
+    fingerprint: Facts
     keep: int
     keep_best: int
     writes: bool
@@ -119,7 +119,7 @@ class Checkpointer:
         weights, state = self.copies.of([weights, state])
         if progress["best_step"] == progress["step"]:
             self.unexported = weights.get(EMA, weights[MODEL])
-        facts = {"format": 1, "identity": dict(self.identity), "progress": dict(progress)}
+        facts = {"format": 1, "identity": dict(self.fingerprint), "progress": dict(progress)}
         self.pending = self.pool.submit(self._write, weights, state, facts)
 
     def wait(self) -> None:

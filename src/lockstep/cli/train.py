@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from lockstep.config import components, composition, extensions, yaml_io
 from lockstep.config.invocation import Invocation
+from lockstep.config.schema import CONF
 from lockstep.core.launched import is_launched
 from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
@@ -29,7 +30,7 @@ def main(packages: Sequence[str] = ()) -> None:
         composition.showed_help() or train()
 
 
-@hydra.main(version_base="1.3", config_path=str(composition.CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def train(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     from lockstep.sweep.jobs import run_sweep_job

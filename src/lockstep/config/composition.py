@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import lockstep
 from lockstep.config import components, hydra_policy
 from lockstep.config.invocation import ConfigFiles
-from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, unreadable
+from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, translate, unreadable
 from lockstep.config.program_words import program_name
-from lockstep.config.schema import Job
+from lockstep.config.schema import CONF, Job
 from lockstep.core.errors import InputError
-
-CONF = Path(lockstep.__file__).with_name("conf").resolve()
 
 
 def register() -> None:
@@ -81,6 +78,8 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
     added = [text for text in overrides if key_of(text) != "resume"]
     try:
         return compose(configs.name, overrides=[*configs.searchpath, *stored, *added], return_hydra_config=False)
+    except HydraException as error:
+        raise translate(error) or error from error
     except UNEXPECTED as error:
         raise unreadable(error) from error
 

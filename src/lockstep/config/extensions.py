@@ -21,14 +21,13 @@ from pathlib import Path
 from types import ModuleType
 
 from lockstep.config import options
-from lockstep.config.schema import GROUPS
+from lockstep.config.schema import CONF, GROUPS
 from lockstep.config.timm_names import is_timm_model
 from lockstep.core.errors import InputError, did_you_mean
 
 ENTRY_POINTS = "lockstep.extensions"
 # In the environment of the ranks: the extensions that the program named, with the folders they are in.
 VARIABLE = "LOCKSTEP_EXTENSIONS"
-CONF = Path(__file__).parents[1] / "conf"
 
 
 @dataclass(frozen=True)

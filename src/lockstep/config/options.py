@@ -6,15 +6,13 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
-from lockstep.config.schema import GROUPS
+from lockstep.config.schema import CONF, GROUPS
 from lockstep.config.timm_names import is_timm_model
 from lockstep.core.errors import InputError, did_you_mean
 
 T = TypeVar("T")
-CONF = Path(__file__).parents[1] / "conf"
 
 _DECLARED: dict[tuple[str, str], type[Any]] = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.durations import LONGEST
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 else:  # they import torch, and OmegaConf takes any node for a group
     Augment = ImageLoader = Launcher = Model = Optimizer = Precision = Schedule = Source = Strategy = Any
 
+# The folder with `config.yaml` and the options of each group.
+CONF = Path(__file__).parents[1].joinpath("conf").resolve()
 # The module with the classes of each config group. A node's `_target_` has to be a public dataclass of that module:
 # a config can come from somebody else's run folder, and must not name arbitrary code.
 GROUPS: Mapping[str, str] = {

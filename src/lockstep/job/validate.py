@@ -31,7 +31,7 @@ from lockstep.models.nets import CompileMode
 from lockstep.precision import BF16Pure
 from lockstep.runtime.host import GB, available_memory, cores
 from lockstep.strategy import DataParallel, Strict
-from lockstep.training.fingerprint import identity, plan_of, train_longer
+from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
 
 # The most ranks on a CPU, and threads of all ranks: a number for any machine, and one per core for large ones.
 RANKS, RANKS_A_CORE = 64, 4
@@ -263,7 +263,7 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     if found is None and job.resume is not None:
         found = Path(job.resume)
     if found is not None:
-        checkpoint.check_identity(identity(job, examples), found)
+        checkpoint.check_fingerprint(fingerprint(job, examples), found)
         step = checkpoint.read_facts(found)["progress"]["step"]
         ended = folder is None or _ended(RunDir(folder))
         if step > plan.total_steps or (step == plan.total_steps and ended):

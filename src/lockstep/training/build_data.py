@@ -22,7 +22,7 @@ from lockstep.data.transforms.mixup import Mix
 from lockstep.runtime.host import GB
 from lockstep.training import micro_batch_search
 from lockstep.training.dry_run import training_rate
-from lockstep.training.fingerprint import check_same_data, identity, plan_of
+from lockstep.training.fingerprint import check_same_data, fingerprint, plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class TrainingData:
     Fields:
         train, val: the splits.
         plan: of the run over them.
-        identity: what a checkpoint and a run that resumes from it must agree on.
+        fingerprint: what a checkpoint and a run that resumes from it must agree on.
         loader_reason: why the loader is what it is, for the banner.
     """
 
     train: Split
     val: Split
     plan: Plan
-    identity: dict[str, Any]
+    fingerprint: dict[str, Any]
     pipeline: Pipeline
     loader_reason: str
 
@@ -60,7 +60,7 @@ def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
         chosen = micro_batch_search.choose_micro_batches(job, world, held_gb=job.loader.held_gb(context))
         job = replace(job, train=replace(job.train, micro_batches=chosen))
         context = replace(context, training_rate=lambda: training_rate(job, world))
-    facts = identity(job, len(train))
+    facts = fingerprint(job, len(train))
     check_same_data(facts, world)
     loader, reason = world.broadcast(job.loader.choose(context))
     job = replace(job, loader=loader)
@@ -68,7 +68,7 @@ def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
         train=train,
         val=val,
         plan=plan_of(job, len(train)),
-        identity=facts,
+        fingerprint=facts,
         pipeline=_pipeline(job, world),
         loader_reason=reason,
     )

@@ -92,7 +92,7 @@ def restore(
     """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start."""
     if loaded is None:
         return Progress(), f"weights of {job.init_from}" if job.init_from else ""
-    checkpoint.check_identity(checkpointer.identity, loaded.path)
+    checkpoint.check_fingerprint(checkpointer.fingerprint, loaded.path)
     progress = checkpoint.restore(
         loaded,
         model=network.model,

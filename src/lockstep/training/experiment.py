@@ -51,7 +51,7 @@ def run(
     compile_network(job, network, world, stop)
     checkpointer = Checkpointer(
         run_dir=run_dir,
-        identity=data.identity,
+        fingerprint=data.fingerprint,
         keep=job.checkpoint.keep,
         keep_best=job.checkpoint.keep_best,
         writes=world.is_main,

@@ -55,7 +55,7 @@ def train_longer(job: Job) -> str:
     return f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
 
 
-def identity(job: Job, examples: int) -> dict[str, Any]:
+def fingerprint(job: Job, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
     return {
         "model": describe(job.model, HOW),

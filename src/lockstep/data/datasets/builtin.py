@@ -23,7 +23,7 @@ from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ArraySource(ABC):
+class ArraySource(ABC):
     """A data set that fits in memory.
 
     Fields:
@@ -64,7 +64,7 @@ class _ArraySource(ABC):
 
 
 @functools.cache
-def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
+def _arrays(source: ArraySource, train: bool) -> ArraySplit:
     """A split, read once per process."""
     images, labels = source.read(train)
     where = "the training split" if train else "the evaluation split"
@@ -74,7 +74,7 @@ def _arrays(source: _ArraySource, train: bool) -> ArraySplit:
 
 
 @functools.cache
-def _hashes(source: _ArraySource, train: bool) -> dict[str, str]:
+def _hashes(source: ArraySource, train: bool) -> dict[str, str]:
     """The sha256 of the images and of the labels of a split, once per process."""
     split = _arrays(source, train)
     parts = {"images": split.images, "labels": split.labels}
@@ -82,7 +82,7 @@ def _hashes(source: _ArraySource, train: bool) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Digits(_ArraySource):
+class Digits(ArraySource):
     """The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, 17 levels of grey.
 
     Every fifth example of each class (355 in all) is the evaluation split.
@@ -115,7 +115,7 @@ def _digits_file() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TorchvisionSource(_ArraySource):
+class _TorchvisionSource(ArraySource):
     """One of torchvision's array data sets; a missing one is downloaded, by one process at a time.
 
     Fields:
