@@ -44,21 +44,17 @@ class Resident:
         return "resident"
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
-        """The loader to use, and why."""
         return self, "as configured"
 
     def held_gb(self, context: LoaderContext) -> float:
-        """The device memory (in GB) that images will permanently take from a rank, beyond what they use already."""
         if context.world.device.type != "cpu":
             return context.gigabytes + STRIDE_SHARE * free_memory(context.world)
         return context.gigabytes / context.world.local_size if context.splits[0].images is None else 0.0
 
     def order_device(self, world: World) -> torch.device:
-        """The device that the indices must be on."""
         return world.device
 
     def stride(self, shard: int, values: int, world: World) -> int:
-        """The number of steps to read together, for shards of `shard` images of `values` values each."""
         room = STRIDE_VALUES
         if world.device.type != "cpu":
             room = min(STRIDE_VALUES_GPU, int(STRIDE_SHARE * free_memory(world) * GB / BYTES_OF_A_VALUE))
@@ -94,16 +90,13 @@ class Streaming:
     prefetch: int = ranged(2, least=1, most=1024)
 
     def held_gb(self, context: LoaderContext) -> float:
-        """The device memory that images permanently take: none."""
         return 0.0
 
     def order_device(self, world: World) -> torch.device:
-        """The device that the indices must be on."""
         return torch.device("cpu")
 
     def stride(self, shard: int, values: int, world: World) -> int:
-        """The number of steps to read together: one, because workers read ahead anyway."""
-        return 1
+        return 1  # workers read ahead anyway
 
     def __str__(self) -> str:
         return f"streaming, {self.workers} worker{'s' * (self.workers != 1)}"
