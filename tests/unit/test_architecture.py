@@ -38,7 +38,8 @@ ASKS_FOR_MAIN: dict[str, str] = {
 
 
 def sources(*roots: Path) -> list[Path]:
-    return sorted(path for root in roots for path in root.rglob("*.py"))
+    found = sorted(path for root in roots for path in root.rglob("*.py"))
+    return [path for path in found if PACKAGE / "template" not in path.parents]
 
 
 def module(path: Path) -> str:

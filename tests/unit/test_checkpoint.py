@@ -82,7 +82,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def writer(run: RunDir, **options: Any) -> Checkpointer:
-    return Checkpointer(run_dir=run, **{"identity": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options})
+    return Checkpointer(
+        run_dir=run, **{"fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options}
+    )
 
 
 TRAIL = {"losses": [0.5], "steps": [1], "examples": [4], "hits": 3}

@@ -2,8 +2,9 @@
 
 A folder `checkpoints/step-00000042` holds `model.safetensors` (and `ema.safetensors`), `state.pt` (optimizer and
 scaler; loads with `weights_only=True`), `facts.json` (the fingerprint of the run and its progress) and
-`manifest.json` (the size and the sha256 of each of these files, and its own sha256). `checkpoints/last` and `checkpoints/best` hold
-the name of a folder, for people: nothing here reads them. Until the first checkpoint there is `checkpoints/none-yet`.
+`manifest.json` (the size and the sha256 of each of these files, and its own sha256). `checkpoints/last` and
+`checkpoints/best` hold the name of a folder, for people: nothing here reads them. Until the first checkpoint there is
+`checkpoints/none-yet`.
 """
 
 from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run

@@ -36,6 +36,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="lockstep", description="Train image classifiers: `lockstep train --help`.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")
+    new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
+    new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
     prove = commands.add_parser(
         "prove",
         help="show on this machine that a config is the same run under every strategy and world size",
@@ -72,7 +74,11 @@ def run(given: argparse.Namespace) -> None:
     from lockstep.runtime import program
 
     with program.command_line(), program.bypass_hydra_errors():
-        if given.command == "prove":
+        if given.command == "new":
+            from lockstep.cli.new import new
+
+            new(given.project)
+        elif given.command == "prove":
             from lockstep.cli.prove import prove
 
             prove(given.overrides, steps=given.steps, ranks=given.ranks)

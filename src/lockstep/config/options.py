@@ -76,15 +76,12 @@ def _check_fields(cls: type[Any], where: str) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     assert is_dataclass(cls)
-    known = {each.name for each in fields(cls)}
-    inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
+    typed = {each.name for each in fields(cls)}
+    for base in cls.__mro__:
+        typed |= set(vars(base).get("__annotations__", {})) | (set(vars(base)) if base is not cls else set())
     for name, value in vars(cls).items():
         plain = not callable(value) and not hasattr(value, "__get__")
-        if (
-            plain
-            and not name.startswith("_")
-            and name not in known | inherited | set(vars(cls).get("__annotations__", {}))
-        ):
+        if plain and not name.startswith("_") and name not in typed:
             raise InputError(
                 f"{where}: {cls.__name__}.{name} has no type, so it is no key of the config; write `{name}: "
                 f"{type(value).__name__} = {value!r}`, or ClassVar if it is not meant to be one"

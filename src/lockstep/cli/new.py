@@ -1,0 +1,44 @@
+"""`lockstep new PROJECT`: a small project of one's own, from the files in `template/`."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import shutil
+import tempfile
+from pathlib import Path
+
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.safe_write import storing
+
+TEMPLATE = Path(__file__).parents[1] / "template"
+NAME = "my_project"  # in the names and the texts of the template
+
+
+def new(project: str) -> None:
+    """Write a new project into the folder `project`, whose last part is the name of its package.
+
+    Raises:
+        InputError: the folder exists, or its name cannot be that of a package.
+        StorageError: it cannot be written; nothing is left of it.
+    """
+    folder = Path(project)
+    name = folder.name
+    if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
+        raise InputError(
+            f"{name!r} cannot be the name of a Python package; use letters, digits and _: lockstep new mine"
+        )
+    if folder.exists():
+        raise InputError(f"{folder} exists; name a new folder: lockstep new {name}2")
+    if importlib.util.find_spec(name) is not None:
+        raise InputError(f"there is a package {name} in this environment already; use another name")
+    with storing(folder), tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{name}.") as temporary:
+        for source in sorted(
+            each for each in TEMPLATE.rglob("*") if each.is_file() and "__pycache__" not in each.parts
+        ):
+            target = Path(temporary, name, *(part.replace(NAME, name) for part in source.relative_to(TEMPLATE).parts))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(source.read_text().replace(NAME, name))
+        shutil.move(Path(temporary, name), folder)
+    log.console.print(f"made {folder}; go on with: cd {folder} && python train.py experiment=first", soft_wrap=True)

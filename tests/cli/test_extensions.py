@@ -1,0 +1,223 @@
+"""Packages of a user's own: their models and data sets are options, and nothing but the program names them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, Done, command, weights
+
+pytestmark = pytest.mark.slow
+
+LOCKSTEP = (sys.executable, "-m", "lockstep")
+MODEL = """
+import lockstep
+from lockstep.models.nets import Network
+from torch import nn
+
+{decorator}
+class Flat(Network):
+    {field}
+
+    def build(self, classes, input_shape):
+        channels, height, width = input_shape
+        return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, classes))
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `lockstep new mine` writes."""
+    folder = tmp_path_factory.mktemp("projects")
+    done = command(*LOCKSTEP, "new", "mine", cwd=folder)
+    assert done.code == 0, done.err
+    return folder / "mine"
+
+
+def train(project: Path, *overrides: str) -> Done:
+    """Run the project's own `train.py`, for a few steps."""
+    return command(sys.executable, "train.py", "experiment=first", "device=cpu", *overrides, cwd=project)
+
+
+def written(folder: Path, decorator: str = '@lockstep.option("model")', field: str = "width: int = 3") -> Path:
+    """A project with one model in it, and a program that names it."""
+    package = folder / "own"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(MODEL.format(decorator=decorator, field=field))
+    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
+    return folder
+
+
+def run(folder: Path, *overrides: str) -> Done:
+    return command(sys.executable, "train.py", "steps=1", *overrides, cwd=folder)
+
+
+def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None:
+    assert command(sys.executable, "-m", "ruff", "check", "--isolated", ".", cwd=project).code == 0
+    done = command(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+    assert done.code == 0, done.out
+    assert "4 passed" in done.out
+
+
+def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: Path, tmp_path: Path) -> None:
+    words = ("strategy=ddp", "launcher.ranks=2", "launcher=elastic", "launcher.threads=1", "schedule=constant")
+    assert train(project, *words, "steps=3", f"hydra.run.dir={tmp_path}/part").code == 0
+    assert train(project, f"resume={tmp_path}/part", "steps=6").code == 0
+    done = train(project, *words, "steps=6", f"hydra.run.dir={tmp_path}/whole")
+    assert done.code == 0, done.err
+    part, whole = weights(tmp_path / "part"), weights(tmp_path / "whole")
+    assert all(part[name].equal(whole[name]) for name in whole)
+    facts = json.loads((tmp_path / "whole" / "env.json").read_text())
+    assert facts["extensions"] == {"mine": "named by the program"}
+
+
+def test_a_run_whose_extension_is_not_here_says_which_it_was(project: Path, tmp_path: Path) -> None:
+    assert train(project, "steps=1", f"hydra.run.dir={tmp_path}/run").code == 0
+    done = command(*LOCKSTEP, "train", f"resume={tmp_path}/run", "steps=2", cwd=tmp_path)
+    assert done.code == 2
+    assert "The run had extensions that are not here: mine (named by the program)" in done.err
+
+
+def test_an_installed_extension_serves_every_command(project: Path, tmp_path: Path) -> None:
+    """Installed as pip does it: the package on the path, and its entry point in the metadata beside it."""
+    site = tmp_path / "site"
+    metadata = site / "mine-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "mine").symlink_to(project / "mine")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[lockstep.extensions]\nmine = mine\n")
+    run_dir = tmp_path / "run"
+    words = ("experiment=first", "steps=1", "device=cpu", f"hydra.run.dir={run_dir}")
+    done = command(*LOCKSTEP, "train", *words, cwd=tmp_path, PYTHONPATH=str(site))
+    assert done.code == 0, done.err
+    assert "SmallConv" in done.out
+    assert json.loads((run_dir / "env.json").read_text())["extensions"] == {"mine": "installed by mine 0.1.0"}
+
+
+def test_no_config_run_folder_or_current_folder_names_code(project: Path, tmp_path: Path) -> None:
+    """The package lies in the current folder, and its class is named by an override: neither makes it an extension."""
+    target = "model._target_=mine.model.SmallConv"
+    done = command(*LOCKSTEP, "train", target, cwd=project, PYTHONSAFEPATH="1")
+    assert done.code == 2
+    assert "model._target_ is 'mine.model.SmallConv', expected a class of lockstep.models" in done.err
+    assert "extensions here: none" in done.err
+    (tmp_path / "conf.yaml").write_text("defaults: [config, _self_]\nmodel:\n  _target_: mine.model.SmallConv\n")
+    named = command(*LOCKSTEP, "train", "--config-dir", str(tmp_path), "--config-name=conf", cwd=project)
+    assert named.code == 2
+    assert "extensions here: none" in named.err
+
+
+def test_only_a_declared_class_of_an_extension_is_an_option(tmp_path: Path) -> None:
+    folder = written(tmp_path / "project")
+    for target in ("own.Network", "own.nn.Linear", "own.Flat.build"):
+        done = run(folder, f"model._target_={target}")
+        assert (done.code, f"model._target_ is '{target}'" in done.err) == (2, True), done.err
+    done = run(folder, "dataset._target_=own.Flat")  # declared, but for another group
+    assert (done.code, "dataset._target_ is 'own.Flat'" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("decorator", "field", "sentence"),
+    [
+        ('@lockstep.option("modle")', "width: int = 3", "Flat declares an option of 'modle', which is no group."),
+        ('@lockstep.option("model", "linear")', "width: int = 3", "model=linear is an option of Lockstep"),
+        ('@lockstep.option("model", "resnet50d")', "width: int = 3", "model=resnet50d is an option of Lockstep"),
+        ('@lockstep.option("model")', "width = 3", "Flat.width has no type, so it is no key of the config; write"),
+        ('@lockstep.option("model")', "width: nn.Module = None", "has a type that a config cannot hold"),
+        ('@lockstep.option("model")', "width: int = 1 / 0", "ZeroDivisionError: division by zero"),
+        ('@lockstep.option("model")', "width: int = = 3", "SyntaxError"),
+    ],
+)
+def test_a_mistake_in_an_extension_is_one_sentence_with_its_place(
+    tmp_path: Path, decorator: str, field: str, sentence: str
+) -> None:
+    folder = written(tmp_path / "project", decorator, field)
+    done = run(folder, "model=flat", f"output_root={tmp_path}/outputs")
+    assert done.code == 2
+    assert sentence in done.err
+    assert f"{folder}/own/__init__.py:" in done.err
+    assert "Traceback" not in done.err
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_config_of_an_extension_has_a_place_and_a_name_of_its_own(tmp_path: Path) -> None:
+    folder = written(tmp_path / "project")
+    mistakes = {"models/mine.yaml": "'models' is no config group", "model/linear.yaml": "is an option of Lockstep"}
+    for name, sentence in mistakes.items():
+        file = folder / "own" / "conf" / name
+        file.parent.mkdir(parents=True)
+        file.write_text("_target_: own.Flat\n")
+        done = run(folder)
+        assert (done.code, sentence in done.err, str(file) in done.err) == (2, True, True), done.err
+        file.unlink()
+
+
+def test_an_extension_that_does_not_exist_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import lockstep\nlockstep.main(extensions=['nowhere'])\n")
+    done = run(tmp_path)
+    assert done.code == 2
+    assert "the extension nowhere (named by train.py) is not a package that can be imported" in done.err
+
+
+def test_an_error_of_an_extension_in_training_is_its_own_traceback_and_the_run_can_go_on(tmp_path: Path) -> None:
+    folder = written(tmp_path / "project")
+    file = folder / "own" / "__init__.py"
+    whole = file.read_text()
+    file.write_text(whole.replace("return nn.Sequential(", "return Failing(") + FAILING)
+    words = ("model=flat", "steps=4", "checkpoint.every=1", "strategy=ddp", "launcher.ranks=2", "device=cpu")
+    done = command(sys.executable, "train.py", *words, f"hydra.run.dir={tmp_path}/run", cwd=folder)
+    assert done.code == 70
+    assert "ValueError: the third batch" in done.err
+    assert "own/__init__.py" in done.err
+    assert "rank 0 failed" in done.err or "rank 1 failed" in done.err
+    file.write_text(file.read_text().replace("calls == 3", "calls == 300"))
+    assert command(sys.executable, "train.py", f"resume={tmp_path}/run", cwd=folder).code == 0
+
+
+FAILING = """
+
+class Failing(nn.Sequential):
+    calls = 0
+
+    def forward(self, images):
+        if self.training:
+            Failing.calls += 1
+        if self.training and Failing.calls == 3:
+            raise ValueError("the third batch")
+        return super().forward(images)
+"""
+
+
+def test_a_project_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    for name, sentence in {"not-a-name": "cannot name a Python package", "torch": "there is a package torch"}.items():
+        done = command(*LOCKSTEP, "new", name, cwd=tmp_path)
+        assert (done.code, sentence in done.err) == (2, True), done.err
+    (tmp_path / "mine").mkdir()
+    assert "mine exists" in command(*LOCKSTEP, "new", "mine", cwd=tmp_path).err
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_wheel_has_the_configs_the_template_and_what_it_needs(tmp_path: Path) -> None:
+    """Built without the network and imported from a folder of its own: `lockstep train` and `lockstep new` work."""
+    build = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path))
+    source = tmp_path / "source"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(source)], check=True)
+    assert command(*build, str(source)).code == 0
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    assert command(sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)).code == 0
+    metadata = next(site.glob("*.dist-info/METADATA")).read_text()
+    needed = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
+    assert needed >= {"torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard"}
+    environment = {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    where = command(sys.executable, "-c", "import lockstep; print(lockstep.__file__)", cwd=tmp_path, **environment)
+    assert where.out.startswith(str(site)), where.out
+    done = command(*LOCKSTEP, "train", "steps=1", "device=cpu", cwd=tmp_path, **environment)
+    assert done.code == 0, done.err
+    assert command(*LOCKSTEP, "new", "mine", cwd=tmp_path, **environment).code == 0
+    assert (tmp_path / "mine" / "train.py").is_file()
