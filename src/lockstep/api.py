@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Sequence
 
 from lockstep.config.options import option
@@ -16,6 +17,8 @@ def main(extensions: Sequence[str] = ()) -> None:
     Args:
         extensions: names of packages, as they are imported, that need not be installed.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return  # a rank that is a fresh interpreter imports the program, which may have no `if __name__ == ...`
     signals.begin(says=signals.STOPPED_EARLY)
     from lockstep.cli.train import main as train_main
 

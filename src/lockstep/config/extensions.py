@@ -138,6 +138,13 @@ def locate(group: str, module: str, name: str) -> type | None:
     extension = owner_of(module)
     if extension is None:
         return None
+    extension.load()
+    try:
+        exists = importlib.util.find_spec(module) is not None
+    except ImportError:
+        exists = False
+    if not exists:
+        return None
     extension.load(module)
     return options.declared_class(group, module, name)
 

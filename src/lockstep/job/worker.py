@@ -16,9 +16,10 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from lockstep.config.components import load_job
+from lockstep.config.schema import Job
 from lockstep.core import log, plan, process_group
 from lockstep.core.errors import LockstepError, RankFailed, StorageError
 from lockstep.core.launched import is_launched, launched
@@ -32,20 +33,26 @@ from lockstep.training import experiment
 def main(path: Path) -> None:
     """Be one rank of the job in the folder `path`. Raises the error that ended it."""
     run_dir = RunDir(path)
-    job = load_job(run_dir.config)
-    timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
-    if job.repro == "strict":  # cuBLAS reads it when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     errors = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
-    stop = StopRequest()
     with (
         log.rank_logging(run_dir, errors.rank, separate=is_launched()),
         watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as file,
         errors.of_an_error(),
         full_disk(run_dir.path),
+    ):
+        run(load_job(run_dir.config), run_dir, errors, file)
+
+
+def run(job: Job, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> None:
+    """Run a job as this rank, which a stop or the watchdog can end. The watchdog writes stacks to `stacks`."""
+    if job.repro == "strict":  # cuBLAS reads it when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
+    stop = StopRequest()
+    with (
         # A rank that a launcher started exits after this, so its handlers stay: a later signal has no effect.
         stop_signals(stop, restore=not is_launched()),
-        watchdog.watched(errors.rank, timeout=timeout, stop=stop, file=file, leave_word=errors.of_a_hang) as dog,
+        watchdog.watched(errors.rank, timeout=timeout, stop=stop, file=stacks, leave_word=errors.of_a_hang) as dog,
         process_group.join(
             device=job.device,
             backend=job.launcher.backend.value,
