@@ -203,7 +203,7 @@ def run(path: list[str], program: str, *words: str) -> None:
         getattr(importlib.import_module(module), name)(*words)
     else:
         sys.path[0] = str(Path(program).resolve().parent)
-        runpy.run_path(program, run_name="__main__")
+        runpy.run_path(str(Path(program).absolute()), run_name="__main__")
 
 
 def main() -> None:

@@ -140,7 +140,7 @@ def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
     if sys.platform != "linux":
         Spawn(ranks=ranks, threads=1).run(entry, RunDir.at(folder))
         return
-    done = finished(forks().start("helpers:launch_here", entry.__module__, str(folder), str(ranks)))
+    done = forked("helpers:launch_here", entry.__module__, str(folder), str(ranks), timeout=580)
     assert done.code == 0, done.out + done.err
 
 
@@ -203,7 +203,7 @@ def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **en
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def finished(process: Fork, timeout: float = 240) -> Done:
+def result(process: Fork, timeout: float = 240) -> Done:
     """How a command ended; it ends here at the latest."""
     try:
         out, err = process.communicate(timeout)
@@ -212,11 +212,16 @@ def finished(process: Fork, timeout: float = 240) -> Done:
         process.close()
 
 
+def forked(*words: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
+    """Run a command in a copy of an interpreter that has imported torch (`Forks.start` says which)."""
+    return result(forks().start(*words, cwd=cwd, **environment), timeout)
+
+
 def train(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
     """`python train.py ...`, in a copy of an interpreter that has imported torch."""
     if sys.platform != "linux":
         return train_afresh(*overrides, cwd=cwd, **environment)
-    return finished(forks().start(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment))
+    return forked(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
 
 
 def train_afresh(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import command, finished, forks, train, weights
+from helpers import command, forked, train, weights
 from lockstep.training.compile import _Words
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_man
         "compile_model(nn.Linear(2, 2), 'default', threads=3, speaks=False, interrupting=nullcontext); "
         "from torch._inductor import config; print(config.compile_threads)"
     )
-    assert finished(forks().start("-c", program)).out.split() == ["3"]
+    assert forked("-c", program).out.split() == ["3"]
     assert command(sys.executable, "-c", program, TORCHINDUCTOR_COMPILE_THREADS="7").out.split() == ["7"]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from helpers import ROOT, Done, built, command, finished, forks
+from helpers import ROOT, Done, built, command, forked
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError
 from lockstep.telemetry.sinks import LAYOUT
 
@@ -155,7 +155,7 @@ def typed(text: str, folder: Path) -> Done:
     Where it would do no more than start one of ours, that is a copy of an interpreter that has imported torch.
     """
     if re.match(r"(python train\.py|lockstep)\b[^$|<>;&*]*$", text):
-        return finished(forks().start(*shlex.split(text.removeprefix("python ")), cwd=folder))
+        return forked(*shlex.split(text.removeprefix("python ")), cwd=folder)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")
 

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from forks import Forks
-from helpers import ROOT, Done, finished, forks, train, train_afresh
+from helpers import ROOT, Done, forked, result, train, train_afresh
 from lockstep.config import composition, hydra_policy, messages, schema
 from lockstep.config.invocation import ConfigFiles
 from lockstep.core.errors import InputError
@@ -33,7 +33,7 @@ Run = Callable[..., Done]
 def run() -> Iterator[Run]:
     """Commands that end before they need torch."""
     light = Forks("lockstep.cli.main", "lockstep.sweep.jobs")
-    yield lambda *words: finished(light.start(*words))
+    yield lambda *words: result(light.start(*words))
     light.close()
 
 
@@ -201,7 +201,7 @@ def test_prove_runs_no_code_of_a_config(tmp_path: Path) -> None:
     for place in MADE[1::2]:
         config_dir(tmp_path, nested(place, payload(mark)))
         words = ("lockstep", "prove", f"hydra.searchpath=[{tmp_path}]", "experiment=sent")
-        refused(finished(forks().start(*words)), mark)
+        refused(forked(*words), mark)
 
 
 def test_no_kept_override_has_hydra_make_an_object() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import Done, finished, forks
+from helpers import Done, forked
 from lockstep.cli.prove import COMMON, Case, Outcome, cases, compare
 
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
@@ -30,13 +30,13 @@ main.main()
 
 
 def prove(*arguments: str, cwd: Path) -> Done:
-    return finished(forks().start("lockstep", "prove", *arguments, cwd=cwd))
+    return forked("lockstep", "prove", *arguments, cwd=cwd)
 
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_and_a_strict_one_are_those_they_are_compared_with(tmp_path: Path) -> None:
     some = "single,ddp 2 killed,strict 1,strict 2"
-    done = finished(forks().start("-c", SOME, some, "prove", "--ranks", "2", "--steps", "6", cwd=tmp_path))
+    done = forked("-c", SOME, some, "prove", "--ranks", "2", "--steps", "6", cwd=tmp_path)
     assert done.code == 0, done.out + done.err
     assert [line.split("│")[1].strip() for line in done.out.splitlines() if line.startswith("│")] == some.split(",")
     assert done.out.count("same bits") >= 1

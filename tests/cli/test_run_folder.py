@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import ROOT, Done, finished, forks, records, train, train_afresh
+from helpers import ROOT, Done, forks, records, result, train, train_afresh
 
 ESCAPE = "\x1b"
 
@@ -190,7 +190,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
 def test_three_runs_that_start_at_once_get_three_folders(tmp_path: Path) -> None:
     quick = ("steps=1", "launcher.threads=1", "telemetry.tensorboard=false")
     running = [forks().start("train.py", *quick, f"output_root={tmp_path}") for _ in range(3)]
-    assert [finished(each).code for each in running] == [0, 0, 0]
+    assert [result(each).code for each in running] == [0, 0, 0]
     folders = [each for each in tmp_path.iterdir() if each.name != "latest"]
     assert len(folders) == 3
     assert all(json.loads((each / "summary.json").read_text())["status"] == "completed" for each in folders)
