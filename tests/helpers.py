@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forks import Fork, Forks
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.components import load_job
 from lockstep.config.schema import Job
@@ -123,20 +124,28 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
     launch(gang_entry, folder, ranks)
 
 
+@functools.cache
+def forks() -> Forks:
+    """The interpreter that this process has copied for commands and gangs; the first use starts it."""
+    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.jobs", "lockstep.cli.main")
+    return Forks(*commands, "timm", "torch._dynamo")  # an optimizer wants the last one
+
+
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
-    """Run `entry` in ranks under `launcher=spawn`; raises what it raises.
+    """Run the ranks of the module of `entry`, its `exit_as_rank`, under `launcher=spawn`.
 
     The tests' process has threads, so its ranks would be fresh interpreters, each of which imports torch for
     seconds. One of a single thread, which has imported it already, forks them.
     """
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["lockstep.job.worker", "timm", "torch._dynamo"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        pool.submit(_launch, entry, folder, ranks).result()
+    if sys.platform != "linux":
+        Spawn(ranks=ranks, threads=1).run(entry, RunDir.at(folder))
+        return
+    done = forked("helpers:launch_here", entry.__module__, str(folder), str(ranks), timeout=580)
+    assert done.code == 0, done.out + done.err
 
 
-def _launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
-    Spawn(ranks=ranks, threads=1).run(entry, RunDir.at(folder))
+def launch_here(module: str, folder: str, ranks: str) -> None:
+    Spawn(ranks=int(ranks), threads=1).run(importlib.import_module(module).exit_as_rank, RunDir.at(Path(folder)))
 
 
 def gang_entry(folder: Path) -> None:
@@ -194,6 +203,27 @@ def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **en
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def train(*overrides: str, **environment: str) -> Done:
-    """`python train.py ...`"""
-    return command(sys.executable, "train.py", *overrides, **environment)
+def result(process: Fork, timeout: float = 240) -> Done:
+    """How a command ended; it ends here at the latest."""
+    try:
+        out, err = process.communicate(timeout)
+        return Done(process.wait(), out, err)
+    finally:
+        process.close()
+
+
+def forked(*words: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
+    """Run a command in a copy of an interpreter that has imported torch (`Forks.start` says which)."""
+    return result(forks().start(*words, cwd=cwd, **environment), timeout)
+
+
+def train(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
+    """`python train.py ...`, in a copy of an interpreter that has imported torch."""
+    if sys.platform != "linux":
+        return train_afresh(*overrides, cwd=cwd, **environment)
+    return forked(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
+
+
+def train_afresh(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
+    """The same in an interpreter of its own."""
+    return command(sys.executable, str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)

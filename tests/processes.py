@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from helpers import NARROW, ROOT, records
+from forks import Fork
+from helpers import NARROW, ROOT, forks, records
 
 JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorboard=false", NARROW, "model.dropout=0")
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
@@ -26,19 +27,53 @@ MARK = "LOCKSTEP_TEST_RUN"
 # and busy.
 PATIENCE = 240
 
+Process = Fork | subprocess.Popen[str]
+STARTED: list[Process] = []  # what a test has started, and still has to be closed
+SESSIONS: dict[Path, set[int]] = {}  # of the jobs in a folder; what they start themselves has the MARK
 
-def start(folder: Path, *overrides: str, launch: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
-    """`train.py` in the background, its run folder at `folder`."""
-    arguments = [*launch, "train.py", *JOB, f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides]
-    return subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env={**os.environ, MARK: str(folder)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+
+def start(
+    folder: Path, *overrides: str, launch: tuple[str, ...] = (sys.executable,), afresh: bool = False
+) -> Process:
+    """`train.py` in the background, its run folder at `folder`.
+
+    With `python` or `python -c` for `launch` it is a copy of an interpreter that has imported torch, unless it is to
+    begin `afresh`.
+    """
+    words = ("train.py", *JOB, f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides)
+    return background(folder, *launch, *words, afresh=afresh)
+
+
+def background(folder: Path, *words: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> Process:
+    """A command in the background, as `start` has it; `processes(folder)` finds it and all that it starts."""
+    environment[MARK] = str(folder)
+    process: Process
+    if words[0] in (sys.executable, "lockstep") and not afresh:
+        process = forks().start(*(words if words[0] == "lockstep" else words[1:]), cwd=cwd, **environment)
+    else:
+        process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    STARTED.append(process)
+    SESSIONS.setdefault(folder, set()).add(process.pid)
+    return process
+
+
+def close(processes: list[Process]) -> None:
+    """End what still runs, and let go of it: where a test fails, its processes are no failure of the next one."""
+    for process in processes:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -49,15 +84,15 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def running(folder: Path, *overrides: str, steps: int = 3) -> subprocess.Popen[str]:
+def running(folder: Path, *overrides: str, steps: int = 3, afresh: bool = False) -> Process:
     """A job that has finished `steps` steps."""
-    process = start(folder, *overrides)
+    process = start(folder, *overrides, afresh=afresh)
     wait_for(lambda: process.poll() is not None or steps_done(folder) >= steps)
     assert process.poll() is None, process.communicate()
     return process
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Process) -> tuple[int, str]:
     """The exit code and the standard error of a job that is about to end."""
     _, err = process.communicate(timeout=PATIENCE)
     return process.returncode, err
@@ -68,17 +103,17 @@ def steps_done(folder: Path) -> int:
     return records(folder)[-1]["step"] if (folder / "metrics.jsonl").exists() and records(folder) else 0
 
 
-def processes(folder: Path) -> dict[int, dict[str, str]]:
-    """The environments of the living processes of the job at `folder`, its loaders' too."""
-    found = {}
+def processes(folder: Path) -> set[int]:
+    """The living processes of the job at `folder`, its loaders' too: by its session, or by what it hands down."""
+    found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+            state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if f"{MARK}={folder}" in environment and alive:
-            found[int(entry.name)] = dict(each.partition("=")[::2] for each in environment)
+        if state not in "ZX" and (f"{MARK}={folder}" in environment or int(session) in SESSIONS.get(folder, ())):
+            found.add(int(entry.name))
     return found
 
 
@@ -87,7 +122,7 @@ def children(parent: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
-def ranks(folder: Path, process: subprocess.Popen[str]) -> list[int]:
+def ranks(folder: Path, process: Process) -> list[int]:
     """The process numbers of the ranks, in order, under `spawn` and `elastic`."""
     helper = "resource_tracker"
     found = children(process.pid)

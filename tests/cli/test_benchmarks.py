@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from helpers import ROOT, command
+from helpers import ROOT, Done, forked
 from lockstep.models.whitenet import LOGIT_SCALE, WhiteNet
 
 pytestmark = pytest.mark.slow
@@ -25,6 +24,11 @@ def record(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`benchmarks/cifar10_reference.py`."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("cifar10_reference")
+
+
+def benchmark(name: str, *words: str, timeout: float = 240, **environment: str) -> Done:
+    """`python benchmarks/NAME.py ...`, in a copy of an interpreter that has imported torch."""
+    return forked(f"benchmarks/{name}.py", *words, timeout=timeout, **environment)
 
 
 def small(record: ModuleType, device: str) -> Any:
@@ -49,7 +53,7 @@ def fit(record: ModuleType, reference: Any) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
-    done = command(sys.executable, "benchmarks/gpu.py")
+    done = benchmark("gpu")
     assert done.code == 2
     assert done.err == "torch finds no CUDA GPU here; --device cpu shows that the benchmark runs\n"
 
@@ -58,7 +62,7 @@ def test_the_gpu_benchmark_compares_lockstep_with_a_raw_loop(tmp_path: Path) -> 
     kept = tmp_path / "gpu.json"
     small = ("--device", "cpu", "--model", "resnet10t", "--sizes", "32", "--batch", "4", "--steps", "3")
     quick = ("--interval", "1", "--repeats", "1", "--no-compile", "--precisions", "fp32", "--json", str(kept))
-    done = command(sys.executable, "benchmarks/gpu.py", *small, *quick)
+    done = benchmark("gpu", *small, *quick)
     assert done.code == 0, done.err
     rows = json.loads(kept.read_text())["resnet10t at 32, batch 4"]
     assert rows.keys() == {"fp32", "fp32, channels_last"}
@@ -68,7 +72,7 @@ def test_the_gpu_benchmark_compares_lockstep_with_a_raw_loop(tmp_path: Path) -> 
 def test_the_speed_benchmark_compares_lockstep_with_the_record(tmp_path: Path) -> None:
     kept = tmp_path / "speedrun.json"
     small = ("--device", "cpu", "--fake", "80", "--batch", "40", "--epochs", "1", "--seeds", "0", "1")
-    done = command(sys.executable, "benchmarks/cifar10_speedrun.py", *small, "--json", str(kept))
+    done = benchmark("cifar10_speedrun", *small, "--json", str(kept))
     assert done.code == 0, done.err
     found = json.loads(kept.read_text())
     assert {name: len(runs) for name, runs in found["runs"].items()} == {"reference": 2, "lockstep": 2}
@@ -142,9 +146,9 @@ def in_order(network: Any) -> Any:
 
 def test_the_gpu_check_passes_where_it_needs_no_gpu(tmp_path: Path) -> None:
     kept = tmp_path / "check.json"
-    steps = ("hooks", "ranks", "resume", "memory")  # other tests have the rest
+    steps = ("hooks", "ranks", "memory")  # other tests have the rest
     small = ("--device", "cpu", "--only", ",".join(steps), "--json", str(kept))
-    done = command(sys.executable, "benchmarks/gpu_check.py", *small, timeout=580)
+    done = benchmark("gpu_check", *small, timeout=580)
     assert done.code == 0, done.out + done.err
     verdicts = {name: each["verdict"] for name, each in json.loads(kept.read_text())["steps"].items()}
     assert verdicts == {**dict.fromkeys(steps, "passed"), "memory": "left out"}
@@ -153,7 +157,7 @@ def test_the_gpu_check_passes_where_it_needs_no_gpu(tmp_path: Path) -> None:
 def test_the_gpu_check_ends_a_step_and_all_its_processes_when_its_time_is_over(tmp_path: Path) -> None:
     kept = tmp_path / "check.json"
     short = ("--device", "cpu", "--only", "default,stop", "--budget", "5", "--json", str(kept))
-    done = command(sys.executable, "benchmarks/gpu_check.py", *short, TMPDIR=str(tmp_path))
+    done = benchmark("gpu_check", *short, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err
     steps = json.loads(kept.read_text())["steps"]
     assert {name: each["found"] for name, each in steps.items()} == {
@@ -172,6 +176,6 @@ def marked_with(environment: Path, text: str) -> bool:
 
 
 def test_the_gpu_check_says_which_steps_there_are() -> None:
-    done = command(sys.executable, "benchmarks/gpu_check.py", "--only", "strict,speed")
+    done = benchmark("gpu_check", "--only", "strict,speed")
     assert done.code == 2
     assert "there is no step 'speed'; the steps are default, strict, " in done.err

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import command, train, weights
+from helpers import command, forked, train, weights
 from lockstep.training.compile import _Words
 
 pytestmark = pytest.mark.slow
 
 # 1,442 examples in batches of 500: the third step of an epoch has 442. 355 to evaluate in blocks of 200 and of 155.
 JOB = ("model=linear", "model.compile=true", "batch=500", "train.eval_batch=200", "schedule=constant", "device=cpu")
+JOB = (*JOB, "launcher.threads=1")  # processes to compile in would import torch each
 QUIET = ("telemetry.tensorboard=false", "checkpoint.every=100%")
 
 
@@ -46,7 +47,7 @@ def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_man
         "compile_model(nn.Linear(2, 2), 'default', threads=3, speaks=False, interrupting=nullcontext); "
         "from torch._inductor import config; print(config.compile_threads)"
     )
-    assert command(sys.executable, "-c", program).out.split() == ["3"]
+    assert forked("-c", program).out.split() == ["3"]
     assert command(sys.executable, "-c", program, TORCHINDUCTOR_COMPILE_THREADS="7").out.split() == ["7"]
 
 

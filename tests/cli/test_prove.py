@@ -1,15 +1,14 @@
-"""`lockstep prove`: what it runs, what it lets pass, and what it refuses. A whole one runs with the documents."""
+"""`lockstep prove`: what it runs, what it lets pass, and what it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import Done, command
+from helpers import Done, forked
 from lockstep.cli.prove import COMMON, Case, Outcome, cases, compare
 
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
@@ -20,8 +19,28 @@ REFERENCE = Outcome(
 )
 
 
+# The command with some of its cases: each is a fresh interpreter or two.
+SOME = """
+import sys
+from lockstep.cli import main, prove
+every, names = prove.cases, sys.argv.pop(1).split(",")
+prove.cases = lambda *sizes, **named: [case for case in every(*sizes, **named) if case.name in names]
+main.main()
+"""
+
+
 def prove(*arguments: str, cwd: Path) -> Done:
-    return command(str(Path(sys.executable).parent / "lockstep"), "prove", *arguments, cwd=cwd)
+    return forked("lockstep", "prove", *arguments, cwd=cwd)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_a_strict_one_are_those_they_are_compared_with(tmp_path: Path) -> None:
+    some = "single,ddp 2,ddp 2 killed,strict 1,strict 2"
+    words = ("prove", "--ranks", "2", "--steps", "6")
+    done = forked("-c", SOME, some, *words, cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert done.code == 0, done.out + done.err
+    assert [line.strip() for line in done.out.splitlines() if line.strip() in some.split(",")] == some.split(",")
+    assert not list(tmp_path.glob("lockstep-prove-*"))
 
 
 def nudged(by: float) -> dict[str, torch.Tensor]:

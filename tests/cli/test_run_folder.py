@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import ROOT, Done, records, train
+from helpers import ROOT, Done, forks, records, result, train, train_afresh
 
 ESCAPE = "\x1b"
 
@@ -30,7 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(root: Path) -> Done:
     """Two ranks of three steps, in a folder of the user's choice."""
-    return train(
+    return train_afresh(
         "steps=3", "strategy=ddp", "telemetry.interval=1", f"output_root={root}", f"hydra.run.dir={root / 'mine'}"
     )
 
@@ -189,9 +189,8 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
 
 def test_three_runs_that_start_at_once_get_three_folders(tmp_path: Path) -> None:
     quick = ("steps=1", "launcher.threads=1", "telemetry.tensorboard=false")
-    arguments = [sys.executable, "train.py", *quick, f"output_root={tmp_path}"]
-    running = [subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [each.wait() for each in running] == [0, 0, 0]
+    running = [forks().start("train.py", *quick, f"output_root={tmp_path}") for _ in range(3)]
+    assert [result(each).code for each in running] == [0, 0, 0]
     folders = [each for each in tmp_path.iterdir() if each.name != "latest"]
     assert len(folders) == 3
     assert all(json.loads((each / "summary.json").read_text())["status"] == "completed" for each in folders)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from lockstep.core.world import World
 from lockstep.job import prepare
 from lockstep.job.run_folder import job_lock
 from lockstep.training import experiment
-from processes import wait_for
+from processes import Process, background, close, wait_for
 
 SECRET = "correct-horse-battery-staple"
 
@@ -54,24 +53,19 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Process]]:
     """A job that would train for hours, with a loader thread."""
     path = tmp_path_factory.mktemp("runs") / "held"
     words = ("epochs=100000", "loader=streaming", "loader.workers=1", "telemetry.interval=1", "device=cpu")
-    job = subprocess.Popen(
-        [sys.executable, "train.py", *words, f"hydra.run.dir={path}", f"output_root={path.parent}"],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "LOCKSTEP_TEST_SECRET": SECRET},
-    )
+    where = (f"hydra.run.dir={path}", f"output_root={path.parent}")
+    job = background(path, sys.executable, "train.py", *words, *where, LOCKSTEP_TEST_SECRET=SECRET)
     wait_for((path / "checkpoints" / "last").exists)
     yield path, job
-    job.kill()
-    job.wait()
+    close([job])
 
 
 def test_a_second_job_in_a_folder_is_refused_while_the_first_stands_still_and_changes_nothing(
-    running: tuple[Path, subprocess.Popen[bytes]],
+    running: tuple[Path, Process],
 ) -> None:
     path, first = running
     first.send_signal(signal.SIGSTOP)  # so that whatever changes is of the others
@@ -85,7 +79,7 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_stands_still_and_ch
     first.send_signal(signal.SIGCONT)
 
 
-def test_the_folder_of_a_job_that_was_killed_is_free_at_once(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
+def test_the_folder_of_a_job_that_was_killed_is_free_at_once(running: tuple[Path, Process]) -> None:
     path, first = running
     first.kill()
     first.wait()
@@ -97,7 +91,7 @@ def test_the_folder_of_a_job_that_was_killed_is_free_at_once(running: tuple[Path
     assert not (path / ".lock").exists()
 
 
-def test_a_secret_of_the_environment_is_in_no_file_of_a_run(running: tuple[Path, subprocess.Popen[bytes]]) -> None:
+def test_a_secret_of_the_environment_is_in_no_file_of_a_run(running: tuple[Path, Process]) -> None:
     assert not [name for name, content in tree(running[0]).items() if SECRET.encode() in content]
 
 

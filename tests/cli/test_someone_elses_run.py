@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from helpers import ROOT, command, composed, train_here
+from helpers import ROOT, command, composed, train, train_here
 
 # Whatever an interpreter imports at its start, or torch and its helpers do; by name, from the folder they are in.
 MODULES = ("yaml", "pickle", "json", "random", "socket", "numpy", "torch", "lockstep", "sitecustomize")
@@ -58,8 +58,7 @@ def test_no_interpreter_of_a_resume_imports_from_the_run_folder(sent: Path, tmp_
 
 def test_a_kept_output_root_is_not_obeyed(sent: Path, tmp_path: Path) -> None:
     keep(sent, f"output_root={tmp_path / 'theirs'}")
-    resume = (str(ROOT / "train.py"), f"resume={sent}", "steps=2", "device=cpu")
-    done = command(sys.executable, *resume, cwd=tmp_path)
+    done = train(f"resume={sent}", "steps=2", "device=cpu", cwd=tmp_path)
     assert done.code == 0, done.err
     assert not (tmp_path / "theirs").exists()
     assert yaml.safe_load((sent / "config.yaml").read_text())["output_root"] == str(tmp_path / "outputs")
@@ -67,7 +66,7 @@ def test_a_kept_output_root_is_not_obeyed(sent: Path, tmp_path: Path) -> None:
 
 def test_a_resume_downloads_nothing_to_a_folder_that_only_the_run_names(sent: Path, tmp_path: Path) -> None:
     keep(sent, "dataset=mnist", f"data_root={tmp_path / 'theirs'}")
-    done = command(sys.executable, str(ROOT / "train.py"), f"resume={sent}", "steps=2", "device=cpu", cwd=tmp_path)
+    done = train(f"resume={sent}", "steps=2", "device=cpu", cwd=tmp_path)
     assert done.code == 2, done.err
     assert "a resume downloads nothing to a folder that only the run names" in done.err
     assert not (tmp_path / "theirs").exists()
@@ -84,7 +83,7 @@ def test_a_kept_model_reads_and_writes_no_file_of_its_choice(sent: Path, tmp_pat
     theirs = tmp_path / "theirs"
     keep(sent, "model=resnet18", "model.pretrained=true", word.format(theirs))
     before = sorted(os.walk(sent))
-    done = command(sys.executable, str(ROOT / "train.py"), f"resume={sent}", "steps=2", "device=cpu", cwd=tmp_path)
+    done = train(f"resume={sent}", "steps=2", "device=cpu", cwd=tmp_path)
     assert done.code == 2, done.err
     assert done.err.startswith("lockstep: model.")
     assert len(done.err.splitlines()) == 1

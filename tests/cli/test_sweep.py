@@ -7,27 +7,13 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, Done, train
-from processes import FORKS, ended, ranks, wait_for
-
-
-def processes_of(folder: Path) -> list[str]:
-    """The commands of all processes that name a folder."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = each.read_text().replace("\0", " ")
-        except OSError:  # it has just ended
-            continue
-        if str(folder) in words:
-            found.append(words)
-    return found
+from helpers import Done
+from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
 
 def jobs(root: Path) -> list[str]:
@@ -37,7 +23,13 @@ def jobs(root: Path) -> list[str]:
 
 
 def sweep(root: Path, *overrides: str) -> Done:
-    return train("-m", *overrides, "steps=3", "device=cpu", "telemetry.tensorboard=false", f"output_root={root}")
+    words = ("-m", *overrides, "steps=3", "device=cpu", "telemetry.tensorboard=false", f"output_root={root}")
+    process = background(root, sys.executable, "train.py", *words)
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+        return Done(process.wait(), out, err)
+    finally:
+        close([process])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +67,7 @@ def test_ranks_are_told_the_run_folder_and_parse_no_command_line(seeds: tuple[Pa
 
 
 def test_no_process_of_a_sweep_stays_alive(seeds: tuple[Path, Done]) -> None:
-    assert processes_of(seeds[0]) == []
+    assert processes(seeds[0]) == set()
 
 
 def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) -> None:
@@ -90,7 +82,7 @@ def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) ->
     assert done.out.endswith(f"job 0: {sentence}\n")
     (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
     assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [2, 0]
-    assert processes_of(tmp_path) == []
+    assert processes(tmp_path) == set()
 
 
 def begun(root: Path, number: int) -> bool:
@@ -100,13 +92,7 @@ def begun(root: Path, number: int) -> bool:
 
 def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(tmp_path: Path) -> None:
     words = ("-m", "seed=1,2,3", "device=cpu", "epochs=1000", "schedule=constant", "telemetry.interval=1")
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *words, f"output_root={tmp_path}"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = background(tmp_path, sys.executable, "train.py", *words, f"output_root={tmp_path}")
     for number, name in enumerate((signal.SIGKILL, signal.SIGINT)):
         wait_for(functools.partial(begun, tmp_path, number))
         (rank,) = ranks(tmp_path, process)
@@ -120,4 +106,4 @@ def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(t
     states = [json.loads(each.read_text())["status"] for each in sorted(tmp_path.glob("sweeps/*/00*/summary.json"))]
     assert states == ["failed", "stopped"]
     assert list(tmp_path.glob("sweeps/*/001*/checkpoints/last"))
-    assert processes_of(tmp_path) == []
+    assert processes(tmp_path) == set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import multiprocessing
 import os
 import random
 import shutil
@@ -21,7 +20,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from torch import nn
 
-from helpers import NARROW, losses, records, run_dir, run_until, train_here
+from helpers import NARROW, forks, losses, records, run_dir, run_until, train_here
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.errors import StorageError
@@ -62,14 +61,9 @@ def loaded_step(path: Path) -> int:
     return step
 
 
-# Torch is imported once, in the server that the children are forked from: a real process for each kill.
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["lockstep.training.experiment", "torch._dynamo"])  # an optimizer wants it
-
-
-def saving(path: Path) -> None:
+def saving(path: str) -> None:
     """Go on from the newest checkpoint, and save without end."""
-    run = RunDir(path)
+    run = RunDir(Path(path))
     found = checkpoint.latest_valid(run.checkpoints)
     target, step = writer(run, keep=2), loaded_step(found) if found else 0
     while True:
@@ -77,17 +71,15 @@ def saving(path: Path) -> None:
         save(target, step)
 
 
-def killed(entry: Callable[[Path], None], path: Path, ready: Callable[[], bool], after_s: float) -> bool:
+def killed(entry: Callable[[str], None], path: Path, ready: Callable[[], bool], after_s: float) -> bool:
     """Kill `entry(path)`, a process of its own, `after_s` after it is ready; whether it was still running."""
-    child = forks.Process(target=entry, args=(path,))
-    child.start()
-    while child.is_alive() and not ready():
+    child = forks().start(f"{entry.__module__}:{entry.__name__}", str(path))
+    while child.poll() is None and not ready():
         time.sleep(0.001)
     time.sleep(after_s)
-    child.kill()
-    child.join()
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return child.exitcode != 0
+    child.close()
+    assert child.returncode in (0, -signal.SIGKILL)
+    return child.returncode != 0
 
 
 def newest(run: RunDir) -> str:
@@ -214,10 +206,10 @@ def test_a_run_that_cannot_save_trains_to_its_end_and_says_so(
 JOB = (NARROW, "batch=300", "steps=60", "telemetry.tensorboard=true", "checkpoint.every=4", "train.eval_every=3")
 
 
-def training(path: Path) -> None:
+def training(path: str) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    run_until(World.solo(), RunDir(path), None)
+    run_until(World.solo(), RunDir(Path(path)), None)
 
 
 def raw_events(run: RunDir) -> Counter[tuple[str, int]]:

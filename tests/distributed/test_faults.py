@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from helpers import command, records
+from helpers import records, train
 from processes import (
     ELASTIC,
     FORKS,
@@ -19,6 +18,7 @@ from processes import (
     LONG,
     SPAWN,
     THREADED,
+    Process,
     ended,
     logged,
     processes,
@@ -48,7 +48,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 
 
-def fails_as_hanging(folder: Path, process: subprocess.Popen[str]) -> str:
+def fails_as_hanging(folder: Path, process: Process) -> str:
     """Check how a job ends that hangs from now on; returns what it said."""
     code, err = ended(process)
     assert code == 70, err
@@ -116,7 +116,7 @@ def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path, how: str, monk
     if how == "fresh":
         monkeypatch.setenv(*THREADED)
     folder = tmp_path / "run"
-    process = running(folder, *SPAWN, *LONG)
+    process = running(folder, *SPAWN, *LONG, afresh=how == "fresh")
     commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in [process.pid, *ranks(folder, process)]}
     assert (len(commands) == 1) == (how == "fork" and FORKS)
     os.killpg(process.pid, signal.SIGINT)  # the ranks get it too
@@ -130,11 +130,11 @@ def test_a_second_interrupt_ends_a_job_that_cannot_stop(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = running(folder, *ELASTIC, *LONG)
     send(signal.SIGSTOP, ranks(folder, process)[1])
-    send(signal.SIGINT, process.pid)
+    process.send_signal(signal.SIGINT)
     time.sleep(1.2)
     assert process.poll() is None
     while process.poll() is None:  # once more is enough, unless the first was heard late
-        send(signal.SIGINT, process.pid)
+        process.send_signal(signal.SIGINT)
         time.sleep(1.2)
     code, err = ended(process)
     assert code == 130, err
@@ -148,16 +148,16 @@ def test_a_stop_before_the_first_step_costs_nothing(tmp_path: Path, launcher: tu
     process = start(folder, *launcher, "steps=2")
     # With ranks: while they import torch. Without: as soon as the folder is there.
     wait_for(lambda: ranks(folder, process) if launcher != INLINE else (folder / "config.yaml").exists())
-    send(signal.SIGTERM, process.pid)
+    process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
-    send(signal.SIGTERM, process.pid)
+    process.send_signal(signal.SIGTERM)
     code, err = ended(process)
     assert code == 75, err
     assert "stopped before" in err
     assert "Traceback" not in err
     assert not processes(folder)
     if launcher == INLINE:
-        again = command(sys.executable, "train.py", f"hydra.run.dir={folder}", "steps=2", f"output_root={tmp_path}")
+        again = train(f"hydra.run.dir={folder}", "steps=2", f"output_root={tmp_path}")
         assert again.code == 0, again.err
 
 

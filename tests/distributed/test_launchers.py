@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import command, losses, records, weights
+from helpers import command, losses, records, train, weights
 from processes import ELASTIC, JOB, PATIENCE, THREADED, TWO, ended, processes, start, steps_done, summary, wait_for
 
 STEPS = 10
@@ -33,7 +33,7 @@ def test_spawn_gives_the_run_of_elastic(
     if how == "fresh":
         monkeypatch.setenv(*THREADED)
     folder = tmp_path / "run"
-    code, err = ended(start(folder, *TWO, f"steps={STEPS}", "launcher=spawn"))
+    code, err = ended(start(folder, *TWO, f"steps={STEPS}", "launcher=spawn", afresh=how == "fresh"))
     assert code == 0, err
     assert_same(folder, reference)
 
@@ -84,7 +84,7 @@ def test_a_signal_saves_and_a_resume_goes_on(
     stopped = steps_done(folder)
     assert (summary(folder)["status"], summary(folder)["step"]) == ("stopped", stopped)
     assert not processes(folder)
-    again = command(sys.executable, "train.py", "resume=latest", f"steps={stopped + 2}", f"output_root={tmp_path}")
+    again = train("resume=latest", f"steps={stopped + 2}", f"output_root={tmp_path}")
     assert again.code == 0, again.err
     assert [line["step"] for line in records(folder) if "loss/train" in line] == list(range(1, stopped + 3))
     assert summary(folder)["status"] == "completed"

@@ -14,15 +14,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from helpers import launch
 from lockstep.core import process_group, world
 from lockstep.core.data_protocols import Broken, Split
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets import listing
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import prefetch, shared_memory
 from lockstep.data.loading.loaders import Resident
-from lockstep.launcher.spawn import Spawn
 
 SPOILT = (3, 600)  # in the share of either rank
 IMAGES = 700
@@ -39,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(pixels).save(root / split / "a" / f"{number:03}.png")
     for number in SPOILT:
         (root / "train" / "a" / f"{number:03}.png").write_bytes(b"no image")
-    Spawn(ranks=2, threads=1).run(exit_as_rank, RunDir.at(root))
+    launch(exit_as_rank, root, 2)
     return root
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -13,17 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, command, records
+from helpers import command, records
 from lockstep.core.errors import RankFailed
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import attach, create_on_main
 from processes import (
     ELASTIC,
+    FORKS,
     INLINE,
     LONG,
-    MARK,
     SPAWN,
     TWO,
+    background,
     children,
     ended,
     processes,
@@ -92,17 +92,18 @@ def test_a_stop_that_is_raised_where_nothing_can_be_raised_is_heard_without_a_wo
     assert (done.code, done.out, done.err) == (0, "True\n", "")
 
 
+@pytest.mark.skipif(not FORKS, reason="a rank that is no copy has the function as it is")
 def test_a_stop_of_a_process_that_cannot_be_interrupted_before_the_first_step_is_heard(tmp_path: Path) -> None:
     """One rank waits in native code for the other one, which waits for an image that does not come."""
-    folder = tmp_path / "run"
+    folder, waits = tmp_path / "run", tmp_path / "waits"
     late = (
-        "lambda self: __import__('time').sleep(3600) if self.is_main else __import__('torch').distributed.barrier()"
+        f"lambda self: (open({str(waits)!r}, 'w').close(), __import__('time').sleep(3600)) if self.is_main "
+        "else __import__('torch').distributed.barrier()"
     )
     launch = (sys.executable, "-c", REPLACED, "lockstep.core.world:World", "barrier", late)
     process = start(folder, *SPAWN, *LONG, launch=launch)
-    wait_for(lambda: (folder / "logs" / "rank1.log").exists() and len(ranks(folder, process)) == 2)
-    time.sleep(2)  # to where they wait; it is as well if they do not yet
-    send(signal.SIGTERM, process.pid)
+    wait_for(lambda: waits.exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
     code, err = ended(process)
     assert code == 75, err
     assert "stopped before a step was finished" in err
@@ -119,7 +120,7 @@ def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_
     process = start(folder, *INLINE, f"launcher.timeout={'4s' if ends == 'timeout' else '10min'}", launch=launch)
     wait_for(lambda: (folder / "logs" / "rank0.log").exists())
     if ends == "stop":
-        send(signal.SIGTERM, process.pid)
+        process.send_signal(signal.SIGTERM)
     code, err = ended(process)
     assert code == (75 if ends == "stop" else 70), err
     assert ("stopped before a step" if ends == "stop" else "no step was finished for 4 s") in err
@@ -131,7 +132,7 @@ def test_a_stop_that_waits_for_a_suspended_rank_goes_back_to_the_last_checkpoint
     folder = tmp_path / "run"
     process = running(folder, *SPAWN, *LONG, "checkpoint.every=1")
     send(signal.SIGSTOP, ranks(folder, process)[1])
-    send(signal.SIGTERM, process.pid)
+    process.send_signal(signal.SIGTERM)
     code, err = ended(process)
     assert code == 75, err
     assert "stopped without saving" in err
@@ -154,7 +155,7 @@ def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
     before = steps_done(folder)
     os.killpg(process.pid, signal.SIGCONT)
     wait_for(lambda: process.poll() is not None or steps_done(folder) > before + 3)
-    send(signal.SIGTERM, process.pid)
+    process.send_signal(signal.SIGTERM)
     code, err = ended(process)
     assert code == 75, err
 
@@ -193,21 +194,13 @@ def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_prove_leaves_no_run(tmp_path: Path, number: signal.Signals) -> None:
-    mark = str(tmp_path)
-    process = subprocess.Popen(
-        [str(Path(sys.executable).parent / "lockstep"), "prove", "--ranks", "2", "--steps", "1000"],
-        cwd=ROOT,
-        env={**os.environ, MARK: mark, "TMPDIR": mark},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = background(tmp_path, "lockstep", "prove", "--ranks", "2", "--steps", "1000", TMPDIR=str(tmp_path))
     wait_for(lambda: children(process.pid))
-    send(number, process.pid)
+    process.send_signal(number)
     code, err = ended(process)
     assert code == (75 if number == signal.SIGTERM else -9), err
     assert "Traceback" not in err
-    wait_for(lambda: not processes(Path(mark)))
+    wait_for(lambda: not processes(tmp_path))
 
 
 def test_an_evaluation_is_left_between_two_of_its_blocks(tmp_path: Path) -> None:

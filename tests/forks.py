@@ -1,0 +1,222 @@
+"""Runs commands, each in a copy of an interpreter that has imported already what they import (Linux).
+
+A fresh interpreter takes three to five seconds of a core until torch is imported. A copy is a process all the same,
+with a folder, an environment, signals and an end of its own: it shows whatever is not about an interpreter's start.
+What reads the environment while it is imported (PYTHONPATH, OPENBLAS_NUM_THREADS) is told by a fresh one only.
+
+As a program this is the interpreter that is copied: it takes commands from a socket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parent.parent
+LONGEST = 2**20  # of a command with its environment, in bytes
+
+
+class Fork:
+    """A command in a copy of an interpreter; to be used as a `subprocess.Popen`."""
+
+    def __init__(self, words: tuple[str, ...], pid: int, status: int, out: int, err: int) -> None:
+        self.args, self.pid, self.status = words, pid, status
+        self.stdout, self.stderr = os.fdopen(out, "rb"), os.fdopen(err, "rb")
+        self.returncode: int | None = None
+        self.texts = {self.stdout: b"", self.stderr: b""}
+
+    def poll(self) -> int | None:
+        """The exit code, or none while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as ready:
+                ready.register(self.status, selectors.EVENT_READ)
+                if not ready.select(timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(os.read(self.status, 16))
+            os.close(self.status)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it writes, and whatever else has its streams, until nobody has them any more."""
+        until = time.monotonic() + (10**6 if timeout is None else timeout)
+        with selectors.DefaultSelector() as streams:
+            for stream in self.texts:
+                streams.register(stream, selectors.EVENT_READ, stream)
+            while streams.get_map():
+                ready = streams.select(max(0, until - time.monotonic()))
+                if not ready:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0)
+                for key, _ in ready:
+                    piece = os.read(key.fd, 2**16)
+                    self.texts[key.data] += piece
+                    if not piece:
+                        streams.unregister(key.fileobj)
+        self.wait(max(0, until - time.monotonic()))
+        self.close()
+        out, err = (each.decode() for each in self.texts.values())
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, if it has not ended, and let go of what belongs to it."""
+        self.kill()
+        self.wait()
+        for stream in self.texts:
+            stream.close()
+
+
+class Forks:
+    """An interpreter that is copied, and has imported the modules that are named."""
+
+    def __init__(self, *modules: str) -> None:
+        self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
+        with other:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(other.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                # Ranks and tests share few cores here: a thread that waits must not spin.
+                env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+                pass_fds=[other.fileno()],
+            )
+
+    def start(self, *words: str, cwd: Path | None = None, **environment: str) -> Fork:
+        """Begin a command in a session of its own.
+
+        It is `SCRIPT ...`, `lockstep ...`, `-c CODE ...`, or `MODULE:FUNCTION ...`, which calls it with these words.
+        """
+        pipes = [os.pipe() for _ in range(3)]
+        told = {
+            "words": words,
+            "cwd": str(cwd or ROOT),
+            "environment": {**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
+            "path": sys.path,
+        }
+        socket.send_fds(self.socket, [json.dumps(told).encode()], [end for _, end in pipes])
+        for _, end in pipes:
+            os.close(end)
+        return Fork(words, int(self.socket.recv(16)), *(end for end, _ in pipes))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.wait()
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork each command that is asked for, and tell its exit code, until nobody can ask any more."""
+    followed: dict[int, tuple[int, int]] = {}  # of each copy: what is readable when it ends, its number, who is told
+    with selectors.DefaultSelector() as events:
+        events.register(requests, selectors.EVENT_READ)
+        while True:
+            for key, _ in events.select():
+                if key.fd in followed:
+                    pid, status = followed.pop(key.fd)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with suppress(BrokenPipeError):
+                        os.write(status, str(code).encode())
+                    events.unregister(key.fd)
+                    os.close(status)
+                    os.close(key.fd)
+                    continue
+                message, fds, *_ = socket.recv_fds(requests, LONGEST, 3)
+                if not message:
+                    return
+                status, out, err = fds
+                if (pid := os.fork()) == 0:
+                    events.close()
+                    for each in (requests.detach(), status, *followed, *(end for _, end in followed.values())):
+                        os.close(each)
+                    become(out, err, **json.loads(message))
+                os.close(out)
+                os.close(err)
+                end = os.pidfd_open(pid)
+                followed[end] = (pid, status)
+                events.register(end, selectors.EVENT_READ)
+                requests.send(str(pid).encode())
+
+
+def become(out: int, err: int, words: list[str], cwd: str, environment: dict[str, str], path: list[str]) -> NoReturn:
+    """Be a command from here on, and end as an interpreter does, but for taking itself apart, which is a second."""
+    os.setsid()
+    for end, number in ((out, 1), (err, 2)):
+        os.dup2(end, number)
+        os.close(end)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir, code = None, 0
+    try:
+        run(path, *words)
+    except SystemExit as left:
+        if not isinstance(left.code, int | None):
+            print(left.code, file=sys.stderr)
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(path: list[str], program: str, *words: str) -> None:
+    sys.argv = [program, *words]
+    if program == "-c":
+        sys.argv[1:2] = []
+        sys.path[0] = ""
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[0], "<string>", "exec"), main.__dict__)
+    elif program == "lockstep":
+        importlib.import_module("lockstep.cli.main").main()
+    elif ":" in program:
+        sys.path[:] = path
+        module, _, name = program.partition(":")
+        getattr(importlib.import_module(module), name)(*words)
+    else:
+        sys.path[0] = str(Path(program).resolve().parent)
+        runpy.run_path(str(Path(program).absolute()), run_name="__main__")
+
+
+def main() -> None:
+    """Import, then serve."""
+    from lockstep.runtime.native_threads import configure_native_threads
+
+    configure_native_threads()  # only a process of one thread is forked into ranks
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
+    gc.freeze()  # a copy does not look through all this for garbage
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
