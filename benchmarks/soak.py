@@ -172,7 +172,7 @@ def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
 
 
 def processes(folder: Path) -> list[int]:
-    """The living processes of the job at `folder`: ranks have sessions of their own under torch elastic."""
+    """The living processes of the job at `folder`, by the mark in their environment."""
     return living(f"{MARK}={folder}\0")
 
 

@@ -31,10 +31,12 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/configuration.md",
     "docs/distributed.md",
+    "docs/extending.md",
     "docs/performance.md",
     "docs/reliability.md",
 )
 CI = (ROOT / ".ci" / "run").read_text()
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -168,18 +170,31 @@ def shortened(each: Command) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("each", COMMANDS, ids=lambda each: f"{Path(each.document).stem}-{each.number}")
-def test_a_command_of_the_documents_works(each: Command, checkout: Path) -> None:
+def test_a_command_of_the_documents_works(each: Command, checkout: Path, tmp_path: Path) -> None:
     if each.text in ELSEWHERE:
         ELSEWHERE[each.text][1](each.text)
         return
     if each.text.startswith("tensorboard "):
         assert_serves(each.text, checkout)
         return
+    if each.text.startswith("lockstep new "):
+        checkout = tmp_path
+    elif each.document == "docs/extending.md":
+        write_project(checkout)
     if "latest" in each.text and not (checkout / "outputs" / "latest").exists():
         typed("python train.py steps=1", checkout)  # the test was run on its own
     done = typed(shortened(each), checkout)
     assert done.code == 0, done.out + done.err
     assert done.out or "eval" in each.text
+
+
+def write_project(folder: Path) -> None:
+    """The project of docs/extending.md in `folder`, with every Python block of it in the file that it names."""
+    if (folder / "mine").exists():
+        return
+    assert typed("lockstep new mine", folder).code == 0
+    for block in re.findall(r"^```python\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL):
+        (folder / block.partition("\n")[0].removeprefix("# ")).write_text(block)
 
 
 def assert_serves(text: str, folder: Path) -> None:

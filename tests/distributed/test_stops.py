@@ -162,8 +162,8 @@ def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
 
 @pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
 def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launcher: tuple[str, ...]) -> None:
-    folder, module = tmp_path / "run", {"spawn": "spawn", "elastic": "agent"}[launcher[-1].partition("=")[2]]
-    launch = (sys.executable, "-c", REPLACED, f"lockstep.launcher.{module}", "failures", RAISES)
+    folder = tmp_path / "run"
+    launch = (sys.executable, "-c", REPLACED, "lockstep.launcher.spawn", "failures", RAISES)
     process = start(folder, *launcher, *LONG, launch=launch)
     code, err = ended(process)
     assert (code, "ZeroDivisionError" in err) == (70, True), err

@@ -39,7 +39,6 @@ class LineFormatter(logging.Formatter):
 
 
 console = Terminal(highlight=False, file=cast(IO[str], Shown()))
-CHATTY = "torch.distributed.elastic"
 
 
 class LogFile(logging.FileHandler):
@@ -115,18 +114,3 @@ def warn(message: str) -> None:
 def show_warning(message: str) -> None:
     """Warn the user on the terminal only, where there is no log."""
     console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Silence the logging of torch's elastic agent: we report failures ourselves."""
-    # Each of torch's modules sets the level of its own logger, so the parent's level has no effect on them.
-    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(CHATTY)]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)

@@ -20,7 +20,6 @@ from lockstep.job.run_folder import continued, lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run
 from lockstep.launcher import Spawn
-from lockstep.launcher.spawn import can_fork
 from lockstep.models import ResNet34, Timm
 from lockstep.strategy import DDP, Strict
 
@@ -61,7 +60,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
         run_dir = RunDir.create(Path(built.output_root), built.name)
     if folder is None:
         lock.take(run_dir.lock)
-    if isinstance(built.launcher, Spawn) and can_fork():
+    if isinstance(built.launcher, Spawn) and built.launcher.can_fork():
         _import_for_ranks(built)
     return Preparation.write(
         run_dir,

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.core.fields import ranged
-from lockstep.core.protocols import Entry
-from lockstep.core.run_dir import RunDir
-from lockstep.launcher.base import Inline
+from lockstep.launcher.spawn import Spawn
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic(Inline):
-    """One fresh interpreter per rank, under torch's elastic agent in this process.
+class Elastic(Spawn):
+    """One fresh interpreter per rank, which shares nothing with a failed attempt.
 
     Fields:
         restarts: how often the ranks are started again, from the last checkpoint, after one of them failed.
@@ -20,8 +18,8 @@ class Elastic(Inline):
 
     restarts: int = ranged(0, least=0, most=1_000_000)
 
-    def run(self, entry: Entry, run_dir: RunDir) -> None:
-        from lockstep.launcher.agent import watch  # imports much of torch that other launchers do without
+    def most_restarts(self) -> int:
+        return self.restarts
 
-        assert isinstance(self.ranks, int)
-        watch(entry, run_dir, ranks=self.ranks, restarts=self.restarts)
+    def can_fork(self) -> bool:
+        return False

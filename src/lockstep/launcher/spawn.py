@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
+from lockstep.core import log
+from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure, forget_errors
@@ -36,30 +38,40 @@ from lockstep.runtime import child
 
 @dataclass(frozen=True, kw_only=True)
 class Spawn(Inline):
-    """One child process per rank."""
+    """One child process per rank: a fork of this process where that is safe."""
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
-        assert isinstance(self.ranks, int)
+        restarts = self.most_restarts()
+        while failure := self._attempt(entry, run_dir, can_restart=restarts > 0):
+            log.warn(f"{failure}; all ranks are started again from the last checkpoint")
+            restarts -= 1
+
+    def most_restarts(self) -> int:
+        """How often failed ranks are started again."""
+        return 0
+
+    def can_fork(self) -> bool:
+        """Whether ranks are forked from this process."""
+        return can_fork()
+
+    def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
+        """Start the ranks and wait for them. Returns the fault after which they can be started again, if any.
+
+        Raises:
+            LockstepError: what ended them otherwise: a stop, a mistake of the user, or a fault without restarts left.
+        """
         forget_errors(run_dir)
-        fork = can_fork()
+        ranks, fork = int(self.ranks), self.can_fork()
         context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         listener = loopback_listener()
         port = listener.getsockname()[1]
         inherited = listener.fileno() if fork else None
+        # The entry by its name: pickling the function would import its module first, before signals are handled.
+        arguments = (os.getpid(), entry.__module__, run_dir.path)
         children = Children(
             [
-                # By its name: pickling the function would import its module first, before signals are handled.
-                context.Process(
-                    target=child.begin,
-                    args=(
-                        os.getpid(),
-                        entry.__module__,
-                        run_dir.path,
-                        _environment(rank, self.ranks, port),
-                        inherited,
-                    ),
-                )
-                for rank in range(self.ranks)
+                context.Process(target=child.begin, args=(*arguments, _environment(rank, ranks, port), inherited))
+                for rank in range(ranks)
             ]
         )
         with children, forwarding(children) as request:
@@ -69,12 +81,13 @@ class Spawn(Inline):
             children.start()
             children.store = loopback_store(listener)
             request.repeat()
-            running = True
-            while running:
-                children.wait(POLL_S)
-                running = None in children.codes().values()
-                if failed := failures(children):
-                    raise first_failure(run_dir, failed)
+            failed = children.join()
+        if not failed:
+            return None
+        failure = first_failure(run_dir, failed)
+        if isinstance(failure, RankFailed) and can_restart and not request.requested:
+            return failure
+        raise failure
 
 
 def can_fork() -> bool:
@@ -107,9 +120,13 @@ class Children:
             for process in self.processes:
                 process.start()
 
-    def wait(self, seconds: float) -> None:
-        """Wait until a rank ends, at most so many seconds."""
-        multiprocessing.connection.wait([each.sentinel for each in self.processes if each.exitcode is None], seconds)
+    def join(self) -> dict[int, int]:
+        """Wait until all ranks have ended. Returns the exit codes of those that failed, after ending the others."""
+        while running := [each.sentinel for each in self.processes if each.exitcode is None]:
+            multiprocessing.connection.wait(running, POLL_S)
+            if failed := failures(self):
+                return failed
+        return failures(self)
 
     def codes(self) -> dict[int, int | None]:
         return {rank: process.exitcode for rank, process in enumerate(self.processes)}
