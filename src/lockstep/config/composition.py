@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -84,12 +87,26 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
         raise unreadable(error) from error
 
 
+@contextmanager
+def composing() -> Iterator[None]:
+    """Compose configs in this context, outside of a program of Hydra's."""
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
 def composed(overrides: list[str]) -> dict[str, Any]:
     """The config that the command line `overrides` would compose, as plain values, outside of Hydra.
 
     Raises:
         InputError: an override does not fit.
     """
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_dict(compose("config", overrides=overrides))
+    with composing():
+        for word in overrides:
+            check_word(word)
+        try:
+            config = compose("config", overrides=overrides, return_hydra_config=True)
+        except HydraException as error:
+            raise translate(error) or error from error
+        HydraConfig.instance().set_config(config)  # the name of a job is made of Hydra's choices
+        return to_dict(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))

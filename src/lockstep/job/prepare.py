@@ -30,9 +30,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     Raises:
         InputError: the job does not fit, or another job is in the folder; nothing was written.
     """
-    torch.set_num_threads(
-        1
-    )  # only a process with one thread can be forked into ranks, and each rank sets its own number
+    torch.set_num_threads(1)  # ranks can be forked only from one thread; each sets its own number
     folder = lock_run_folder(job, invocation, lock)
     overrides = list(invocation.overrides)
     today = job

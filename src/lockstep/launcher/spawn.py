@@ -1,7 +1,7 @@
 """Ranks as child processes of this one, with clean signals and a port of their own.
 
-Where it is safe they are forked, which takes milliseconds: they find everything imported and the data read. Else
-each is a fresh interpreter, as from `torch.multiprocessing.spawn`, which takes seconds.
+Where it is safe they are forked, which takes milliseconds: everything is imported already. Otherwise each is a fresh
+interpreter, which takes seconds to import torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -61,24 +62,19 @@ class Spawn(Inline):
             LockstepError: what ended them otherwise: a stop, a mistake of the user, or a fault without restarts left.
         """
         forget_errors(run_dir)
-        ranks, fork = int(self.ranks), self.can_fork()
-        context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         listener = loopback_listener()
         port = listener.getsockname()[1]
-        inherited = listener.fileno() if fork else None
-        # The entry by its name: pickling the function would import its module first, before signals are handled.
-        arguments = (os.getpid(), entry.__module__, run_dir.path)
-        children = Children(
-            [
-                context.Process(target=child.begin, args=(*arguments, _environment(rank, ranks, port), inherited))
-                for rank in range(ranks)
-            ]
-        )
+        environments = [_environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]
+        fork, children = self.can_fork(), Children()
         with children, forwarding(children) as request:
-            if not fork:
-                # Started first: its start unblocks the signals that the start of the ranks holds back.
-                resource_tracker.ensure_running()
-            children.start()
+            with starting():
+                for environment in environments:
+                    rank = (
+                        _forked(entry, run_dir, environment, listener)
+                        if fork
+                        else _fresh(entry, run_dir, environment)
+                    )
+                    children.ranks.append(rank)
             children.store = loopback_store(listener)
             request.repeat()
             failed = children.join()
@@ -102,11 +98,59 @@ def can_fork() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
+@dataclass(frozen=True)
+class Rank:
+    """One child process.
+
+    Fields:
+        sentinel: a file descriptor that becomes readable when the process has ended.
+        code: its exit code, negative for a signal; None while it runs.
+        close: waits for its end and frees what this process holds of it.
+    """
+
+    pid: int
+    sentinel: int
+    code: Callable[[], int | None]
+    close: Callable[[], None]
+
+
+def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Rank:
+    """A rank as a fork of this process, which closes its copy of `listener`."""
+    process = multiprocessing.get_context("fork").Process(
+        target=child.begin, args=(os.getpid(), entry.__module__, run_dir.path, environment, listener.fileno())
+    )
+    process.start()
+    assert process.pid is not None
+
+    def close() -> None:
+        process.join()
+        process.close()
+
+    return Rank(process.pid, process.sentinel, lambda: process.exitcode, close)
+
+
+def _fresh(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Rank:
+    """A rank as a fresh interpreter, which does not import the program of this process again."""
+    ended, lives = os.pipe()  # the child alone keeps `lives` open, to its end
+    process = subprocess.Popen(
+        [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)],
+        env={**os.environ, "PYTHONSAFEPATH": "1", **environment},
+        pass_fds=[lives],
+    )
+    os.close(lives)
+
+    def close() -> None:
+        process.wait()
+        os.close(ended)
+
+    return Rank(process.pid, ended, process.poll, close)
+
+
 class Children:
     """The ranks as child processes. None of them outlives the context."""
 
-    def __init__(self, processes: list[BaseProcess]) -> None:
-        self.processes = processes
+    def __init__(self) -> None:
+        self.ranks: list[Rank] = []
         self.store: TCPStore | None = None
 
     def __enter__(self) -> None:
@@ -114,27 +158,24 @@ class Children:
 
     def __exit__(self, *_: object) -> None:
         self.send(signal.SIGKILL)
-
-    def start(self) -> None:
-        with starting():
-            for process in self.processes:
-                process.start()
+        for rank in self.ranks:
+            rank.close()
 
     def join(self) -> dict[int, int]:
         """Wait until all ranks have ended. Returns the exit codes of those that failed, after ending the others."""
-        while running := [each.sentinel for each in self.processes if each.exitcode is None]:
+        while running := [rank.sentinel for rank in self.ranks if rank.code() is None]:
             multiprocessing.connection.wait(running, POLL_S)
             if failed := failures(self):
                 return failed
         return failures(self)
 
     def codes(self) -> dict[int, int | None]:
-        return {rank: process.exitcode for rank, process in enumerate(self.processes)}
+        return {number: rank.code() for number, rank in enumerate(self.ranks)}
 
     def send(self, number: int) -> None:
-        for process in self.processes:
-            if process.pid is not None and process.exitcode is None:
-                os.kill(process.pid, number)
+        for rank in self.ranks:
+            if rank.code() is None:
+                os.kill(rank.pid, number)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
