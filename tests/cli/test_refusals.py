@@ -84,7 +84,7 @@ TYPES = [
     ("train=3", "train is 3, expected keys below it: train.KEY=VALUE"),
     ("optimizer.lr", "'optimizer.lr' cannot be read, expected KEY=VALUE"),
     ("epochs=[1", "'epochs=[1' cannot be read, expected KEY=VALUE"),
-    ("seed=1,2", "seed=1,2 names several values; `python train.py -m seed=1,2` runs a sweep over them"),
+    ("seed=1,2", "seed=1,2 names several values; `lockstep train -m seed=1,2` runs a sweep over them"),
 ]
 RANGES = [
     ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),

@@ -329,7 +329,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
     said = str(caught.value)
     assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in said
     assert f"init_from={second} takes the weights that are whole" in said
-    assert """`python train.py steps=20 'name='"'"'a b'"'"''`""" in said
+    assert """`lockstep train steps=20 'name='"'"'a b'"'"''`""" in said
 
 
 def test_nothing_saved_is_not_said_once_something_is(run: RunDir) -> None:

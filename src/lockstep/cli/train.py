@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import hydra
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 
 from lockstep.config import components, composition, extensions, yaml_io
 from lockstep.config.invocation import Invocation
+from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
 from lockstep.core.launched import is_launched
 from lockstep.job.run_folder import job_lock, lock_run_folder
@@ -24,6 +26,7 @@ def main(packages: Sequence[str] = ()) -> None:
 
     `packages` are extensions of this program.
     """
+    started_as(sys.argv[0])
     composition.register()
     with program.command_line():
         extensions.use(packages)
