@@ -194,7 +194,7 @@ def write_project(folder: Path) -> None:
         return
     assert typed("lockstep new mine", folder).code == 0
     for block in re.findall(r"^```python\n(.*?)^```", EXTENDING, re.MULTILINE | re.DOTALL):
-        (folder / block.partition("\n")[0].removeprefix("# ")).write_text(block)
+        (folder / "mine" / block.partition("\n")[0].removeprefix("# ")).write_text(block)
 
 
 def assert_serves(text: str, folder: Path) -> None:
