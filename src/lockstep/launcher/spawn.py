@@ -77,13 +77,12 @@ class Spawn(Inline):
                     children.ranks.append(rank)
             children.store = loopback_store(listener)
             request.repeat()
-            failed = children.join()
-        if not failed:
-            return None
-        failure = first_failure(run_dir, failed)
-        if isinstance(failure, RankFailed) and can_restart and not request.requested:
-            return failure
-        raise failure
+            if failed := children.join():
+                failure = first_failure(run_dir, failed)
+                if isinstance(failure, RankFailed) and can_restart and not request.requested:
+                    return failure
+                raise failure  # in this context, which knows of a second SIGINT
+        return None
 
 
 def can_fork() -> bool:
