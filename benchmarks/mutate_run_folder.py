@@ -42,13 +42,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep import checkpoint
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import composition
 from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.job import prepare, worker
+from lockstep.job import prepare
+from lockstep.job.launch import launch
 from lockstep.job.run_folder import job_lock
 from lockstep.job.run_lock import Lock
 from lockstep.runtime import program
@@ -184,7 +185,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             job_lock(called) as lock,
             prepare.prepare(job, called, lock) as run_dir,
         ):
-            components.build("launcher", yaml_io.load(run_dir.config)["launcher"]).launch(worker.main, run_dir)
+            launch(run_dir)
 
     return forked(command, folder)
 

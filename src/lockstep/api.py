@@ -60,10 +60,10 @@ def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> R
         InputError: the job does not fit.
         LockstepError: what ended it: a stop (Ctrl-C), a loss that is not finite, a rank that failed.
     """
-    from lockstep.config import components, composition, yaml_io
+    from lockstep.config import composition
     from lockstep.config import extensions as known
     from lockstep.config.invocation import Invocation
-    from lockstep.job import worker
+    from lockstep.job.launch import launch
     from lockstep.job.prepare import prepare
     from lockstep.job.run_folder import job_lock
 
@@ -76,8 +76,7 @@ def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> R
         with composition.composing():  # for a resume, which composes the run's own overrides
             prepared = prepare(values, invocation, lock)
         with prepared as run_dir:
-            launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
-            objective = launcher.launch(worker.main, run_dir)
+            objective = launch(run_dir)
     return Result(
         folder=run_dir.path,
         objective=objective,

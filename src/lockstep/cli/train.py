@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import hydra
 from omegaconf import DictConfig
 
-from lockstep.config import components, composition, extensions, yaml_io
+from lockstep.config import composition, extensions
 from lockstep.config.invocation import Invocation
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
@@ -54,7 +54,7 @@ def run_job(composed: DictConfig, invocation: Invocation) -> float | None:
             lock_run_folder(composition.to_dict(composed), invocation, lock)
         configure_native_threads()
         # Imported here, because they need torch, and --help and --cfg job must not wait for it.
-        from lockstep.job import worker
+        from lockstep.job.launch import launch
         from lockstep.job.preparation import Preparation
         from lockstep.job.prepare import prepare
         from lockstep.launcher import create_on_main
@@ -63,5 +63,4 @@ def run_job(composed: DictConfig, invocation: Invocation) -> float | None:
             return prepare(composition.to_dict(composed), invocation, lock)
 
         with create_on_main(make, program.say) as run_dir:
-            launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
-            return launcher.launch(worker.main, run_dir)
+            return launch(run_dir)

@@ -146,11 +146,8 @@ def node(component: Component) -> dict[str, Any]:
 
 def plain(job: Job) -> dict[str, Any]:
     """The plain values that `build_job` would make `job` from."""
-    keys = [each.name for each in dataclasses.fields(job) if each.name not in GROUPS]
-    groups: dict[str, Component] = {group: getattr(job, group) for group in GROUPS}
-    none: dict[str, Any] = dict.fromkeys(GROUPS)
-    values = _values(dataclasses.replace(job, **none))
-    return {**{key: values[key] for key in keys}, **{group: node(each) for group, each in groups.items()}}
+    values = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
+    return {key: node(value) if key in GROUPS else _plain_value(value) for key, value in values.items()}
 
 
 def _values(component: Component) -> dict[str, Any]:

@@ -18,12 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 
 from lockstep.config import options
-from lockstep.config.schema import CONF, GROUPS
-from lockstep.config.timm_names import is_timm_model
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.config.schema import GROUPS
+from lockstep.core.errors import InputError
 
 ENTRY_POINTS = "lockstep.extensions"
 # In the environment of the ranks: the extensions that the program named, with the folders they are in.
@@ -54,7 +52,7 @@ class Extension:
         """Whether a module belongs to it."""
         return module == self.package or module.startswith(f"{self.package}.")
 
-    def load(self, module: str = "") -> ModuleType:
+    def load(self, module: str = "") -> None:
         """Import it, or one of its modules.
 
         Raises:
@@ -62,18 +60,22 @@ class Extension:
         """
         name = module or self.package
         try:
-            return importlib.import_module(name)
+            importlib.import_module(name)
         except InputError:
             raise
         except Exception as error:
-            frames = traceback.extract_tb(error.__traceback__)
-            here = [each for each in frames if Path(each.filename).is_relative_to(self.folder)]
-            line = error.lineno if isinstance(error, SyntaxError) else here[-1].lineno if here else None
-            file = error.filename if isinstance(error, SyntaxError) else here[-1].filename if here else self.folder
-            where = f"{file}:{line}" if line else str(file)
             raise InputError(
-                f"{where}: the extension {name} ({self.origin}) cannot be imported: {type(error).__name__}: {error}"
+                f"{self._place(error)}: the extension {name} ({self.origin}) cannot be imported: "
+                f"{type(error).__name__}: {error}"
             ) from error
+
+    def _place(self, error: Exception) -> str:
+        """The file and line of the extension that an error comes from; its folder if none does."""
+        if isinstance(error, SyntaxError):
+            return f"{error.filename}:{error.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).is_relative_to(self.folder)]
+        return f"{own[-1].filename}:{own[-1].lineno}" if own else str(self.folder)
 
 
 def use(packages: Sequence[str]) -> None:
@@ -186,9 +188,9 @@ def _configs(extension: Extension) -> list[tuple[str, Path]]:
     for file in sorted(extension.conf.rglob("*.yaml")) if extension.conf else ():
         group, name = file.parent.relative_to(extension.folder / "conf").as_posix(), file.stem
         if group not in groups:
-            known = did_you_mean(group, groups) or f" The groups are {', '.join(groups)}."
+            known = options.known(group, groups)
             raise InputError(f"{file}: {group!r} is no config group; put it into conf/GROUP/NAME.yaml.{known}")
-        if (CONF / group / file.name).exists() or (group == "model" and is_timm_model(name)):
+        if options.is_own(group, name):
             raise InputError(f"{file}: {group}={name} is an option of Lockstep; rename the file")
         found.append((f"{group}={name}", file))
     return found

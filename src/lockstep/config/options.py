@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
 
@@ -35,13 +35,14 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     def declare(cls: type[T]) -> type[T]:
         where = _place(cls)
         if group not in GROUPS:
-            known = did_you_mean(group, GROUPS) or f" The groups are {', '.join(GROUPS)}."
-            raise InputError(f"{where}: {cls.__name__} declares an option of {group!r}, which is no group.{known}")
+            raise InputError(
+                f"{where}: {cls.__name__} declares an option of {group!r}, which is no group.{known(group, GROUPS)}"
+            )
         made = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
         chosen = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         _check_fields(made, where)
         other = _DECLARED.get((group, chosen))
-        if (CONF / group / f"{chosen}.yaml").exists() or (group == "model" and is_timm_model(chosen)):
+        if is_own(group, chosen):
             raise InputError(f"{where}: {group}={chosen} is an option of Lockstep; give {cls.__name__} another name")
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise InputError(f"{where}: {group}={chosen} is declared at {_place(other)} too; rename one of them")
@@ -49,6 +50,17 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
         return made
 
     return declare
+
+
+def is_own(group: str, name: str) -> bool:
+    """Whether Lockstep itself has an option of this name."""
+    return (CONF / group / f"{name}.yaml").exists() or (group == "model" and is_timm_model(name))
+
+
+def known(group: str, groups: Iterable[str]) -> str:
+    """The end of a sentence about a group that does not exist: the one that was meant, or all."""
+    groups = list(groups)
+    return did_you_mean(group, groups) or f" The groups are {', '.join(groups)}."
 
 
 def declared(group: str) -> dict[str, type[Any]]:

@@ -78,8 +78,7 @@ class RunDir:
                 raise
             raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
         except OSError as error:
-            if error.errno in safe_write.FULL:
-                safe_write.fail_to_write(path, error)
+            safe_write.fail_if_full(path, error)
             raise InputError(
                 f"output_root: {path} cannot be written ({error.strerror}); "
                 "choose a folder that can be, with output_root=FOLDER"

@@ -67,9 +67,14 @@ def full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
-            fail_to_write(Path(error.filename or folder), error)
+        fail_if_full(Path(error.filename or folder), error)
         raise
+
+
+def fail_if_full(path: Path, error: OSError) -> None:
+    """Raise StorageError for a write of `path` that failed because the disk is full."""
+    if error.errno in FULL:
+        fail_to_write(path, error)
 
 
 def fail_to_write(path: Path, error: OSError) -> NoReturn:

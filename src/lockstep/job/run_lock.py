@@ -45,8 +45,7 @@ class Lock:
                 "with hydra.run.dir=FOLDER"
             ) from None
         except OSError as error:
-            if error.errno in safe_write.FULL:
-                safe_write.fail_to_write(path, error)
+            safe_write.fail_if_full(path, error)
             raise InputError(
                 f"output_root: {path} cannot be locked ({error.strerror}); choose another folder with "
                 "output_root=FOLDER"
