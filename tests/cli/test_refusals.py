@@ -99,7 +99,7 @@ RANGES = [
         "train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64",
     ),
     ("train.ema=1.5", "train.ema is 1.5, expected a number above 0 and below 1: train.ema=null"),
-    ("train.label_smoothing=1", "train.label_smoothing is 1.0, expected a number from 0 to below 1"),
+    ("loss.label_smoothing=1", "loss.label_smoothing is 1.0, expected a number from 0 to below 1"),
     (
         "train.eval_every=0",
         "train.eval_every is 0, expected steps (100), epochs (2ep) or a share of the run",

@@ -18,15 +18,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 # 1,442 examples in batches of 240: seven steps an epoch, the last of two examples, so that of three ranks one
 # has an empty shard. Eight steps cross into the second epoch.
-COMMON = (
+BASE = (
     "batch=240",
     "steps=8",
     "optimizer=sgd",
     "optimizer.lr=0.05",
-    "train.label_smoothing=0.1",
     "train.clip_norm=5",
     "train.ema=0.9",
 )
+COMMON = (*BASE, "loss.label_smoothing=0.1")
 DIGITS = (NARROW, "model.dropout=0.3")
 PLAIN = (*DIGITS, "precision=fp64")
 NORMED = (
@@ -38,6 +38,15 @@ NORMED = (
     "precision=fp64",
 )
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks")
+# Shards with other classes have other weights; the last global batch has two examples.
+WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"
+LOSSES = {
+    "weights": (WEIGHTS, "loss.label_smoothing=0.1"),
+    "balanced": ("loss.balanced=true", "train.mixup=0.4", "train.micro_batches=2"),
+    "bce": ("loss=bce", "loss.label_smoothing=0.1", "loss.sum_classes=true", "train.micro_batches=4"),
+    "bce-mixed": ("loss=bce", "loss.threshold=0.2", "train.cutmix=1"),
+    "focal": ("loss=focal", WEIGHTS, "train.micro_batches=2"),
+}
 
 
 def cases(folder: Path) -> dict[str, Case]:
@@ -54,6 +63,7 @@ def cases(folder: Path) -> dict[str, Case]:
         f"hook-{hook}": (*COMMON, *DIGITS, "steps=4", "strategy=ddp", f"strategy.comm_hook={hook}")
         for hook in ("none", "fp16", "bf16", "powersgd")
     }
+    found |= {f"loss-{name}": (*BASE, *PLAIN, *words, "strategy=ddp") for name, words in LOSSES.items()}
     tuned = ("strategy.bucket_mb=0.1", "strategy.gradient_as_bucket_view=false", "strategy.static_graph=false")
     found["tuned"] = (*COMMON, *PLAIN, "strategy=ddp", *tuned, "strategy.find_unused_parameters=true")
     return {name: Case(folder / name, overrides) for name, overrides in found.items()}
@@ -73,6 +83,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]
     done[1] = {
         "plain": train_here(root / "plain", *COMMON, *PLAIN).path,
         "bn": train_here(root / "bn", *COMMON, *NORMED).path,
+        **{name: train_here(root / name, *BASE, *PLAIN, *LOSSES[name]).path for name in LOSSES},
         "micro": train_here(root / "micro", *COMMON, *PLAIN, "train.micro_batches=4").path,
     }
     return done
@@ -93,6 +104,12 @@ def test_losses_do_not_depend_on_strategy_ranks_or_accumulation(
     difference = largest_difference(runs[1]["plain"], runs[ranks][f"{strategy}-{micro}"])
     print(f"{strategy}, {ranks} ranks, {micro} micro-batches: largest relative difference {difference:.1e}")
     assert difference < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_loss_depends_on_how_the_batch_is_cut(runs: dict[int, dict[str, Path]], name: str, ranks: int) -> None:
+    assert largest_difference(runs[1][name], runs[ranks][f"loss-{name}"]) < 1e-12
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -33,6 +33,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.mixup import Mix
+from lockstep.losses import CrossEntropy, SummedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.telemetry.samples import fingerprints
@@ -154,7 +155,7 @@ COMMON = (
     "optimizer=sgd",
     "train.mixup=0.4",
     "train.cutmix=1",
-    "train.label_smoothing=0.1",
+    "loss.label_smoothing=0.1",
     "telemetry.samples=true",
     "checkpoint.every=5",
 )
@@ -170,6 +171,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     return dict(
         evaluate(
             DigitNet(width=8).build(10, (1, 8, 8)).double(),
+            loss=SummedLoss(CrossEntropy().build(10, train.labels), tolerates_broken=False),
             loader=Loader(
                 world=here,
                 plan=PLAN,

@@ -41,7 +41,7 @@ def test_a_run_leaves_broken_images_out_and_says_how_many(
     (photos / "val" / "b" / "07.png").write_bytes(b"")
     data = ("dataset=folder", f"dataset.path={photos}", "dataset.decode_size=8", "dataset.skip=5")
     run = train_here(
-        tmp_path / "run", *data, f"train.mixup={mixup}", "train.label_smoothing=0.1", "batch=5", "epochs=2"
+        tmp_path / "run", *data, f"train.mixup={mixup}", "loss.label_smoothing=0.1", "batch=5", "epochs=2"
     )
     assert run.read_summary()["skipped"] == 2
     assert capsys.readouterr().out.count("of at most 5") == 2

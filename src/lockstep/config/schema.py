@@ -16,9 +16,9 @@ from lockstep.core.fields import Text, choice, duration, pathname, ranged, ruled
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
-    from lockstep.core.protocols import Launcher, Model, Optimizer, Precision, Schedule, Strategy
+    from lockstep.core.protocols import Launcher, Loss, Model, Optimizer, Precision, Schedule, Strategy
 else:  # they import torch, and OmegaConf takes any node for a group
-    Augment = ImageLoader = Launcher = Model = Optimizer = Precision = Schedule = Source = Strategy = Any
+    Augment = ImageLoader = Launcher = Loss = Model = Optimizer = Precision = Schedule = Source = Strategy = Any
 
 # The folder with `config.yaml` and the options of each group.
 CONF = Path(__file__).parents[1].joinpath("conf").resolve()
@@ -34,6 +34,7 @@ GROUPS: Mapping[str, str] = {
     "launcher": "lockstep.launcher",
     "optimizer": "lockstep.optim",
     "schedule": "lockstep.optim.schedule",
+    "loss": "lockstep.losses",
 }
 
 
@@ -42,7 +43,6 @@ class TrainBlock:
     """`train.*`: how a step is made of a global batch."""
 
     micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
-    label_smoothing: float = ranged(0.0, least=0, below=1)
     mixup: float = ranged(0.0, least=0, most=1000)
     cutmix: float = ranged(0.0, least=0, most=1000)
     cutout: int = ranged(0, least=0, most=16_384)
@@ -110,6 +110,7 @@ class Job:
     launcher: Launcher = _group()
     optimizer: Optimizer = _group()
     schedule: Schedule = _group()
+    loss: Loss = _group()
 
     def micro_batch(self, ranks: int) -> int:
         """The most examples of one forward pass on one of so many ranks; `auto` micro-batches count as one."""

@@ -151,6 +151,18 @@ class Schedule(Component, Protocol):
         """What the base learning rate is multiplied with at `step` (from 1)."""
 
 
+class Loss(Component, Protocol):
+    """What training minimises."""
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        """The module: logits (b, classes) and targets to the loss of each example, (b,).
+
+        Targets are labels, int64 (b,), or under Mixup and CutMix shares of the classes, (b, classes) in the format
+        of the images. `labels`, int64 (n,), are those of the training split. An evaluation calls the module in
+        evaluation mode, where it leaves out what only regularises training.
+        """
+
+
 class Sink(Protocol):
     """A place for scalars. Only main has real ones."""
 

@@ -37,7 +37,7 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "batch": job.batch,
         "micro_batches": job.train.micro_batches,
         "epochs": job.epochs,
-        "label_smoothing": job.train.label_smoothing,
+        "loss": describe(job.loss),
         "mixup": job.train.mixup,
         "cutmix": job.train.cutmix,
         "clip_norm": job.train.clip_norm or 0.0,
@@ -86,6 +86,7 @@ def banner(
         "input": f"{job.loader} ({loader_reason}), {describe(job.augment)}",
         "ranks": f"{world.size} by {type(job.strategy).__name__}, {type(job.precision).__name__}, {_device(world)}",
         "optimizer": f"{describe(job.optimizer)}, lr {job.optimizer.lr:g}, {describe(job.schedule)}",
+        "loss": describe(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs:g} epochs of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }

@@ -128,12 +128,7 @@ def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderC
 
 
 def _pipeline(job: Job, world: World) -> Pipeline:
-    mix = Mix(
-        classes=job.dataset.classes,
-        mixup=job.train.mixup,
-        cutmix=job.train.cutmix,
-        label_smoothing=job.train.label_smoothing,
-    )
+    mix = Mix(classes=job.dataset.classes, mixup=job.train.mixup, cutmix=job.train.cutmix)
     return Pipeline.of(
         job.dataset,
         job.augment,

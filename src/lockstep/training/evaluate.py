@@ -13,6 +13,7 @@ from lockstep.core.protocols import Precision
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
+from lockstep.losses import SummedLoss
 
 # How many views of an image may be evaluated (`seen_from`).
 VIEWS = (1, 2, 6)
@@ -22,6 +23,7 @@ VIEWS = (1, 2, 6)
 def evaluate(
     model: nn.Module,
     *,
+    loss: SummedLoss,
     loader: Loader,
     pipeline: Pipeline,
     precision: Precision,
@@ -29,7 +31,7 @@ def evaluate(
     views: int = 1,
     between: Callable[[], None] = lambda: None,
 ) -> Mapping[str, float]:
-    """Mean cross-entropy (`loss`, without label smoothing) and accuracies in percent (`top1`, `top5`).
+    """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
@@ -42,7 +44,8 @@ def evaluate(
     world.share_buffers(model)
     training = model.training
     model.eval()
-    loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+    loss.eval()
+    summed = torch.zeros(1, dtype=torch.float64, device=world.device)
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     for images, labels in loader.eval():
         with precision.autocast(world.device):
@@ -51,20 +54,21 @@ def evaluate(
                 for weight, view in seen_from(pipeline.eval(images), views)
             ]
         logits = torch.stack(seen).sum(0)
-        loss += F.cross_entropy(logits, labels, reduction="sum")
+        summed += loss(logits, labels, labels)
         hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
         between()
     for _ in range(loader.eval_rounds_without):
         between()
     model.train(training)
-    world.sum(loss)
+    loss.train()
+    world.sum(summed)
     top1, top5, count, broken = world.sum(counts).tolist()
     assert count + broken == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
     loader.count_skipped()
     if count == 0:
         raise InputError("dataset: no image of the evaluation split can be decoded; see the warnings")
-    return {"loss": loss.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
+    return {"loss": summed.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
 
 
 def seen_from(images: Tensor, views: int) -> list[tuple[float, Tensor]]:

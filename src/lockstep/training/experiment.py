@@ -17,6 +17,7 @@ from lockstep.core.world import World
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import micro_batch_search
 from lockstep.training.build_data import build_data, build_loader
+from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
 from lockstep.training.build_observers import build_observers
 from lockstep.training.run_record import NoRecord, run_record
@@ -45,6 +46,7 @@ def run(
     configure_torch(job, world)
 
     job, data = build_data(job, world)
+    loss = build_loss(job, data, world)
     with ThreadPoolExecutor(1) as reader:  # reads and hashes the checkpoint while the model is built
         loading = reader.submit(load_state, job, run_dir)
         network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
@@ -68,6 +70,7 @@ def run(
         world=world,
         plan=data.plan,
         network=network,
+        loss=loss,
         strategy=job.strategy,
         precision=job.precision,
         lr=job.optimizer.lr,
@@ -78,7 +81,6 @@ def run(
         telemetry=telemetry,
         stop=stop,
         heartbeat=heartbeat,
-        label_smoothing=job.train.label_smoothing,
         eval_views=job.train.eval_views,
         clip_norm=job.train.clip_norm,
         cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),

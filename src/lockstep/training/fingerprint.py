@@ -69,6 +69,7 @@ def fingerprint(job: Job, examples: int) -> dict[str, Any]:
         "batch": job.batch,
         "seed": job.seed,
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
+        "loss": type(job.loss).__name__,
         "average": job.train.ema is not None,
         "repro": describe(job.strategy) if isinstance(job.strategy, Strict) else "exact",
     }

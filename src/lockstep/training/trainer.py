@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.nn import functional as F
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.consensus import StopConsensus
@@ -18,6 +17,7 @@ from lockstep.core.protocols import Precision, Schedule, Strategy
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
+from lockstep.losses import SummedLoss
 from lockstep.optim.optimizers import gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, WindowState
@@ -55,6 +55,7 @@ class Trainer:
     world: World
     plan: Plan
     network: Network
+    loss: SummedLoss
     strategy: Strategy
     precision: Precision
     lr: float
@@ -65,7 +66,6 @@ class Trainer:
     telemetry: Telemetry
     stop: StopRequest
     heartbeat: Callable[[], None]
-    label_smoothing: float = 0.0
     eval_views: int = 1
     clip_norm: float | None = None
     cuts_steps: bool = False
@@ -122,7 +122,7 @@ class Trainer:
                 images, targets = self.pipeline.mixed(micro)
                 with self.precision.autocast(self.world.device):
                     logits = network.replica(images, network.forward_keys(micro)).to(self.precision.sums)
-                    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.label_smoothing)
+                    loss = self.loss(logits, targets, micro.labels)
                 network.scaler.scale(loss * scale).backward()
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)
             if not last and self.consensus.can_wait:
@@ -180,6 +180,7 @@ class Trainer:
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
                 model,
+                loss=self.loss,
                 loader=self.loader,
                 pipeline=self.pipeline,
                 precision=self.precision,

@@ -25,13 +25,11 @@ class Mix:
         classes: of the data set.
         mixup, cutmix: alpha of the Beta(alpha, alpha) from which the share of the sample's own image is drawn;
             0 is off. With both on, each sample gets one of them, with probability 1/2.
-        label_smoothing: of the loss that the targets are for.
     """
 
     classes: int
     mixup: float
     cutmix: float
-    label_smoothing: float = 0.0
 
     @property
     def on(self) -> bool:
@@ -40,8 +38,8 @@ class Mix:
     def apply(self, images: Tensor, labels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Mix samples with their partners.
 
-        A broken image has a negative label. A sample whose partner is broken stays as it is; a broken sample gets
-        a target row that adds nothing to the loss.
+        A broken image has a negative label. A sample whose partner is broken stays as it is. The target of a broken
+        sample means nothing, because its loss does not count.
 
         Args:
             images: float (b + 1, C, H, W), each the partner of the one before it; or no images at all.
@@ -64,9 +62,7 @@ class Mix:
         share = share.to(images.dtype)[:, None]
         one_hot = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(images.dtype)
         targets = one_hot[:-1] * share + one_hot[1:] * (1 - share)
-        # Negative, so that cross_entropy's label smoothing brings the row to exactly zero.
-        no_loss = -self.label_smoothing / (self.classes * (1 - self.label_smoothing))
-        return mixed, targets.masked_fill(broken[:-1, None], no_loss)
+        return mixed, targets
 
 
 def beta(uniforms: Tensor, alpha: float) -> Tensor:

@@ -1,0 +1,183 @@
+"""The losses (`loss=`): what training minimises, example by example.
+
+A loss gives one number for each example. The step adds them up and divides by the number of examples in the global
+batch, so what an example counts never depends on the shard or the micro-batch that it is in. Class weights multiply
+these numbers and nothing is divided by their sum, for the same reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
+
+MOST_WEIGHT = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weighted:
+    """What losses with class weights have in common.
+
+    Fields:
+        class_weights: a factor for the loss of each class, by label; null is 1 for all.
+        balanced: weigh each class by N / (classes * n), for n of N training examples (King and Zeng 2001), so that
+            all classes count alike and the mean weight of an example is 1.
+    """
+
+    class_weights: list[float] | None = ranged(None, least=0.0, most=MOST_WEIGHT)
+    balanced: bool = False
+
+    def weights(self, classes: int, labels: Tensor) -> Tensor | None:
+        """The weight of each class, float32 (classes,); None if all weigh the same.
+
+        Raises:
+            InputError: there is not one weight for each class, or two ways to weigh are asked for.
+        """
+        if self.balanced:
+            if self.class_weights is not None:
+                raise InputError(
+                    "loss.balanced=true and loss.class_weights both weigh the classes; leave out one of them"
+                )
+            counts = torch.bincount(labels[labels >= 0].cpu(), minlength=classes)
+            return (counts.sum() / (classes * counts.clamp(min=1))).float()
+        if self.class_weights is None:
+            return None
+        if len(self.class_weights) != classes:
+            raise InputError(
+                f"loss.class_weights has {len(self.class_weights)} numbers, expected {classes}, one for each class "
+                "of the data set, or loss.balanced=true"
+            )
+        return torch.tensor(self.class_weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(_Weighted):
+    """The cross-entropy of the softmax, which an evaluation reports without smoothing and weights.
+
+    Fields:
+        label_smoothing: the share of each target that is spread over all classes (Szegedy et al. 2016).
+    """
+
+    label_smoothing: float = ranged(0.0, least=0, below=1)
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return CrossEntropyLoss(self.label_smoothing, self.weights(classes, labels))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BCE:
+    """A binary cross-entropy for each class on its own: the mean over the classes (Wightman et al. 2021).
+
+    Fields:
+        label_smoothing: as in `CrossEntropy`.
+        sum_classes: take the sum over the classes instead of their mean.
+        threshold: targets above it are 1 and others 0, for targets that Mixup or CutMix has mixed; null keeps them.
+    """
+
+    label_smoothing: float = ranged(0.0, least=0, below=1)
+    sum_classes: bool = False
+    threshold: float | None = ranged(None, least=0.0, below=1)
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return BCELoss(classes, self.label_smoothing, self.sum_classes, self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Focal(_Weighted):
+    """The focal loss (Lin et al. 2017) of the softmax: the cross-entropy times (1 - p) ** gamma.
+
+    Fields:
+        gamma: how much less an example counts that is classified well; 0 is the cross-entropy.
+    """
+
+    gamma: float = ranged(2.0, least=0, most=100)
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return FocalLoss(self.gamma, self.weights(classes, labels))
+
+
+class CrossEntropyLoss(nn.Module):
+    """`F.cross_entropy` of each example; in evaluation mode without smoothing and weights."""
+
+    weights: Tensor | None
+
+    def __init__(self, label_smoothing: float, weights: Tensor | None) -> None:
+        super().__init__()
+        self.label_smoothing = label_smoothing
+        self.register_buffer("weights", weights)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if not self.training:
+            return F.cross_entropy(logits, targets, reduction="none")
+        weights = None if self.weights is None else self.weights.to(logits.dtype)
+        return F.cross_entropy(
+            logits, targets, weight=weights, reduction="none", label_smoothing=self.label_smoothing
+        )
+
+
+class BCELoss(nn.Module):
+    """The binary cross-entropies of each example's classes; in evaluation mode without smoothing."""
+
+    def __init__(self, classes: int, label_smoothing: float, sum_classes: bool, threshold: float | None) -> None:
+        super().__init__()
+        self.classes, self.label_smoothing = classes, label_smoothing
+        self.sum_classes, self.threshold = sum_classes, threshold
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        shares = class_shares(targets, self.classes, logits.dtype)
+        if self.training:
+            shares = shares * (1 - self.label_smoothing) + self.label_smoothing / self.classes
+        if self.threshold is not None:
+            shares = (shares > self.threshold).to(logits.dtype)
+        losses = F.binary_cross_entropy_with_logits(logits, shares, reduction="none")
+        return losses.sum(1) if self.sum_classes else losses.mean(1)
+
+
+class FocalLoss(nn.Module):
+    """The focal loss of each example; in evaluation mode without weights."""
+
+    weights: Tensor | None
+
+    def __init__(self, gamma: float, weights: Tensor | None) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.register_buffer("weights", weights)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        shares = class_shares(targets, logits.shape[1], logits.dtype)
+        if self.training and self.weights is not None:
+            shares = shares * self.weights.to(logits.dtype)
+        logs = F.log_softmax(logits, 1)
+        missing = (1 - logs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # at 0 a root has no derivative
+        return -(shares * missing**self.gamma * logs).sum(1)
+
+
+def class_shares(targets: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    """Targets as shares of the classes, (b, classes): labels, int64 (b,), become one-hot rows."""
+    return F.one_hot(targets, classes).to(dtype) if targets.ndim == 1 else targets.to(dtype)
+
+
+class SummedLoss(nn.Module):
+    """The loss of a micro-batch: the sum of its examples' losses, in which a broken image counts nothing.
+
+    Args:
+        loss: logits (b, classes) and targets to losses (b,).
+        tolerates_broken: whether there may be broken images, whose labels are negative.
+    """
+
+    def __init__(self, loss: nn.Module, *, tolerates_broken: bool) -> None:
+        super().__init__()
+        self.loss, self.tolerates_broken = loss, tolerates_broken
+
+    def forward(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+        """The sum, a scalar, of logits (b, classes), targets (b,) or (b, classes), and labels (b,)."""
+        if not self.tolerates_broken:
+            return self.loss(logits, targets).sum()
+        if targets.ndim == 1:
+            targets = targets.clamp(min=0)  # a loss of somebody's own need not know of negative labels
+        return self.loss(logits, targets).masked_fill(labels < 0, 0).sum()

@@ -1,0 +1,169 @@
+"""The losses, against the formulas of their papers and other implementations of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import sigmoid_focal_loss
+
+from helpers import built, train_here
+from lockstep.core.errors import InputError
+from lockstep.losses import BCE, CrossEntropy, Focal, SummedLoss
+
+pytestmark = pytest.mark.numerics
+
+CLASSES = 5
+LABELS = torch.tensor([0, 0, 0, 1, 1, 2, 3, 4])
+LOGITS = torch.randn(8, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+SHARES = LOGITS.flip(0).softmax(1)
+WEIGHTS = [1.0, 2.0, 0.5, 3.0, 0.0]
+LOSSES: dict[str, Any] = {
+    "cross_entropy": CrossEntropy(label_smoothing=0.1, class_weights=WEIGHTS),
+    "bce": BCE(label_smoothing=0.1),
+    "bce_sum": BCE(sum_classes=True, threshold=0.2),
+    "focal": Focal(class_weights=WEIGHTS),
+}
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_of_labels_is_that_of_their_one_hot_shares(name: str) -> None:
+    loss = LOSSES[name].build(CLASSES, LABELS)
+    close(loss(LOGITS, LABELS), loss(LOGITS, F.one_hot(LABELS, CLASSES).double()))
+
+
+@pytest.mark.parametrize("targets", [LABELS, SHARES], ids=["labels", "shares"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_example_has_the_same_loss_alone(name: str, targets: Tensor) -> None:
+    loss = LOSSES[name].build(CLASSES, LABELS)
+    alone = [loss(LOGITS[at : at + 1], targets[at : at + 1]) for at in range(len(LABELS))]
+    close(torch.cat(alone), loss(LOGITS, targets))
+    assert loss(LOGITS[:0], targets[:0]).shape == (0,)
+
+
+def test_smoothing_is_that_of_timm() -> None:
+    loss = CrossEntropy(label_smoothing=0.1).build(CLASSES, LABELS)
+    close(loss(LOGITS, LABELS).mean(), LabelSmoothingCrossEntropy(0.1)(LOGITS, LABELS))
+
+
+@pytest.mark.parametrize("sum_classes", [False, True])
+@pytest.mark.parametrize("threshold", [None, 0.2])
+def test_bce_is_that_of_timm(sum_classes: bool, threshold: float | None) -> None:
+    loss = BCE(label_smoothing=0.1, threshold=threshold, sum_classes=sum_classes).build(CLASSES, LABELS)
+    theirs = BinaryCrossEntropy(0.1, threshold, sum_classes=sum_classes)  # its mean over the examples
+    close(loss(LOGITS, LABELS).mean(), theirs(LOGITS, LABELS))
+
+
+def test_the_focal_loss_is_its_formula() -> None:
+    loss = Focal(gamma=2).build(CLASSES, LABELS)
+    p = LOGITS.softmax(1)[torch.arange(8), LABELS]
+    close(loss(LOGITS, LABELS), -((1 - p) ** 2) * p.log())
+
+
+def test_with_two_classes_the_focal_loss_is_that_of_torchvision() -> None:
+    labels = LABELS % 2
+    loss = Focal(gamma=1.5).build(2, labels)
+    margin = LOGITS[:, 1] - LOGITS[:, 0]
+    close(loss(LOGITS[:, :2], labels), sigmoid_focal_loss(margin, labels.double(), alpha=-1, gamma=1.5))
+
+
+def test_without_gamma_the_focal_loss_is_the_cross_entropy() -> None:
+    close(Focal(gamma=0).build(CLASSES, LABELS)(LOGITS, LABELS), F.cross_entropy(LOGITS, LABELS, reduction="none"))
+
+
+def test_the_focal_loss_of_a_certain_prediction_has_a_gradient() -> None:
+    logits = torch.tensor([[1000.0, 0.0], [0.0, 1000.0]], requires_grad=True)
+    Focal(gamma=0.5).build(2, LABELS % 2)(logits, torch.tensor([0, 0])).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [CrossEntropy, Focal])
+def test_weights_multiply_the_losses_of_their_classes(kind: Callable[..., Any]) -> None:
+    plain, weighted = (kind(class_weights=weights).build(CLASSES, LABELS) for weights in (None, WEIGHTS))
+    close(weighted(LOGITS, LABELS), plain(LOGITS, LABELS) * torch.tensor(WEIGHTS)[LABELS])
+
+
+@pytest.mark.parametrize("kind", [CrossEntropy, Focal])
+def test_balanced_classes_count_alike_and_an_example_one(kind: Callable[..., Any]) -> None:
+    weights = kind(balanced=True).weights(CLASSES, torch.cat([LABELS, torch.tensor([-100])]))
+    counts = torch.bincount(LABELS)
+    torch.testing.assert_close(weights * counts, torch.full((CLASSES,), len(LABELS) / CLASSES))
+    assert weights[LABELS].mean().item() == pytest.approx(1)
+
+
+def test_a_class_without_examples_has_a_finite_weight() -> None:
+    weights = CrossEntropy(balanced=True).weights(3, torch.tensor([0, 0, 1]))
+    assert weights is not None
+    assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_evaluation_has_neither_smoothing_nor_weights(name: str) -> None:
+    loss = LOSSES[name]
+    plain = {"label_smoothing": 0.0, "class_weights": None}
+    bare = replace(loss, **{key: value for key, value in plain.items() if hasattr(loss, key)})
+    close(loss.build(CLASSES, LABELS).eval()(LOGITS, LABELS), bare.build(CLASSES, LABELS)(LOGITS, LABELS))
+
+
+@pytest.mark.parametrize("targets", [LABELS, SHARES], ids=["labels", "shares"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_broken_image_counts_nothing(name: str, targets: Tensor) -> None:
+    summed = SummedLoss(LOSSES[name].build(CLASSES, LABELS), tolerates_broken=True)
+    labels = LABELS.clone()
+    labels[3] = -100
+    marked = labels if targets.ndim == 1 else targets
+    logits = LOGITS.clone().requires_grad_()
+    loss = summed(logits, marked, labels)
+    loss.backward()
+    assert logits.grad is not None
+    assert not logits.grad[3].any()
+    whole = [at for at in range(8) if at != 3]
+    close(loss.detach(), summed(LOGITS[whole], targets[whole], LABELS[whole]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (
+            CrossEntropy(class_weights=[1.0, 2.0]),
+            r"loss\.class_weights has 2 numbers, expected 5, .* loss\.balanced=true",
+        ),
+        (Focal(class_weights=WEIGHTS, balanced=True), r"loss\.balanced=true and loss\.class_weights both"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(loss: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        loss.build(CLASSES, LABELS)
+
+
+@pytest.mark.parametrize("word", ["loss.class_weights=[1,-1]", "loss.label_smoothing=1", "loss=focal loss.gamma=-1"])
+def test_values_out_of_range_are_refused(word: str) -> None:
+    with pytest.raises(InputError, match="expected"):
+        built(*word.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (nn.CrossEntropyLoss(), r"shape \(\) for 3 examples, expected \(3,\), .* reduction=\"none\""),
+        (nn.Linear(10, 1), "has parameters, which no optimizer trains"),
+    ],
+)
+def test_a_loss_that_is_none_of_examples_is_refused_before_the_first_step(
+    module: nn.Module, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CrossEntropy, "build", lambda self, classes, labels: module)
+    with pytest.raises(InputError, match=sentence):
+        train_here(tmp_path / "run", "steps=1")
