@@ -38,7 +38,7 @@ from measure import Figures, Rows, in_turns, parser, scaled, show, timed, write
 
 ROOT = Path(__file__).parent.parent
 JOB = ("dataset=fake", "dataset.size=64", "dataset.examples=64", "dataset.classes=1000", "model=resnet50d", "batch=8")
-QUIET = ("telemetry.interval=1", "telemetry.tensorboard=false", "train.eval_every=100%", "device=cpu", "steps=1000")
+QUIET = ("telemetry.interval=1", "logger=jsonl", "train.eval_every=100%", "device=cpu", "steps=1000")
 Parts = tuple[nn.Module, torch.optim.Optimizer]
 
 

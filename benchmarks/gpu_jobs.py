@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 MARK = "LOCKSTEP_GPU_CHECK"
 # For an event that takes moments, on a machine that is slow and busy. The step's own limit is above it.
 PATIENCE_S = 60.0
-QUIET = ("name=check", "telemetry.tensorboard=false", "telemetry.interval=1")
+QUIET = ("name=check", "logger=jsonl", "telemetry.interval=1")
 # Small images and no evaluation within the run; the rate is low, so that rounding is not magnified.
 SMALL = (
     *("dataset=fake", "dataset.size=32", "dataset.classes=10", "steps=3"),

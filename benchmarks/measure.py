@@ -100,7 +100,7 @@ def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
 
 def step_ms(*job: str) -> float:
     """Milliseconds per step of the real command on the CPU, as its own log has them, without the first window."""
-    quiet = ("telemetry.tensorboard=false", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
+    quiet = ("logger=jsonl", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "train.py", *job, *quiet, f"hydra.run.dir={folder}/run", f"output_root={folder}"],

@@ -56,7 +56,7 @@ JOB = (
     "loader.workers=2",
     "checkpoint.every=10",
     "telemetry.interval=5",
-    "telemetry.tensorboard=true",
+    "logger=[jsonl,tensorboard]",
     "launcher.threads=1",
 )
 MARK = "LOCKSTEP_SOAK_RUN"  # in the environment of every process of a job

@@ -34,7 +34,7 @@ from soak import MARK, ROOT, processes
 PATIENCE_S = 120.0
 STOPPED = 75
 RANKS = ("launcher.ranks=2", "strategy=ddp", "launcher.threads=1")
-SMALL = ("telemetry.tensorboard=false", "telemetry.interval=1", "device=cpu")
+SMALL = ("logger=jsonl", "telemetry.interval=1", "device=cpu")
 # Images of 96 pixels, whose steps and evaluations take seconds on a CPU.
 SLOW = ("dataset=fake", "dataset.size=96", "dataset.classes=10", "model=resnet18", "launcher.threads=1")
 CUT = ("dataset.examples=256", "batch=128", "train.micro_batches=32", "steps=1000", "train.eval_every=100%")

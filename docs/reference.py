@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.components import locate
-from lockstep.config.schema import GROUPS, Job
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.fields import Choice, Duration, Options, PathText, Rule, Text, Time, rule_of
 
 ROOT = Path(__file__).parents[1]
@@ -96,21 +96,26 @@ def read_option(path: Path, group: str) -> Option:
         raise SystemExit(f"{path}: there is no comment at the top that says what the option is")
     if group not in GROUPS:
         return Option(path.stem, meaning)
-    cls = locate(group, yaml.safe_load(text)["_target_"])
-    return Option(path.stem, meaning, tuple(read_keys(path, f"{group}.", cls)))
+    node = yaml.safe_load(text)
+    block = f"{path.stem}." if group in MANY else ""
+    if block and [*node] != [path.stem]:
+        raise SystemExit(f"{path}: expected its node below the key {path.stem}, as in the other options of {group}")
+    cls = locate(group, (node[path.stem] if block else node)["_target_"])
+    return Option(path.stem, meaning, tuple(read_keys(path, f"{group}.", cls, block)))
 
 
-def read_keys(path: Path, prefix: str, cls: type[Any]) -> Iterator[Key]:
-    """The keys of a YAML file, which are the fields of `cls`."""
+def read_keys(path: Path, prefix: str, cls: type[Any], block: str = "") -> Iterator[Key]:
+    """The keys of a YAML file, or of a block of it, which are the fields of `cls`."""
     fields = dict(fields_of(cls))
-    for name, default, meaning in commented(path.read_text().partition("\nhydra:")[0]):
+    for dotted, default, meaning in commented(path.read_text().partition("\nhydra:")[0]):
+        name = dotted.removeprefix(block)
         if name == "_target_":
             continue
         if name not in fields:
             raise SystemExit(f"{path}: {name} is not a field of {cls.__name__}")
         if not meaning:
             raise SystemExit(f"{path}: {name} has no comment that says what it is")
-        yield Key(f"{prefix}{name}", type_of(*fields.pop(name)), default, meaning)
+        yield Key(f"{prefix}{dotted}", type_of(*fields.pop(name)), default, meaning)
     if fields:
         raise SystemExit(f"{path}: there is no {', '.join(fields)}, which {cls.__name__} has")
 
@@ -156,7 +161,11 @@ def type_of(cls: type[Any], name: str) -> str:
         values += ["null"] * null
         return f"{', '.join(values[:-1])} or {values[-1]}"
     words = word_of(rule) if rule is not None else "a text"
-    return "a list, each " * (typing.get_origin(hint) is list) + words + ", or null" * null
+    return (
+        "a list, each " * any(typing.get_origin(each) is list for each in (hint, *members))
+        + words
+        + ", or null" * null
+    )
 
 
 def word_of(rule: Rule) -> str:

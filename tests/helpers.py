@@ -33,7 +33,7 @@ from lockstep.training import experiment
 
 ROOT = Path(__file__).parent.parent
 # Small and quick, and still the real thing: the bundled digits, a log line for every step.
-QUICK = ("name=test", "telemetry.interval=1", "telemetry.tensorboard=false", "device=cpu")
+QUICK = ("name=test", "telemetry.interval=1", "logger=jsonl", "device=cpu")
 # Of the default model, a quarter of the channels. A CPU without bfloat16 instructions takes 2.4 s for a step of the
 # whole one over 300 digits in bf16, and 0.15 s for this one's.
 NARROW = "model.width=8"

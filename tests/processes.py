@@ -16,7 +16,7 @@ import torch
 from forks import Fork
 from helpers import NARROW, ROOT, forks, records
 
-JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "telemetry.tensorboard=false", NARROW, "model.dropout=0")
+JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "logger=jsonl", NARROW, "model.dropout=0")
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 LONG = ("epochs=1000", "schedule=constant")
 SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*TWO, "launcher=elastic"), ("launcher.threads=1",)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 # 1,442 examples in batches of 500: the third step of an epoch has 442. 355 to evaluate in blocks of 200 and of 155.
 JOB = ("model=linear", "model.compile=true", "batch=500", "train.eval_batch=200", "schedule=constant", "device=cpu")
 JOB = (*JOB, "launcher.threads=1")  # processes to compile in would import torch each
-QUIET = ("telemetry.tensorboard=false", "checkpoint.every=100%")
+QUIET = ("logger=jsonl", "checkpoint.every=100%")
 
 
 def test_each_shape_is_compiled_once_and_a_resume_keeps_every_bit(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def sized(disk: Path, kilobytes: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
 
 
-TINY = ("steps=4", "model=linear", "batch=300", "checkpoint.every=2", "telemetry.tensorboard=false", "device=cpu")
+TINY = ("steps=4", "model=linear", "batch=300", "checkpoint.every=2", "logger=jsonl", "device=cpu")
 
 
 # Room for some of what describes the run, and for no checkpoint, nor for the word of it.

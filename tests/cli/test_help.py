@@ -61,7 +61,7 @@ def test_a_job_imports_nothing_that_its_config_does_not_use(tmp_path: Path) -> N
 
 
 def test_a_job_without_tensorboard_does_not_import_it(tmp_path: Path) -> None:
-    job = (f"output_root={tmp_path}", "steps=1", "device=cpu", "telemetry.tensorboard=false")
+    job = (f"output_root={tmp_path}", "steps=1", "device=cpu", "logger=jsonl")
     assert not {"tensorboard", "google.protobuf"} & imported(
         command(sys.executable, "-X", "importtime", "train.py", *job)
     )

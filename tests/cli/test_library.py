@@ -17,7 +17,7 @@ SCRIPT = """
 import json, sys, torch
 import lockstep
 
-common = ["device=cpu", "telemetry.tensorboard=false", "precision=fp64", "telemetry.interval=1"]
+common = ["device=cpu", "logger=jsonl", "precision=fp64", "telemetry.interval=1"]
 common.append(f"output_root={sys.argv[1]}")
 torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # this process has threads now, so ranks are fresh interpreters
 one = lockstep.train(["steps=4", *common])

@@ -178,7 +178,7 @@ def on_a_terminal(*overrides: str) -> tuple[int, str]:
 
 
 def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
-    quick = ("telemetry.interval=2", "telemetry.tensorboard=false")
+    quick = ("telemetry.interval=2", "logger=jsonl")
     code, seen = on_a_terminal("steps=8", *quick, f"output_root={tmp_path}")
     assert code == 0
     assert "━" in seen
@@ -188,7 +188,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
 
 
 def test_three_runs_that_start_at_once_get_three_folders(tmp_path: Path) -> None:
-    quick = ("steps=1", "launcher.threads=1", "telemetry.tensorboard=false")
+    quick = ("steps=1", "launcher.threads=1", "logger=jsonl")
     running = [forks().start("train.py", *quick, f"output_root={tmp_path}") for _ in range(3)]
     assert [result(each).code for each in running] == [0, 0, 0]
     folders = [each for each in tmp_path.iterdir() if each.name != "latest"]

@@ -23,7 +23,7 @@ def jobs(root: Path) -> list[str]:
 
 
 def sweep(root: Path, *overrides: str) -> Done:
-    words = ("-m", *overrides, "steps=3", "device=cpu", "telemetry.tensorboard=false", f"output_root={root}")
+    words = ("-m", *overrides, "steps=3", "device=cpu", "logger=jsonl", f"output_root={root}")
     process = background(root, sys.executable, "train.py", *words)
     try:
         out, err = process.communicate(timeout=PATIENCE)
@@ -41,7 +41,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
 def test_each_job_of_a_sweep_has_a_folder_that_says_what_it_is(seeds: tuple[Path, Done]) -> None:
     root, done = seeds
     assert done.code == 0, done.err
-    rest = "strategy=ddp,steps=3,device=cpu,telemetry.tensorboard=False"
+    rest = "strategy=ddp,steps=3,device=cpu,logger=jsonl"
     four = [f"model={model},seed={seed}" for model in ("digitnet", "basicnet") for seed in (1, 2)]
     assert jobs(root) == [f"{number:03}-{varied},{rest}" for number, varied in enumerate(four)]
     for summary in root.glob("sweeps/*/*/summary.json"):

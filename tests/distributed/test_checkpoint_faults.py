@@ -203,7 +203,7 @@ def test_a_run_that_cannot_save_trains_to_its_end_and_says_so(
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
 
 
-JOB = (NARROW, "batch=300", "steps=60", "telemetry.tensorboard=true", "checkpoint.every=4", "train.eval_every=3")
+JOB = (NARROW, "batch=300", "steps=60", "logger=[jsonl,tensorboard]", "checkpoint.every=4", "train.eval_every=3")
 
 
 def training(path: str) -> None:

@@ -114,8 +114,8 @@ def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None
 
 
 def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Path) -> None:
-    run = train_here(tmp_path / "run", *COMMON, "telemetry.tensorboard=true", stop_at=4).path
-    train_here(run, *COMMON, "telemetry.tensorboard=true")
+    run = train_here(tmp_path / "run", *COMMON, "logger=[jsonl,tensorboard]", stop_at=4).path
+    train_here(run, *COMMON, "logger=[jsonl,tensorboard]")
     trained = [line["step"] for line in records(run) if "loss/train" in line]
     assert trained == list(range(1, STEPS + 1))
     rows = (run / "metrics.csv").read_text().splitlines()

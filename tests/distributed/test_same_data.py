@@ -34,6 +34,7 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.mixup import Mix
 from lockstep.losses import CrossEntropy, SummedLoss
+from lockstep.metrics import AUROC, F1, Average, Calibration, Recall, build_scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.telemetry.samples import fingerprints
@@ -168,7 +169,11 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     source = Fake(examples=4 * n, classes=10, channels=1, size=8)
     train, val = source.train(), source.eval()
     torch.manual_seed(0)
-    return dict(
+    metrics = {"calibration": Calibration(), "f1": F1(), "recall": Recall(average=Average.none)}
+    if n > 100:  # the metric warns of classes without examples
+        metrics["auroc"] = AUROC()
+    further = build_scores(metrics, 10, (), here)
+    figures = dict(
         evaluate(
             DigitNet(width=8).build(10, (1, 8, 8)).double(),
             loss=SummedLoss(CrossEntropy().build(10, train.labels), tolerates_broken=False),
@@ -185,8 +190,10 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
             pipeline=Pipeline.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
             precision=FP64(),
             world=here,
+            scores=further,
         )
     )
+    return {**figures, **further.compute()}
 
 
 def exit_as_rank(folder: Path) -> None:
@@ -252,6 +259,14 @@ def test_so_are_the_losses_with_dropout_and_mixing(root: Path, run: str) -> None
 # Three ranks are in test_equal_runs.py.
 @pytest.mark.parametrize("ranks", ["2", "4"])
 def test_evaluation_is_that_of_one_process_on_any_number_of_ranks(root: Path, ranks: str) -> None:
-    expected = [pytest.approx(scores(World.solo(), n, block), rel=1e-12) for n, block in SIZES]
-    for found in json.loads((root / "scores.json").read_text())[ranks]:
-        assert found == expected
+    expected = [scores(World.solo(), n, block) for n, block in SIZES]
+    for rank, figures in enumerate(json.loads((root / "scores.json").read_text())[ranks]):
+        metrics = [{tag: value for tag, value in each.items() if tag.startswith("metric/")} for each in expected]
+        rest = [{tag: value for tag, value in each.items() if "/" not in tag} for each in expected]
+        # Sums of losses are equal to summation order, metrics to the bit. Only main has them.
+        assert [{tag: each[tag] for tag in rest[0]} for each in figures] == [
+            pytest.approx(each, rel=1e-12) for each in rest
+        ]
+        assert [{tag: each[tag] for tag in each if tag.startswith("metric/")} for each in figures] == (
+            metrics if rank == 0 else [{}] * len(SIZES)
+        )

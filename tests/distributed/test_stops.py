@@ -46,7 +46,6 @@ setattr(pkgutil.resolve_name(owner), name, eval(code))
 sys.argv = sys.argv[4:]
 runpy.run_path("train.py", run_name="__main__")
 """
-SLEEPS = "lambda *_, **__: __import__('threading').Event().wait()"
 RAISES = "lambda *_, **__: 1 / 0"
 # A stop that comes where it is easily lost: in a callback from C, whose exceptions go nowhere, or within an import.
 SWALLOWED = """
@@ -115,10 +114,11 @@ def test_a_stop_of_a_process_that_cannot_be_interrupted_before_the_first_step_is
 def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_or_a_stop(
     tmp_path: Path, ends: str
 ) -> None:
-    folder = tmp_path / "run"
-    launch = (sys.executable, "-c", REPLACED, "lockstep.training.build_data", "_splits", SLEEPS)
+    folder, waits = tmp_path / "run", tmp_path / "waits"
+    late = f"lambda *_: (open({str(waits)!r}, 'w').close(), __import__('threading').Event().wait())"
+    launch = (sys.executable, "-c", REPLACED, "lockstep.training.build_data", "_splits", late)
     process = start(folder, *INLINE, f"launcher.timeout={'4s' if ends == 'timeout' else '10min'}", launch=launch)
-    wait_for(lambda: (folder / "logs" / "rank0.log").exists())
+    wait_for(lambda: waits.exists() or process.poll() is not None)
     if ends == "stop":
         process.send_signal(signal.SIGTERM)
     code, err = ended(process)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from helpers import built, command, losses, records, run_dir, run_until, train, weights
 from lockstep.core import rng
 from lockstep.core.errors import LockstepError
+from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
@@ -244,7 +245,7 @@ def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
     (uuid,) = gpu.watched_gpus(nn.Linear(1, 1), World.solo("cuda:0"))
-    monitor = gpu.Monitor(uuids=[uuid], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 1)
+    monitor = gpu.Monitor(uuids=[uuid], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 1)
     figures = gpu.sample(monitor.handles[0])
     query = "--query-gpu=memory.used,temperature.gpu,power.draw"
     told = subprocess.run(

@@ -31,7 +31,8 @@ ASKS_FOR_MAIN: dict[str, str] = {
     "training.experiment": "gives main its writer of checkpoints",
     "training.build_data": "has one process of each machine prepare the files",
     "training.build_model": "lets main tell of a compilation",
-    "training.build_observers": "gives main its sinks",
+    "training.build_observers": "gives main its observers",
+    "metrics": "counts the predictions of all ranks on main",
     "training.run_record": "gives main its record",
     "launcher.attach": "one run folder and one summary for ranks that exist already",
 }

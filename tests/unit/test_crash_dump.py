@@ -46,6 +46,6 @@ def test_a_numerical_end_stays_one_when_closing_the_files_fails(
     monkeypatch.setattr(sinks.JsonLines, "close", failing)
     with pytest.raises(NumericalError):
         train_here(tmp_path / "run", *DIVERGING)
-    assert closed == ["Telemetry", "Checkpointer"]
+    assert closed == ["Checkpointer", "Telemetry"]
     assert "metrics.jsonl cannot be written" in capsys.readouterr().out
     assert (RunDir(tmp_path / "run").incident / "incident.json").is_file()

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.telemetry import gpu
 
@@ -68,20 +69,14 @@ class Machine:
         return 1980
 
 
-class Kept:
-    """A sink that keeps what it is given."""
+class Kept(Observer):
+    """An observer that keeps what it is given."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
         self.lines.append((step, dict(scalars)))
-
-    def flush(self) -> None:
-        """There is nothing to flush."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 @pytest.fixture
@@ -94,7 +89,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def watch(path: Path, uuids: list[str], sink: Kept) -> dict[str, float]:
     """Run a monitor for a few samples, or until it gives up; returns the means it closes with."""
     monitor = gpu.Monitor(
-        uuids=uuids, path=path / "gpu.jsonl", sinks=[sink], step=itertools.count(6).__next__, period=0.02
+        uuids=uuids, path=path / "gpu.jsonl", observer=sink, step=itertools.count(6).__next__, period=0.02
     )
     monitor.start()
     end = time.monotonic() + 30
@@ -137,7 +132,7 @@ def test_a_step_that_lasts_many_samples_has_its_figures_once_and_the_one_before_
 ) -> None:
     sink, steps = Kept(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
     monitor = gpu.Monitor(
-        uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[sink], step=steps.__next__, period=0.01
+        uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=sink, step=steps.__next__, period=0.01
     )
     monitor.start()
     while len(lines(tmp_path)) < 9:
@@ -153,7 +148,7 @@ def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["bb"][index]))
     gpus = gpu.watched_gpus(nn.Linear(2, 2), World.solo("cuda:0"))
     assert gpus == ["GPU-bb"]
-    made = gpu.monitor(wanted=True, gpus=gpus, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    made = gpu.monitor(wanted=True, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
     assert isinstance(made, gpu.Monitor)
     assert made.handles == ["GPU-bb"]
     made.close()
@@ -199,11 +194,15 @@ def test_nvml_that_stops_answering_is_said_once_and_ends_the_figures_only(
 
 
 def test_a_monitor_that_never_started_closes(machine: Machine, tmp_path: Path) -> None:
-    assert gpu.Monitor(uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0).close() == {}
+    assert (
+        gpu.Monitor(uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0).close() == {}
+    )
 
 
 def test_closing_does_not_wait_for_the_next_sample(machine: Machine, tmp_path: Path) -> None:
-    monitor = gpu.Monitor(uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0, period=60)
+    monitor = gpu.Monitor(
+        uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0, period=60
+    )
     monitor.start()
     before = time.perf_counter()
     assert monitor.close() == {}
@@ -214,7 +213,7 @@ def test_without_nvml_the_run_goes_on_with_a_warning(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.absent = True
-    made = gpu.monitor(wanted=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    made = gpu.monitor(wanted=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
     made.start()
     assert made.close() == {}
     assert "NVML is not available" in capsys.readouterr().out
@@ -224,7 +223,7 @@ def test_without_nvml_the_run_goes_on_with_a_warning(
 def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
     tmp_path: Path, wanted: bool, gpus: list[str]
 ) -> None:
-    made = gpu.monitor(wanted=wanted, gpus=gpus, path=tmp_path / "gpu.jsonl", sinks=[], step=lambda: 0)
+    made = gpu.monitor(wanted=wanted, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
     assert type(made) is gpu.NoMonitor
     assert not (tmp_path / "gpu.jsonl").exists()
 
@@ -235,6 +234,6 @@ def test_a_damaged_line_of_an_earlier_part_is_left_out_and_the_others_stay(
     path = tmp_path / "gpu.jsonl"
     whole = '{"time": 1.0, "step": 9, "local_rank": 0, "uuid": "GPU-aa", "util": 50.0}\n'
     path.write_text(f"{whole}\0\n{whole}{whole[:20]}")
-    gpu.Monitor(uuids=["GPU-aa"], path=path, sinks=[], step=lambda: 0).close()
+    gpu.Monitor(uuids=["GPU-aa"], path=path, observer=Observer(), step=lambda: 0).close()
     assert path.read_text() == 2 * whole
     assert f"{path} is damaged: line 2 cannot be read, and is left out" in capsys.readouterr().out

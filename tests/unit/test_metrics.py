@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, Window, WindowState
@@ -22,11 +23,11 @@ PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1
 
 
 @dataclass
-class Kept:
-    """A sink that keeps what it is given."""
+class Kept(Observer):
+    """An observer that keeps what it is told."""
 
     lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    closed: bool = False
+    ended: str = ""
     flushed: int = 0
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -35,8 +36,8 @@ class Kept:
     def flush(self) -> None:
         self.flushed += 1
 
-    def close(self) -> None:
-        self.closed = True
+    def end(self, outcome: Outcome) -> None:
+        self.ended = outcome
 
 
 class Watched(Display):
@@ -73,7 +74,7 @@ def recorder(
     return Telemetry(
         world=World.solo(),
         plan=PLAN,
-        sinks=[sink],
+        observer=sink,
         display=Watched(),
         samples=NoSamples(),
         step=step,
@@ -199,13 +200,13 @@ def test_utilisation_is_shown_where_the_peak_is_known() -> None:
             assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate * 100 / 1e6)
 
 
-def test_an_evaluation_reaches_the_sinks_and_closing_closes_them() -> None:
+def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:
     sink = Kept()
     telemetry = recorder(sink)
-    telemetry.evaluated(7, {"acc/val_top1": 90.0})
+    telemetry.evaluated(7, {"acc/val_top1": 90.0}, best=True)
     telemetry.close()
     assert sink.lines == [(7, {"acc/val_top1": 90.0})]
-    assert sink.closed
+    assert sink.ended == "failed"  # nobody has said otherwise
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.closed
 

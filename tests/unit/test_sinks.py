@@ -21,7 +21,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
-from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, last_figures
+from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, read_figures
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -36,10 +36,12 @@ def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: P
     lines, path = JsonLines(tmp_path / "metrics.jsonl", 0), tmp_path / "metrics.csv"
     lines.write(5, {"loss/train": 0.7, "acc/train_top1": 60.0, "optim/lr": 0.2})
     lines.write(10, {"loss/train": 0.5, "acc/train_top1": 75.0, "optim/lr": 0.1})
-    lines.close()
-    table = Table(path, PLAN, 12, last_figures(tmp_path / "metrics.jsonl"))
+    lines.end("completed")
+    (_, _), (_, latest) = read_figures(tmp_path / "metrics.jsonl", 12)
+    assert [step for step, _ in read_figures(tmp_path / "metrics.jsonl", 9)] == [5]
+    table = Table(path, PLAN, 12, latest)
     table.write(15, {"acc/val_top1": 90.0})
-    table.close()
+    table.end("completed")
     (row,) = csv.DictReader(path.read_text().splitlines())
     assert [row[key] for key in ("step", "train_loss", "train_top1", "lr", "val_top1")] == [
         "15",
@@ -55,7 +57,7 @@ def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:
     before = time.time()
     sink.write(3, {"loss/train": 0.5, "optim/lr": 0.1})
     (line,) = lines(tmp_path / "metrics.jsonl")  # on disk at once, although the sink is open
-    sink.close()
+    sink.end("completed")
     assert line["step"] == 3
     assert before - 1 < float(str(line["time"])) < time.time() + 1
     assert (line["loss/train"], line["optim/lr"]) == (0.5, 0.1)
@@ -64,7 +66,7 @@ def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, {"a": math.nan, "b": math.inf, "c": 1.0})
-    sink.close()
+    sink.end("completed")
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
 
@@ -75,11 +77,11 @@ def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Pat
     sink = JsonLines(path, 0)
     for step in (1, 2, 3, 4, 5):
         sink.write(step, {"loss/train": float(step)})
-    sink.close()
+    sink.end("completed")
     path.write_text(path.read_text() + rest)
     again = JsonLines(path, 3)
     again.write(4, {"loss/train": 40.0})
-    again.close()
+    again.end("completed")
     assert [(line["step"], line["loss/train"]) for line in lines(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
@@ -101,7 +103,7 @@ def test_a_damaged_line_is_left_out_and_said(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{content}\n{{"step": 2}}\n')
-    JsonLines(path, 2).close()
+    JsonLines(path, 2).end("completed")
     assert [line["step"] for line in lines(path)] == [1, 2]
     assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
 
@@ -109,12 +111,12 @@ def test_a_damaged_line_is_left_out_and_said(
 def test_what_is_missing_of_the_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    JsonLines(path, 5, logged=2).close()
+    JsonLines(path, 5, logged=2).end("completed")
     assert capsys.readouterr().out == ""
-    JsonLines(path, 5, logged=4).close()
+    JsonLines(path, 5, logged=4).end("completed")
     assert "ends at step 2, and its run had logged step 4: the lines between them are lost" in capsys.readouterr().out
     path.unlink()
-    JsonLines(path, 5, logged=4).close()
+    JsonLines(path, 5, logged=4).end("completed")
     assert "ends at step 0" in capsys.readouterr().out
 
 
@@ -124,8 +126,8 @@ def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full
         for each in (sink, table):
             with pytest.raises(StorageError, match=r"metrics\.\w+ cannot be written \(File too large\)"):
                 each.write(1, {"acc/val_top1": 0.5})
-    sink.close()
-    table.close()
+    sink.end("completed")
+    table.end("completed")
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -137,7 +139,7 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     table = Table(tmp_path / "metrics.csv", PLAN, 0)
     table.write(10, {"loss/train": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
-    table.close()
+    table.end("completed")
     (row,) = rows(tmp_path / "metrics.csv")
     assert list(row) == ["step", "epoch", *COLUMNS.values()]
     assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123457", "90")
@@ -150,11 +152,11 @@ def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path,
     table = Table(path, PLAN, 0)
     for step in (10, 20, 30):
         table.write(step, {"acc/val_top1": float(step)})
-    table.close()
+    table.end("completed")
     path.write_text(path.read_text() + rest)
     again = Table(path, PLAN, 20)
     again.write(30, {"acc/val_top1": 99.0})
-    again.close()
+    again.end("completed")
     assert [(row["step"], row["val_top1"]) for row in rows(path)] == [("10", "10"), ("20", "20"), ("30", "99")]
 
 
@@ -167,7 +169,7 @@ def test_a_run_is_one_event_file_with_scalars_layout_and_hyperparameters(tmp_pat
     sink = TensorBoard(tmp_path, 0, FACTS)
     for step in (1, 2):
         sink.write(step, {"loss/train": 1 / step, "acc/val_top1": 10.0 * step})
-    sink.close()
+    sink.end("completed")
     (file,) = tmp_path.rglob("*")
     assert file.name.startswith("events.out.tfevents")
     read = events(tmp_path)
@@ -176,15 +178,15 @@ def test_a_run_is_one_event_file_with_scalars_layout_and_hyperparameters(tmp_pat
 
 
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
-    TensorBoard(tmp_path, 0, FACTS).close()
+    TensorBoard(tmp_path, 0, FACTS).end("completed")
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(stored)
     assert [each.title for each in layout.category] == list(LAYOUT)
-    assert [each.title for each in layout.category[0].chart] == ["loss", "accuracy"]
+    assert [each.title for each in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
 
 
 def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
-    TensorBoard(tmp_path, 0, FACTS).close()
+    TensorBoard(tmp_path, 0, FACTS).end("completed")
     read = events(tmp_path)
     content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     found = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
@@ -208,7 +210,7 @@ def part(folder: Path, after: int, steps: range, value: float = 1.0) -> None:
     sink = TensorBoard(folder, after, FACTS)
     for step in steps:
         sink.write(step, {"loss/train": value, "optim/lr": 0.1})
-    sink.close()
+    sink.end("completed")
 
 
 def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> None:
@@ -296,7 +298,7 @@ def test_what_was_flushed_is_in_the_files_of_a_process_that_is_killed(tmp_path: 
     assert ("acc/val_top1", 1) in written(tmp_path)
     assert len(lines(tmp_path / "metrics.jsonl")) == len(rows(tmp_path / "metrics.csv")) == 1
     for sink in sinks:
-        sink.close()
+        sink.end("completed")
 
 
 @pytest.fixture
@@ -318,7 +320,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(
         sink = TensorBoard(tmp_path, 0, FACTS)
         for step in range(1, writes):
             sink.write(step, {"loss/train": 1.0})
-        sink.close()
+        sink.end("completed")
     said = capsys.readouterr().out
     assert said.count("TensorBoard's file cannot be written") == 1
     assert "the run goes on without it" in said

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
 from lockstep.config.hydra_policy import EXTENSION
-from lockstep.config.schema import GROUPS
+from lockstep.config.schema import GROUPS, MANY
 
 
 class DeclaredOptions(ConfigSource):
@@ -46,7 +46,8 @@ class DeclaredOptions(ConfigSource):
         if not self.is_config(config_path):
             raise ConfigLoadError(f"Config not found: {config_path}")
         group, name = _split(config_path)
-        node = OmegaConf.create(options.default_node(options.declared(group)[name]))
+        default = options.default_node(options.declared(group)[name])
+        node = OmegaConf.create({name: default} if group in MANY else default)
         return ConfigResult(provider=self.provider, path="declared://", config=node, header={"package": None})
 
 

@@ -54,6 +54,7 @@ class Checkpointer:
         keep_best: how many of the best ones stay as well, by validation top-1.
         writes: whether this rank writes.
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
+        on_saved: called with the step and the folder of a checkpoint, once it is on the disk.
     """
 
     run_dir: RunDir
@@ -62,9 +63,10 @@ class Checkpointer:
     keep_best: int
     writes: bool
     every_s: float | None = None
+    on_saved: Callable[[int, Path], None] = lambda step, folder: None
     saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
-    pending: Future[None] | None = None
+    pending: Future[tuple[int, Path]] | None = None
     failure: str = ""
     copies: HostCopies = field(default_factory=HostCopies)
     # The best weights so far, in host memory, from their save until they are exported to the run folder.
@@ -128,7 +130,7 @@ class Checkpointer:
             return
         pending, self.pending = self.pending, None
         try:
-            pending.result()
+            step, folder = pending.result()
         except (OSError, RuntimeError, SafetensorError, StorageError) as error:  # a full disk can raise any of these
             if not self.failure:
                 log.warn(f"a checkpoint could not be written ({error}); the run goes on and tries again")
@@ -137,6 +139,7 @@ class Checkpointer:
             if self.failure:
                 log.say("checkpoints are written again")
             self.failure = ""
+            self.on_saved(step, folder)
 
     def close(self) -> None:
         """Finish the last write.
@@ -149,7 +152,10 @@ class Checkpointer:
         if self.failure:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
-    def _write(self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts) -> None:
+    def _write(
+        self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts
+    ) -> tuple[int, Path]:
+        """Write a checkpoint; returns its step and its folder."""
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         folder.mkdir(exist_ok=True)
         for leftover in folder.glob(".*.tmp"):  # of a writer that was killed
@@ -187,6 +193,7 @@ class Checkpointer:
             self._export(partial(save_file, self.unexported))
             self.unexported = None
         self._retire(final)
+        return progress["step"], final
 
     def _export(self, write: Callable[[Path], object]) -> None:
         """Put the best weights so far into the run folder; `write` writes them to a path. With EMA, its weights."""

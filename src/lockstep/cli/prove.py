@@ -43,7 +43,7 @@ COMMON = (
     "train.eval_every=100%",
     "checkpoint.every=100%",
     "telemetry.interval=1",
-    "telemetry.tensorboard=false",
+    "logger=jsonl",
     "telemetry.samples=true",
 )
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10

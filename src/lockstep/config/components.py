@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from lockstep.config import extensions, yaml_io
 from lockstep.config.messages import sentence, unreadable
-from lockstep.config.schema import GROUPS, Job
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
@@ -34,8 +34,8 @@ def locate_in(module: str, name: str) -> type[Any] | None:
     return found if (found.__module__ == module if exported is None else name in exported) else None
 
 
-def locate(group: str, target: object) -> type[Any]:
-    """The class that a node of `group` names.
+def locate(group: str, target: object, key: str = "") -> type[Any]:
+    """The class that a node of `group` names. The node stands at `key` of the config, by default at the group's.
 
     Raises:
         InputError: the target is not a dataclass of the group's own module.
@@ -46,38 +46,52 @@ def locate(group: str, target: object) -> type[Any]:
     if (found := extensions.locate(group, module, name)) is not None:
         return found
     raise InputError(
-        f"{group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with {group}=NAME, or "
-        f"install the extension that has it (extensions here: {extensions.shown()})"
+        f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
+        f"{group}=NAME, or install the extension that has it (extensions here: {extensions.shown()})"
     )
 
 
-def build(group: str, node: Any) -> Any:
+def build_many(group: str, nodes: Any) -> dict[str, Any]:
+    """The components of a group of which a job has any number, by their names.
+
+    Raises:
+        InputError: a node does not describe one.
+    """
+    if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
+        raise InputError(f"{group} is {fields.shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
+    return {str(name): build(group, node, f"{group}.{name}") for name, node in (nodes or {}).items()}
+
+
+def build(group: str, node: Any, key: str = "") -> Any:
     """The component that a group's node describes. Its class is the schema of its fields.
+
+    `key` is where the node stands in the config, by default at the group's name.
 
     Raises:
         InputError: an unknown key, or a value of the wrong type or out of range.
     """
+    key = key or group
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise InputError(f"{group} is {node!r}, expected one of the group's options: {group}=NAME")
-    cls = locate(group, node["_target_"])
+        raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME")
+    cls = locate(group, node["_target_"], key)
     values = {key: value for key, value in node.items() if key != "_target_"}
     try:
-        key = (cls, repr(values))
-        if key not in _BUILT:
+        known = (cls, repr(values))
+        if known not in _BUILT:
             typed = OmegaConf.merge(OmegaConf.structured(cls), values)
-            _check_fields(cls, typed, f"{group}.")
-            _BUILT[key] = OmegaConf.to_object(typed)
-        return _BUILT[key]
+            _check_fields(cls, typed, f"{key}.")
+            _BUILT[known] = OmegaConf.to_object(typed)
+        return _BUILT[known]
     except ConfigKeyError as error:
-        known = [item.name for item in dataclasses.fields(cls)]
+        names = [item.name for item in dataclasses.fields(cls)]
         raise InputError(
-            f"{group}.{error.key} is not a key of {group}={cls.__name__}; it has {', '.join(known) or 'none'}."
-            f"{did_you_mean(str(error.key), known)}"
+            f"{key}.{error.key} is not a key of {group}={cls.__name__}; it has {', '.join(names) or 'none'}."
+            f"{did_you_mean(str(error.key), names)}"
         ) from error
     except MissingMandatoryValue as error:
-        raise InputError(f"{group}.{error.key} has no value; give it one with {group}.{error.key}=...") from error
+        raise InputError(f"{key}.{error.key} has no value; give it one with {key}.{error.key}=...") from error
     except OmegaConfBaseException as error:
-        raise InputError(sentence(error, f"{group}.")) from error
+        raise InputError(sentence(error, f"{key}.")) from error
     except (OverflowError, RecursionError) as error:
         raise unreadable(error) from error
 
@@ -109,7 +123,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
         problems.append(str(error))
     for group in GROUPS:
         try:
-            components[group] = build(group, values.get(group))
+            components[group] = (build_many if group in MANY else build)(group, values.get(group))
         except InputError as error:
             problems.append(str(error))
     problems = problems or list(fields.wide(values))
@@ -147,7 +161,11 @@ def node(component: Component) -> dict[str, Any]:
 def plain(job: Job) -> dict[str, Any]:
     """The plain values that `build_job` would make `job` from."""
     values = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
-    return {key: node(value) if key in GROUPS else _plain_value(value) for key, value in values.items()}
+    return {key: _plain_group(key, value) if key in GROUPS else _plain_value(value) for key, value in values.items()}
+
+
+def _plain_group(group: str, value: Any) -> dict[str, Any]:
+    return {name: node(each) for name, each in value.items()} if group in MANY else node(value)
 
 
 def _values(component: Component) -> dict[str, Any]:

@@ -16,9 +16,21 @@ from lockstep.core.fields import Text, choice, duration, pathname, ranged, ruled
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
-    from lockstep.core.protocols import Launcher, Loss, Model, Optimizer, Precision, Schedule, Strategy
+    from lockstep.core.protocols import (
+        Launcher,
+        Logger,
+        Loss,
+        Metric,
+        Model,
+        Optimizer,
+        Precision,
+        Schedule,
+        Strategy,
+    )
 else:  # they import torch, and OmegaConf takes any node for a group
-    Augment = ImageLoader = Launcher = Loss = Model = Optimizer = Precision = Schedule = Source = Strategy = Any
+    Augment = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Precision = Schedule = Source = (
+        Strategy
+    ) = Any
 
 # The folder with `config.yaml` and the options of each group.
 CONF = Path(__file__).parents[1].joinpath("conf").resolve()
@@ -35,7 +47,11 @@ GROUPS: Mapping[str, str] = {
     "optimizer": "lockstep.optim",
     "schedule": "lockstep.optim.schedule",
     "loss": "lockstep.losses",
+    "metric": "lockstep.metrics",
+    "logger": "lockstep.telemetry.loggers",
 }
+# Groups of which a job has any number, by name: `logger=[jsonl,tensorboard]`.
+MANY = frozenset({"metric", "logger"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,6 @@ class TelemetryBlock:
     """`telemetry.*`: what is measured and written while training."""
 
     interval: int | str = duration(20)
-    tensorboard: bool = True
     gpu: bool = True
     samples: bool = False
 
@@ -111,6 +126,8 @@ class Job:
     optimizer: Optimizer = _group()
     schedule: Schedule = _group()
     loss: Loss = _group()
+    metric: dict[str, Metric] = field(default_factory=dict)
+    logger: dict[str, Logger] = field(default_factory=dict)
 
     def micro_batch(self, ranks: int) -> int:
         """The most examples of one forward pass on one of so many ranks; `auto` micro-batches count as one."""

@@ -5,7 +5,7 @@ Those of the data path are in `lockstep.core.data_protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.component import Component
+from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.process_group import Backend
 from lockstep.core.run_dir import RunDir
@@ -163,12 +164,32 @@ class Loss(Component, Protocol):
         """
 
 
-class Sink(Protocol):
-    """A place for scalars. Only main has real ones."""
+class Logger(Component, Protocol):
+    """A place for the figures of a run. Any number of them may be chosen."""
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+    def build(self, run: RunInfo) -> Observer:
+        """What is told of the run, in main only.
 
-    def flush(self) -> None:
-        """Have the file hold all that was written."""
+        Raises:
+            InputError: it needs what is not installed.
+        """
 
-    def close(self) -> None: ...
+
+class Metric(Component, Protocol):
+    """A score of an evaluation besides accuracy. Any number of them may be chosen."""
+
+    def build(self, classes: int) -> Score:
+        """What takes an evaluation's predictions and makes a number of them."""
+
+
+class Score(Protocol):
+    """What `torchmetrics.Metric` has. Only main has one; it gets every example once, in the order of the split."""
+
+    def update(self, probabilities: Tensor, labels: Tensor) -> None:
+        """Take examples: probabilities (n, classes) of the softmax, and labels, int64 (n,), both on the CPU."""
+
+    def compute(self) -> Tensor:
+        """The score: a scalar, or one for each class, (classes,)."""
+
+    def reset(self) -> None:
+        """Forget all examples."""

@@ -67,6 +67,14 @@ class World:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def gather_to_main(self, value: T) -> list[T]:
+        """The values of all ranks, by rank, on main, and nothing on the others. Pickled, as in `broadcast`."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, values, dst=0, group=self.control)
+        return values or []
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

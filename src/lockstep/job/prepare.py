@@ -22,6 +22,7 @@ from lockstep.job.validate import check_job, check_run
 from lockstep.launcher import Spawn
 from lockstep.models import ResNet34, Timm
 from lockstep.strategy import DDP, Strict
+from lockstep.telemetry.loggers import TensorBoard
 
 
 def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparation:
@@ -77,7 +78,8 @@ def _import_for_ranks(job: Job) -> None:
     wanted = {
         "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
         "timm": isinstance(job.model, (ResNet34, Timm)),
-        "torch.utils.tensorboard": job.telemetry.tensorboard,
+        "torch.utils.tensorboard": any(isinstance(logger, TensorBoard) for logger in job.logger.values()),
+        "torchmetrics.classification": bool(job.metric),
     }
     for name in (name for name, wants in wanted.items() if wants):
         importlib.import_module(name)

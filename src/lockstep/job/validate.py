@@ -7,6 +7,7 @@ idles on this machine (a GPU's option without a GPU) is no mistake: the same job
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,6 +72,21 @@ def check_effects(job: Job) -> None:
             f"loader.prefetch is {loader.prefetch}, but loader.workers is 0, and only workers read ahead; use "
             "loader.workers=1, or leave out loader.prefetch"
         )
+
+
+def check_packages(job: Job) -> None:
+    """Refuse a logger whose package is not installed.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, logger in job.logger.items():
+        package = getattr(logger, "package", None)
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"logger={name} needs the package {package}, which is not installed; install it with pip install "
+                f"'lockstep[{package}]', or leave the logger out"
+            )
 
 
 def check_threads(job: Job, device: str) -> None:
@@ -177,6 +193,7 @@ def check_job(job: Job) -> None:
         job.model.check,
         lambda: _check_crop(job),
         lambda: check_effects(job),
+        lambda: check_packages(job),
         lambda: check_threads(job, job.device),
         lambda: check_folders(job),
         lambda: check_data_memory(job),

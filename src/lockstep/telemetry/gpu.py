@@ -19,7 +19,7 @@ from torch import nn
 
 from lockstep.core import log
 from lockstep.core.errors import StorageError
-from lockstep.core.protocols import Sink
+from lockstep.core.observer import Observer
 from lockstep.core.safe_read import parsed_json
 from lockstep.core.world import World
 from lockstep.telemetry.sinks import truncate_after
@@ -44,7 +44,7 @@ class Monitor(NoMonitor):
     Args:
         uuids: of the GPUs, by local rank, as NVML spells them (`GPU-...`).
         path: of `gpu.jsonl`.
-        sinks: where scalars are written too.
+        observer: is given every sample.
         step: returns the last finished step.
         period: seconds between two samples.
     """
@@ -54,19 +54,19 @@ class Monitor(NoMonitor):
         *,
         uuids: list[str],
         path: Path,
-        sinks: list[Sink],
+        observer: Observer,
         step: Callable[[], int],
         period: float = PERIOD_S,
     ) -> None:
         pynvml.nvmlInit()
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        self.uuids, self.sinks, self.step, self.period = uuids, sinks, step, period
+        self.uuids, self.observer, self.step, self.period = uuids, observer, step, period
         self.path = path
         self.file, _ = truncate_after(path, 0, _step_zero)
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
         self.samples = 0
-        self.written = step()  # the last step that the sinks have: they get at most one sample per step
+        self.written = step()  # the last step with a sample for the observer, which gets at most one for each
         self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
 
     def start(self) -> None:
@@ -98,8 +98,7 @@ class Monitor(NoMonitor):
             )
         if step > self.written:
             self.written = step
-            for sink in self.sinks:
-                sink.write(step, scalars)
+            self.observer.write_gpu(step, scalars)
 
     def close(self) -> dict[str, float]:
         """Stop sampling; returns the mean of each figure over the run and the GPUs."""
@@ -135,7 +134,7 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
 
 
-def monitor(*, wanted: bool, gpus: list[str], path: Path, sinks: list[Sink], step: Callable[[], int]) -> NoMonitor:
+def monitor(*, wanted: bool, gpus: list[str], path: Path, observer: Observer, step: Callable[[], int]) -> NoMonitor:
     """The monitor of the GPUs with these UUIDs; without NVML it warns once and monitors nothing."""
     if not wanted:
         return NoMonitor()
@@ -143,7 +142,7 @@ def monitor(*, wanted: bool, gpus: list[str], path: Path, sinks: list[Sink], ste
         log.logger.info("no GPU is used, so none is watched")
         return NoMonitor()
     try:
-        return Monitor(uuids=gpus, path=path, sinks=sinks, step=step)
+        return Monitor(uuids=gpus, path=path, observer=observer, step=step)
     except pynvml.NVMLError as error:
         log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
         return NoMonitor()

@@ -1,4 +1,4 @@
-"""Counts losses and hits on the device during training, and gives the figures to the sinks at log points."""
+"""Counts losses and hits on the device during training, and gives the figures to the observers at log points."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lockstep.core.closing import closing
 from lockstep.core.data_protocols import MicroBatch, Stepped
+from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Sink
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
@@ -49,11 +49,11 @@ class WindowState(TypedDict):
 class Telemetry:
     """Collects figures without syncing the device, and writes them at log points.
 
-    Every rank has one, because the sums are collective. Only main's has sinks and a visible display.
+    Every rank has one, because the sums are collective. Only main's has observers and a visible display.
 
     Args:
         world, plan: of the run.
-        sinks: where scalars are written.
+        observer: is told of the run.
         display: shows progress to the user.
         samples: records the examples that this rank trained on, or nothing.
         step: the last step that is already done.
@@ -68,7 +68,7 @@ class Telemetry:
         *,
         world: World,
         plan: Plan,
-        sinks: list[Sink],
+        observer: Observer,
         display: Display,
         samples: NoSamples,
         step: int,
@@ -77,7 +77,8 @@ class Telemetry:
         peak: float,
         loss_limit: float = math.inf,
     ) -> None:
-        self.world, self.plan, self.sinks, self.display, self.samples = world, plan, sinks, display, samples
+        self.world, self.plan, self.observer, self.display, self.samples = world, plan, observer, display, samples
+        self.outcome: Outcome = "failed"  # until it is known
         self.step = self.flushed = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
@@ -197,7 +198,7 @@ class Telemetry:
         }
         if self.peak:
             figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
-        self.write(step, figures)
+        self.observer.write(step, figures)
         self.display.window(window)
         return window
 
@@ -211,20 +212,15 @@ class Telemetry:
         others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
         return int(self.world.sum(first.masked_fill(others, 0)).min())
 
-    def evaluated(self, step: int, scalars: Mapping[str, float]) -> None:
+    def evaluated(self, step: int, scalars: Mapping[str, float], *, best: bool) -> None:
         """Write the scores of an evaluation at `step`."""
-        self.write(step, scalars)
+        self.observer.write(step, scalars)
+        self.observer.evaluated(step, scalars, best)
         self.display.evaluated(step, scalars, self.last)
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Hand scalars to every sink."""
-        for sink in self.sinks:
-            sink.write(step, scalars)
 
     def sync(self) -> None:
         """Flush the files, so that they have every step of the checkpoint that is saved next."""
-        for sink in self.sinks:
-            sink.flush()
+        self.observer.flush()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -249,6 +245,6 @@ class Telemetry:
         return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.waited_in_all / busy}
 
     def close(self) -> None:
-        """Flush and close the sinks, the samples and the display."""
-        with closing(self.samples.close, *(sink.close for sink in self.sinks)):
+        """Tell the observers how the run ended, and close the samples and the display."""
+        with closing(self.samples.close, lambda: self.observer.end(self.outcome)):
             self.display.close()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data_protocols import MicroBatch
-from lockstep.core.protocols import Sink
+from lockstep.telemetry.sinks import JsonLines
 
 
 class NoSamples:
@@ -20,7 +20,7 @@ class NoSamples:
 class Samples(NoSamples):
     """Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: JsonLines) -> None:
         self.sink = sink
 
     def record(self, micro: MicroBatch, images: Tensor) -> None:

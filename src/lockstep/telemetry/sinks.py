@@ -11,7 +11,6 @@ import json
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, TextIO
 
 from lockstep.core import log
 from lockstep.core.errors import StorageError
+from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import UnreadableFile, is_number, parsed_json, read_lines
 from lockstep.core.safe_write import storing, write_atomic_parts
@@ -29,6 +29,7 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Learning": {
         "loss": ["Multiline", ["loss/train", "loss/val"]],
         "accuracy": ["Multiline", ["acc/train_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"]],
+        "metrics": ["Multiline", ["metric/.*"]],
     },
     "Throughput": {
         "images per second": ["Multiline", ["perf/img_per_s"]],
@@ -50,9 +51,10 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
 }
 EVENTS = "events.out.tfevents.*"
 FLUSH_S = 10
+STAMPS = ("step", "time")  # of a line of `metrics.jsonl`, besides its scalars
 
 
-class _TextSink:
+class _TextSink(Observer):
     """What `JsonLines` and `Table` have in common: a text file whose errors name its path."""
 
     path: Path
@@ -65,6 +67,9 @@ class _TextSink:
     def close(self) -> None:
         with storing(self.path):
             self.file.close()
+
+    def end(self, outcome: Outcome) -> None:
+        self.close()
 
 
 class JsonLines(_TextSink):
@@ -157,12 +162,16 @@ COLUMNS = {
 }
 
 
-def last_figures(path: Path) -> dict[str, float]:
-    """The last value of each tag in a `metrics.jsonl` that `truncate_after` has checked."""
-    figures: dict[str, float] = {}
-    for line in read_lines(path):
-        figures.update(json.loads(line or "{}"))
-    return {tag: value for tag, value in figures.items() if value is not None}
+def read_figures(path: Path, until: int) -> Iterator[tuple[int, dict[str, float]]]:
+    """The steps up to `until` in a `metrics.jsonl`, if there is one, with their scalars that are finite."""
+    for line in read_lines(path) if path.exists() else ():
+        try:
+            step = _step_of(line or "")
+        except (ValueError, RecursionError):
+            continue
+        if step <= until:
+            figures = json.loads(line or "")
+            yield step, {tag: figures[tag] for tag in figures if tag not in STAMPS and figures[tag] is not None}
 
 
 class Table(_TextSink):
@@ -172,7 +181,7 @@ class Table(_TextSink):
         path: of the file.
         plan: of the run.
         after: the step that the run resumes from.
-        latest: the last figures before that step, by tag (`last_figures`).
+        latest: the last figures before that step, by tag.
     """
 
     def __init__(self, path: Path, plan: Plan, after: int, latest: Mapping[str, float] | None = None) -> None:
@@ -192,7 +201,7 @@ class Table(_TextSink):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 
 
-class TensorBoard:
+class TensorBoard(Observer):
     """Writes an event file, a new one after each resume. An error, such as a full disk, is one warning.
 
     Args:
@@ -209,7 +218,6 @@ class TensorBoard:
 
         self.event, self.summary = Event, Summary
         self.file: BinaryIO | None = None
-        self.lock = threading.Lock()  # the GPU monitor writes from a thread of its own
         self.failed = False
         self.flushed = time.monotonic()
         with self._tolerating_errors():
@@ -236,8 +244,7 @@ class TensorBoard:
                     self.flush()
 
     def _add(self, **facts: Any) -> None:
-        with self.lock:
-            self.records.write(self.event(wall_time=time.time(), **facts).SerializeToString())
+        self.records.write(self.event(wall_time=time.time(), **facts).SerializeToString())
 
     def flush(self) -> None:
         if not self.failed:
@@ -246,7 +253,10 @@ class TensorBoard:
             with self._tolerating_errors():
                 self.file.flush()
 
-    def close(self) -> None:
+    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.write(step, scalars)
+
+    def end(self, outcome: Outcome) -> None:
         if self.file is not None:
             with self._tolerating_errors():
                 self.file.close()

@@ -18,6 +18,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.telemetry.display import clock
+from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import describe, train_longer
 from lockstep.training.trainer import Progress
 
@@ -107,7 +108,8 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
         f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s, "
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
     )
-    log.say(f"   look at it   tensorboard --logdir {folder}")
+    if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
+        log.say(f"   look at it   tensorboard --logdir {folder}")
     words = shlex.join([*_command_words(run_dir), f"resume={folder}", train_longer(job)])
     log.say(f"   train longer {words}")
 

@@ -1,4 +1,4 @@
-"""What records a run: the telemetry of each rank with main's sinks, and main's GPU monitor."""
+"""What records a run: the telemetry of each rank with main's observers, and main's GPU monitor."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import itertools
 import math
 
 from lockstep import checkpoint
+from lockstep.config import components
 from lockstep.config.schema import Job
+from lockstep.core.observer import Observer, Observers, RunInfo
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Sink
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, sinks
@@ -27,11 +28,11 @@ def build_observers(
     job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
 ) -> tuple[Telemetry, NoMonitor]:
     """The recorder of this rank, and the GPU monitor of main. Collective."""
-    files, board = _sinks(job, run_dir, world, plan, progress) if world.is_main else ([], [])
+    observer = _observer(job, run_dir, world, plan, progress) if world.is_main else Observer()
     telemetry = Telemetry(
         world=world,
         plan=plan,
-        sinks=[*files, *board],
+        observer=observer,
         display=display(plan, progress.step, is_main=world.is_main),
         samples=_samples(job, run_dir, world, progress),
         step=progress.step,
@@ -44,24 +45,29 @@ def build_observers(
         wanted=job.telemetry.gpu and world.is_main,
         gpus=watched_gpus(network.replica, world),
         path=run_dir.gpu,
-        sinks=board,
+        observer=observer,
         step=lambda: telemetry.step,
     )
     return telemetry, gpu_monitor
 
 
-def _sinks(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> tuple[list[Sink], list[Sink]]:
-    """Main's files of figures, and its TensorBoard log if the job has one."""
+def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> Observer:
+    """What main tells of the run: the loggers, and the table of evaluations."""
     checkpoint.mark_saved_or_not(run_dir)
-    # A new run that starts from another run's checkpoint has none of that run's figures.
-    logged = progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0
-    files: list[Sink] = [
-        sinks.JsonLines(run_dir.metrics, progress.step, logged),
-        sinks.Table(run_dir.table, plan, progress.step, sinks.last_figures(run_dir.metrics)),
-    ]
-    if not job.telemetry.tensorboard:
-        return files, []
-    return files, [sinks.TensorBoard(run_dir.path, progress.step, banner.hyperparameters(job, world))]
+    run = RunInfo(
+        run_dir=run_dir,
+        plan=plan,
+        step=progress.step,
+        # A new run that starts from another run's checkpoint has none of that run's figures.
+        logged=progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0,
+        config=components.plain(job),
+        hyperparameters=banner.hyperparameters(job, world),
+    )
+    loggers = [logger.build(run) for logger in job.logger.values()]
+    latest: dict[str, float] = {}
+    for _, scalars in sinks.read_figures(run_dir.metrics, progress.step):
+        latest.update(scalars)
+    return Observers(sinks.Table(run_dir.table, plan, progress.step, latest), *loggers)
 
 
 def _samples(job: Job, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:

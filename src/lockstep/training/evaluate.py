@@ -14,6 +14,7 @@ from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.losses import SummedLoss
+from lockstep.metrics import NO_SCORES, NoScores
 
 # How many views of an image may be evaluated (`seen_from`).
 VIEWS = (1, 2, 6)
@@ -29,14 +30,15 @@ def evaluate(
     precision: Precision,
     world: World,
     views: int = 1,
+    scores: NoScores = NO_SCORES,
     between: Callable[[], None] = lambda: None,
 ) -> Mapping[str, float]:
     """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
-    averaged over `views` of an image (see `seen_from`). `between` is called after each block, equally often on every
-    rank, so it may contain a collective; it may raise.
+    averaged over `views` of an image (see `seen_from`), and given to `scores`. `between` is called after each block,
+    equally often on every rank, so it may contain a collective; it may raise.
 
     Raises:
         InputError: more images are broken than `dataset.skip` allows, or all of them.
@@ -57,8 +59,10 @@ def evaluate(
         summed += loss(logits, labels, labels)
         hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
+        scores.update(logits, labels)
         between()
     for _ in range(loader.eval_rounds_without):
+        scores.update_without()
         between()
     model.train(training)
     loss.train()

@@ -14,6 +14,7 @@ from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import micro_batch_search
 from lockstep.training.build_data import build_data, build_loader
@@ -66,6 +67,7 @@ def run(
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
     record.begin(job, progress)
     telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
+    checkpointer.on_saved = telemetry.observer.saved
     trainer = Trainer(
         world=world,
         plan=data.plan,
@@ -77,6 +79,7 @@ def run(
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,
+        scores=build_scores(job.metric, job.dataset.classes, job.dataset.class_names, world),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
@@ -89,10 +92,11 @@ def run(
     gpu_monitor.start()
     gpu: dict[str, float] = {}
     with (
-        closing(lambda: gpu.update(gpu_monitor.close()), telemetry.close, checkpointer.close),
+        closing(lambda: gpu.update(gpu_monitor.close()), checkpointer.close, telemetry.close),
         explaining(job, world, trainer, record),
     ):
         trainer.fit()
+        telemetry.outcome = "completed"
     figures = {**telemetry.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
     record.complete(job, progress, figures, skipped=loader.count_skipped())
 
@@ -117,6 +121,7 @@ def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> It
     try:
         yield
     except Stopped:
+        trainer.telemetry.outcome = "stopped"
         record.keep_progress(trainer.progress)
         raise
     except NumericalError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.losses import SummedLoss
+from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim.optimizers import gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, WindowState
@@ -62,6 +63,7 @@ class Trainer:
     schedule: Schedule
     loader: Loader
     pipeline: Pipeline
+    scores: NoScores
     checkpointer: Checkpointer
     telemetry: Telemetry
     stop: StopRequest
@@ -159,23 +161,22 @@ class Trainer:
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         with self.telemetry.pause():
-            scores = self._scores(self.network.model)
-            scalars = {
-                "loss/val": scores["loss"],
-                "acc/val_top1": scores["top1"],
-                "acc/val_top5": scores["top5"],
-            }
-            top1 = scores["top1"]
-            if self.network.ema is not None:
-                top1 = scalars["acc/val_ema_top1"] = self._scores(self.network.ema.module)["top1"]
+            ema = self.network.ema
+            model = self._evaluate(self.network.model, decides=ema is None)
+            scalars = {"loss/val": model["loss"], "acc/val_top1": model["top1"], "acc/val_top5": model["top5"]}
+            top1 = model["top1"]
+            if ema is not None:
+                top1 = scalars["acc/val_ema_top1"] = self._evaluate(ema.module, decides=True)["top1"]
+            scalars |= self.scores.compute()
             self.progress.score = top1
             improved = self.progress.best is None or top1 > self.progress.best
             if improved:
                 self.progress.best, self.progress.best_step = top1, step
-            self.telemetry.evaluated(step, scalars)
+            self.telemetry.evaluated(step, scalars, best=improved)
         return improved
 
-    def _scores(self, model: nn.Module) -> Any:
+    def _evaluate(self, model: nn.Module, *, decides: bool) -> Mapping[str, float]:
+        """Loss and accuracies of a model; the one that decides which checkpoint is the best has further scores."""
         # An evaluation changes no state, so a lone rank may stop anywhere in it.
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
@@ -186,6 +187,7 @@ class Trainer:
                 precision=self.precision,
                 world=self.world,
                 views=self.eval_views,
+                scores=self.scores if decides else NO_SCORES,
                 between=self.between,
             )
 

@@ -1,0 +1,225 @@
+"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.fields import ranged
+from lockstep.core.protocols import Metric, Score
+from lockstep.core.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torchmetrics
+
+__all__ = ["AUROC", "F1", "Accuracy", "AveragePrecision", "Calibration", "Kappa", "Matthews", "Precision", "Recall"]
+
+
+class Average(Enum):
+    """How the scores of the classes become one; with `none` they stay one for each class."""
+
+    macro = "macro"
+    weighted = "weighted"
+    micro = "micro"
+    none = "none"
+
+
+class ClassAverage(Enum):
+    """The same for scores that are defined for one class at a time."""
+
+    macro = "macro"
+    weighted = "weighted"
+    none = "none"
+
+
+def _make(name: str, **options: Any) -> torchmetrics.Metric:
+    from torchmetrics import classification  # takes a second to import
+
+    made: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes.
+
+    Fields:
+        average: `macro`, where all classes count alike, is the balanced accuracy.
+    """
+
+    average: Average = Average.macro
+    top_k: int = ranged(1, least=1, most=1_000_000)
+
+    def build(self, classes: int) -> Score:
+        return _make("Accuracy", num_classes=classes, average=self.average.value, top_k=min(self.top_k, classes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The share of the examples predicted to be of a class that are of it."""
+
+    average: Average = Average.macro
+
+    def build(self, classes: int) -> Score:
+        return _make("Precision", num_classes=classes, average=self.average.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """The share of the examples of a class that are predicted to be of it."""
+
+    average: Average = Average.macro
+
+    def build(self, classes: int) -> Score:
+        return _make("Recall", num_classes=classes, average=self.average.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class F1:
+    """The harmonic mean of precision and recall."""
+
+    average: Average = Average.macro
+
+    def build(self, classes: int) -> Score:
+        return _make("F1Score", num_classes=classes, average=self.average.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AUROC:
+    """The area under the ROC curve of each class against the others."""
+
+    average: ClassAverage = ClassAverage.macro
+
+    def build(self, classes: int) -> Score:
+        return _make("AUROC", num_classes=classes, average=self.average.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragePrecision:
+    """The area under the curve of precision over recall of each class."""
+
+    average: ClassAverage = ClassAverage.macro
+
+    def build(self, classes: int) -> Score:
+        return _make("AveragePrecision", num_classes=classes, average=self.average.value)
+
+
+class Norm(Enum):
+    """How the differences of the bins become one: their mean, their root mean square, or the largest."""
+
+    l1 = "l1"
+    l2 = "l2"
+    max = "max"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How far the probability of the predicted class is from the share that is right (Guo et al. 2017).
+
+    Fields:
+        bins: of probabilities.
+    """
+
+    bins: int = ranged(15, least=1, most=10_000)
+    norm: Norm = Norm.l1
+
+    def build(self, classes: int) -> Score:
+        return _make("CalibrationError", num_classes=classes, n_bins=self.bins, norm=self.norm.value)
+
+
+class KappaWeights(Enum):
+    """What a confusion of two classes counts by their distance."""
+
+    none = "none"
+    linear = "linear"
+    quadratic = "quadratic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kappa:
+    """Cohen's kappa: how much better than chance predictions and labels agree."""
+
+    weights: KappaWeights = KappaWeights.none
+
+    def build(self, classes: int) -> Score:
+        return _make("CohenKappa", num_classes=classes, weights=self.weights.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matthews:
+    """The correlation coefficient of Matthews, between predictions and labels."""
+
+    def build(self, classes: int) -> Score:
+        return _make("MatthewsCorrCoef", num_classes=classes)
+
+
+class NoScores:
+    """The metrics of an evaluation that has none."""
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Take a block of this rank: logits (b, classes) and labels, int64 (b,). Collective.
+
+        Broken images, whose labels are negative, do not count.
+        """
+
+    def update_without(self) -> None:
+        """Take part in a round in which this rank has no block. Collective."""
+
+    def compute(self) -> dict[str, float]:
+        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; the next evaluation begins anew."""
+        return {}
+
+
+NO_SCORES = NoScores()
+
+
+class Scores(NoScores):
+    """The metrics of an evaluation. They do not depend on the number of ranks.
+
+    In each round the ranks' blocks come to main, in the order of the split, and are counted there. So a score has the
+    bits that it has on one rank, whatever a metric keeps, and main holds one round at a time.
+    """
+
+    def __init__(self, scores: Mapping[str, Score], class_names: Sequence[str], world: World) -> None:
+        self.scores, self.class_names, self.world = scores, class_names, world
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        whole = labels >= 0
+        self._count(logits[whole].softmax(1).cpu(), labels[whole].cpu())
+
+    def update_without(self) -> None:
+        self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
+
+    def _count(self, probabilities: Tensor, labels: Tensor) -> None:
+        for block in self.world.gather_to_main((probabilities, labels)):
+            if len(block[1]):
+                for score in self.scores.values():
+                    score.update(*block)
+
+    def compute(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for name, score in self.scores.items():
+            value = torch.as_tensor(score.compute())
+            score.reset()
+            if value.ndim == 0:
+                figures[f"metric/{name}"] = value.item()
+            else:
+                pairs = zip(self.class_names, value.tolist(), strict=True)
+                figures |= {f"metric/{name}/{class_name}": one for class_name, one in pairs}
+        return figures
+
+
+def build_scores(metrics: Mapping[str, Metric], classes: int, class_names: Sequence[str], world: World) -> NoScores:
+    """What computes the metrics, given by name; classes without names are called by their labels."""
+    if not metrics:
+        return NO_SCORES
+    scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
+    for score in scores.values():
+        setattr(score, "sync_on_compute", False)  # torchmetrics would ask the other ranks, which have none
+    return Scores(scores, class_names or [str(label) for label in range(classes)], world)

@@ -1,0 +1,27 @@
+"""The loggers (`logger=`): where the figures of a run go. Any number of them may be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.core.observer import Observer, RunInfo
+from lockstep.telemetry import sinks
+from lockstep.telemetry.trackers import MLflow, WandB
+
+__all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONL:
+    """The file `metrics.jsonl` in the run folder."""
+
+    def build(self, run: RunInfo) -> Observer:
+        return sinks.JsonLines(run.run_dir.metrics, run.step, run.logged)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard:
+    """An event file in the run folder."""
+
+    def build(self, run: RunInfo) -> Observer:
+        return sinks.TensorBoard(run.folder, run.step, run.hyperparameters)

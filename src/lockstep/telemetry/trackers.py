@@ -1,0 +1,176 @@
+"""The experiment trackers W&B and MLflow as loggers. Both are extras: `pip install lockstep[wandb]`, `[mlflow]`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import ClassVar
+
+from filelock import FileLock
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import Text, pathname, ruled
+from lockstep.core.observer import Observer, Outcome, RunInfo
+from lockstep.core.safe_write import storing
+from lockstep.telemetry.sinks import read_figures
+
+PROJECT = "lockstep"
+EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
+
+
+def identifier(run: RunInfo) -> str:
+    """The same text for a run whenever it goes on, and another one for every other run."""
+    return hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
+
+
+class Mode(Enum):
+    offline = "offline"
+    online = "online"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB:
+    """Weights & Biases.
+
+    Fields:
+        project: that the run appears in.
+        entity: user or team; null is the account's own.
+        mode: `offline` writes files only, which `wandb sync` sends later; `online` sends them at once.
+    """
+
+    project: str = ruled(PROJECT, Text())
+    entity: str | None = ruled(None, Text())
+    mode: Mode = Mode.offline
+
+    package: ClassVar[str] = "wandb"
+
+    def build(self, run: RunInfo) -> Observer:
+        return WandBRun(self, run)
+
+
+class WandBRun(Observer):
+    """The run at W&B, with its files in `wandb` below `output_root`.
+
+    A run that goes on keeps its identifier. Offline it begins a folder anew with the steps that `metrics.jsonl` has:
+    W&B loses what it has not written when it is killed. So the newest folder is the whole run.
+    """
+
+    def __init__(self, logger: WandB, run: RunInfo) -> None:
+        import wandb
+
+        try:
+            self.run = wandb.init(
+                project=logger.project,
+                entity=logger.entity,
+                mode=logger.mode.value,
+                id=identifier(run),
+                name=run.name,
+                resume="allow",
+                dir=run.config["output_root"],  # not in the run folder: W&B makes links, which that must not have
+                config={**run.config, "hyperparameters": dict(run.hyperparameters)},
+                # Neither its messages nor a copy of what the terminal shows, of the repository or of the code.
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            )
+        except wandb.Error as error:
+            raise InputError(
+                f"logger.wandb: W&B cannot begin the run ({error}); use logger.wandb.mode=offline"
+            ) from error
+
+        if logger.mode is Mode.offline:
+            for step, scalars in read_figures(run.run_dir.metrics, run.step):
+                self.write(step, scalars)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.run.log(dict(scalars), step=step)
+
+    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.write(step, scalars)
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        if best:
+            self.run.summary.update({"best/step": step, **{f"best/{tag}": value for tag, value in scores.items()}})
+
+    def end(self, outcome: Outcome) -> None:
+        self.run.finish(exit_code=EXIT_CODES[outcome])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLflow:
+    """MLflow, in a database of this machine.
+
+    Fields:
+        experiment: that the run appears in.
+        folder: of the database and the artifacts; null is `mlflow` in `output_root`.
+    """
+
+    experiment: str = ruled(PROJECT, Text())
+    folder: str | None = pathname(None)
+
+    package: ClassVar[str] = "mlflow"
+
+    def build(self, run: RunInfo) -> Observer:
+        named = self.folder if self.folder is not None else Path(run.config["output_root"], "mlflow")
+        return MLflowRun(self.experiment, Path(named).expanduser().absolute(), run)
+
+
+class MLflowRun(Observer):
+    """The run at MLflow. Every figure is written once, however often the run is killed and goes on."""
+
+    def __init__(self, experiment: str, folder: Path, run: RunInfo) -> None:
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".lock"):  # two jobs must not both make the tables
+            self.client = MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
+            known = self.client.get_experiment_by_name(experiment)
+            place = (folder / "artifacts").as_uri()
+            number = known.experiment_id if known else self.client.create_experiment(experiment, place)
+            self.id = self._run(number, run)
+        self.last_steps = {
+            tag: max(point.step for point in self.client.get_metric_history(self.id, tag))
+            for tag in self.client.get_run(self.id).data.metrics
+        }
+
+    def _run(self, experiment: str, run: RunInfo) -> str:
+        """The run's identifier at MLflow, where it is made if this is its beginning."""
+        tag = identifier(run)
+        known = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{tag}'")
+        if known:
+            begun: str = known[0].info.run_id
+            self.client.set_terminated(begun, "RUNNING")
+            return begun
+        made: str = self.client.create_run(experiment, run_name=run.name, tags={"lockstep.run": tag}).info.run_id
+        for key, value in {"folder": run.folder, **run.hyperparameters}.items():
+            self.client.log_param(made, key, value)
+        return made
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = round(1000 * time.time())
+        points = [
+            Metric(tag, value, now, step)
+            for tag, value in scalars.items()
+            if step > self.last_steps.get(tag, -1) and math.isfinite(value)
+        ]
+        if points:
+            self.client.log_batch(self.id, metrics=points)
+
+    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.write(step, scalars)
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        if best:
+            self.client.set_tag(self.id, "best.step", step)
+
+    def end(self, outcome: Outcome) -> None:
+        status: Mapping[Outcome, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+        self.client.set_terminated(self.id, status[outcome])

@@ -1,0 +1,229 @@
+"""The loggers, by their real files, opened with what reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import built, command, records, train, train_here
+from lockstep.core.errors import InputError
+from lockstep.core.observer import Observer, Observers, Outcome, RunInfo
+from lockstep.job.resolve import resolve
+from lockstep.job.validate import check_job
+from lockstep.telemetry import loggers
+from processes import processes, wait_for
+
+SMALL = ("model=linear", "batch=300", "steps=12", "telemetry.interval=2", "train.eval_every=4", "device=cpu")
+
+
+class Told(Observer):
+    """Keeps all that it is told, and fails at a step."""
+
+    def __init__(self, run: RunInfo, fails_at: int = 0) -> None:
+        self.log: list[tuple[Any, ...]] = [("begins", run.step, run.plan.total_steps, run.folder)]
+        self.fails_at = fails_at
+
+    def write(self, step: int, scalars: Any) -> None:
+        self.log.append(("written", step, *scalars))
+
+    def evaluated(self, step: int, scores: Any, best: bool) -> None:
+        self.log.append(("evaluated", step, best))
+        if step == self.fails_at:
+            raise ZeroDivisionError("a logger's own error")
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        assert (checkpoint / "manifest.json").is_file()
+        self.log.append(("saved", step))
+
+    def end(self, outcome: Outcome) -> None:
+        self.log.append((outcome,))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """The observers that `logger=jsonl` makes, each `Told`; further ones do not fail."""
+    made: list[Told] = []
+
+    def build(self: loggers.JSONL, run: RunInfo) -> Observer:
+        made.append(Told(run, fails_at=8 if not made else 0))
+        return made[-1]
+
+    monkeypatch.setattr(loggers.JSONL, "build", build)
+    return made
+
+
+def events(observer: Told) -> list[tuple[Any, ...]]:
+    return [event for event in observer.log if event[0] != "written"]
+
+
+def test_an_observer_is_told_of_a_run_and_its_error_leaves_a_run_to_go_on_with(
+    tmp_path: Path, told: list[Told]
+) -> None:
+    words = (*SMALL, "logger=jsonl", "checkpoint.every=4")
+    with pytest.raises(ZeroDivisionError):
+        train_here(tmp_path / "run", *words)
+    train_here(tmp_path / "run", *words)
+    for observer, begun, evaluated, saved, outcome in (
+        (told[0], 0, [4, 8], [4], "failed"),
+        (told[1], 4, [8, 12], [8, 12], "completed"),
+    ):
+        first, *between, last = events(observer)
+        assert first == ("begins", begun, 12, tmp_path / "run")
+        assert [event[1] for event in between if event[0] == "evaluated"] == evaluated
+        assert [event[1] for event in between if event[0] == "saved"] == saved  # as soon as it is on the disk
+        assert last == (outcome,)
+
+
+def test_a_stopped_run_is_said_to_be_one(tmp_path: Path, told: list[Told]) -> None:
+    train_here(tmp_path / "run", *SMALL, "logger=jsonl", stop_at=3)
+    assert events(told[0])[-2:] == [("saved", 3), ("stopped",)]
+
+
+def test_each_observer_ends_even_if_one_of_them_fails() -> None:
+    ended: list[str] = []
+
+    class Ends(Observer):
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def end(self, outcome: Outcome) -> None:
+            ended.append(outcome)
+            if self.error:
+                raise self.error
+
+    with pytest.raises(ZeroDivisionError):
+        Observers(Ends(None), Ends(ZeroDivisionError()), Ends(None)).end("completed")
+    assert ended == ["completed"] * 3
+
+
+@pytest.mark.parametrize("chosen", ["[]", "jsonl", "tensorboard", "[jsonl,tensorboard]"])
+def test_a_run_has_the_files_of_its_loggers(tmp_path: Path, chosen: str) -> None:
+    run = train_here(tmp_path / "run", *SMALL, f"logger={chosen}").path
+    assert (run / "metrics.jsonl").exists() == ("jsonl" in chosen)
+    assert bool([*run.glob("events.out.tfevents.*")]) == ("tensorboard" in chosen)
+    assert len((run / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loggers.WandB, "package", "no_such_package")
+    with pytest.raises(InputError, match=r"logger=wandb needs the package no_such_package, .* pip install"):
+        check_job(resolve(built("logger=[jsonl,wandb]"), sweep=False))
+
+
+def stored_records(file: Path) -> Iterator[bytes]:
+    """The records of a `.wandb` file: LevelDB's log, in blocks of 32 KiB, behind a header of seven bytes.
+
+    A record is cut into fragments, each with its checksum, length, and type: whole, first, middle or last.
+    """
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        if 2**15 - at % 2**15 < 7 or kind == 0:  # the rest of a block
+            at += 2**15 - at % 2**15
+            continue
+        parts = (b"" if kind in (1, 2) else parts) + data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_one_run_at_wandb_with_every_figure(tmp_path: Path) -> None:
+    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+
+    run = tmp_path / "run"
+    job = (
+        *SMALL,
+        "logger=[jsonl,wandb]",
+        f"output_root={tmp_path / 'out'}",
+        f"hydra.run.dir={run}",
+        "checkpoint.every=4",
+    )
+    killed = (
+        "import os, sys; from lockstep.training.trainer import Trainer; log = Trainer.log\n"
+        "def kill(self, step, scalars): log(self, step, scalars); step == 6 and os._exit(9)\n"
+        "Trainer.log = kill\n"
+        "import lockstep; sys.argv[0] = 'train.py'; lockstep.main()"
+    )
+    assert command(sys.executable, "-c", killed, *job).code != 0
+    done = train(*job)
+    assert done.code == 0, done.err
+    assert not processes(run)
+
+    parts = (tmp_path / "out").glob("wandb/offline-run-*/*.wandb")
+    killed_part, whole = sorted(parts, key=lambda path: path.parent.name)
+    assert killed_part.name == whole.name  # the identifier
+    stored = [protocol.Record.FromString(data) for data in stored_records(whole)]
+    (begun,) = [record.run for record in stored if record.HasField("run")][:1]
+    assert (begun.project, begun.display_name) == ("lockstep", "run")
+    assert [record.exit.exit_code for record in stored if record.HasField("exit")] == [0]
+    steps: dict[int, dict[str, float]] = {}
+    for record in stored:
+        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        steps.setdefault(row.get("_step", 0), {}).update(row)
+    for line in records(run):
+        for tag, value in line.items():
+            if tag not in ("step", "time") and not tag.startswith("perf/"):
+                assert steps[line["step"]][tag] == value
+
+
+@pytest.mark.filterwarnings("ignore")  # MLflow's, of the libraries that it uses
+@pytest.mark.slow
+def test_mlflow_has_every_figure_of_a_stopped_run_once_and_shows_it(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    run = tmp_path / "out" / "run"
+    job = (*SMALL, "logger=[jsonl,mlflow]", f"output_root={tmp_path / 'out'}", "checkpoint.every=4")
+    train_here(run, *job, stop_at=7)
+    train_here(run, *job)
+    database = f"sqlite:///{tmp_path / 'out' / 'mlflow' / 'mlflow.db'}"
+    client = mlflow.MlflowClient(tracking_uri=database)
+    experiment = client.get_experiment_by_name("lockstep")
+    (stored,) = client.search_runs([experiment.experiment_id])
+    assert (stored.info.run_name, stored.info.status) == ("run", "FINISHED")
+    assert stored.data.params["model"] == "Linear()"
+    for tag in ("loss/train", "acc/val_top1"):
+        points = [(point.step, point.value) for point in client.get_metric_history(stored.info.run_id, tag)]
+        assert sorted(points) == [(line["step"], line[tag]) for line in records(run) if tag in line]
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ("server", "--backend-store-uri", database, "--port", str(port), "--workers", "1")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", *words], stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        page = f"http://127.0.0.1:{port}"
+        wait_for(lambda: answers(f"{page}/health"))
+        body = json.dumps({"experiment_ids": [experiment.experiment_id]}).encode()
+        asked = urllib.request.Request(
+            f"{page}/ajax-api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked) as response:
+            (shown,) = json.load(response)["runs"]
+        latest = {metric["key"]: metric["value"] for metric in shown["data"]["metrics"]}
+        assert latest["acc/val_top1"] == records(run)[-1]["acc/val_top1"]
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
