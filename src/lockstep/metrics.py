@@ -221,5 +221,6 @@ def build_scores(metrics: Mapping[str, Metric], classes: int, class_names: Seque
         return NO_SCORES
     scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
     for score in scores.values():
-        setattr(score, "sync_on_compute", False)  # torchmetrics would ask the other ranks, which have none
+        # torchmetrics would wait for the other ranks, which have none.
+        score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
     return Scores(scores, class_names or [str(label) for label in range(classes)], world)
