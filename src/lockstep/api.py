@@ -1,19 +1,22 @@
-"""What other programs call: `lockstep.main`, `lockstep.train` and `lockstep.option`."""
+"""What other programs call: `lockstep.main`, `lockstep.train`, `lockstep.compose` and `lockstep.option`."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.observer import Observer, RunInfo
 from lockstep.runtime import signals
 
-__all__ = ["InputError", "LockstepError", "Result", "main", "option", "train"]
+if TYPE_CHECKING:
+    from lockstep.training.parts import Parts
+
+__all__ = ["InputError", "LockstepError", "Observer", "Result", "RunInfo", "compose", "main", "option", "train"]
 
 
 def main(extensions: Sequence[str] = ()) -> None:
@@ -36,7 +39,7 @@ class Result:
         folder: of the run.
         objective: the best validation top-1 in percent.
         summary: what `summary.json` says.
-        metrics: the lines of `metrics.jsonl`: scalars by tag, with their `step`.
+        metrics: the lines of `metrics.jsonl`, if that is among the loggers: scalars by tag, with their `step`.
         weights: the best weights, a safetensors file.
     """
 
@@ -66,6 +69,7 @@ def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> R
     from lockstep.job.launch import launch
     from lockstep.job.prepare import prepare
     from lockstep.job.run_folder import job_lock
+    from lockstep.telemetry.sinks import read_figures
 
     words = tuple(overrides)
     known.use(extensions)
@@ -81,6 +85,35 @@ def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> R
         folder=run_dir.path,
         objective=objective,
         summary=run_dir.read_summary(),
-        metrics=[json.loads(line) for line in run_dir.metrics.read_text().splitlines()],
+        metrics=[{"step": step, **scalars} for step, scalars in read_figures(run_dir.metrics)],
         weights=run_dir.weights,
     )
+
+
+def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> Parts:
+    """The parts of a job for a loop of your own: its data, model, optimizer, schedule and loss, on one device.
+
+    No run folder is made and nothing is written.
+
+    Args:
+        overrides: as behind `lockstep train`.
+        extensions: names of packages, as they are imported, that need not be installed.
+
+    Raises:
+        InputError: the job does not fit, or is one of several ranks.
+    """
+    from lockstep.config import components, composition
+    from lockstep.config import extensions as known
+    from lockstep.job.resolve import resolve
+    from lockstep.job.validate import check_job
+    from lockstep.training.parts import build_parts
+
+    known.use(extensions)
+    job = resolve(components.build_job(composition.composed(list(overrides))), sweep=False)
+    if int(job.launcher.ranks) > 1:
+        raise InputError(
+            f"launcher.ranks is {job.launcher.ranks}, but a loop of your own has one rank; use launcher.ranks=1, or "
+            "lockstep.train"
+        )
+    check_job(job)
+    return build_parts(job)

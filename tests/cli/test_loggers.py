@@ -18,10 +18,11 @@ import pytest
 
 from helpers import built, command, records, train, train_here
 from lockstep.core.errors import InputError
-from lockstep.core.observer import Observer, Observers, Outcome, RunInfo
+from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.job.resolve import resolve
 from lockstep.job.validate import check_job
 from lockstep.telemetry import loggers
+from lockstep.telemetry.observers import Observers
 from processes import processes, wait_for
 
 SMALL = ("model=linear", "batch=300", "steps=12", "telemetry.interval=2", "train.eval_every=4", "device=cpu")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.core.closing import closing
-from lockstep.core.plan import Plan
-from lockstep.core.run_dir import RunDir
+if TYPE_CHECKING:  # importing the package has to be fast
+    from lockstep.core.plan import Plan
+    from lockstep.core.run_dir import RunDir
 
 Outcome = Literal["completed", "stopped", "failed"]
 
@@ -68,40 +67,3 @@ class Observer:
 
     def end(self, outcome: Outcome) -> None:
         """The run ends, and nothing follows. A `stopped` one can go on."""
-
-
-class Observers(Observer):
-    """Several observers as one. Only one thread is let in at a time: samples of the GPUs come from their own."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self.observers = observers
-        self.lock = threading.RLock()
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.write(step, scalars)
-
-    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.write_gpu(step, scalars)
-
-    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.evaluated(step, scores, best)
-
-    def saved(self, step: int, checkpoint: Path) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.saved(step, checkpoint)
-
-    def flush(self) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.flush()
-
-    def end(self, outcome: Outcome) -> None:
-        with self.lock, closing(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):
-            pass

@@ -162,7 +162,7 @@ COLUMNS = {
 }
 
 
-def read_figures(path: Path, until: int) -> Iterator[tuple[int, dict[str, float]]]:
+def read_figures(path: Path, until: float = math.inf) -> Iterator[tuple[int, dict[str, float]]]:
     """The steps up to `until` in a `metrics.jsonl`, if there is one, with their scalars that are finite."""
     for line in read_lines(path) if path.exists() else ():
         try:

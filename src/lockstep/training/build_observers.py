@@ -8,13 +8,14 @@ import math
 from lockstep import checkpoint
 from lockstep.config import components
 from lockstep.config.schema import Job
-from lockstep.core.observer import Observer, Observers, RunInfo
+from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
 from lockstep.telemetry.gpu import NoMonitor, monitor, watched_gpus
+from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.training import banner
 from lockstep.training.network import Network

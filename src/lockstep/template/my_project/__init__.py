@@ -1,5 +1,5 @@
 """What this project adds to Lockstep. Importing it declares its options."""
 
-from my_project import data, model
+from my_project import data, loss, model
 
-__all__ = ["data", "model"]
+__all__ = ["data", "loss", "model"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from my_project.data import Stripes
+from my_project.loss import Poly
 from my_project.model import SmallConv
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +29,12 @@ def test_the_data_set_is_the_same_at_each_call() -> None:
     one, other = (Stripes(examples=8).read(train=True) for _ in range(2))
     assert one[0].equal(other[0])
     assert one[1].equal(other[1])
+
+
+def test_the_loss_of_a_certain_prediction_is_zero() -> None:
+    labels = torch.tensor([0, 1])
+    loss = Poly().build(classes=2, labels=labels)
+    assert torch.allclose(loss(torch.tensor([[99.0, 0.0], [0.0, 99.0]]), labels), torch.zeros(2))
 
 
 def test_the_experiment_learns(tmp_path: Path) -> None:

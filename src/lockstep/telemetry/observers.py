@@ -1,0 +1,47 @@
+"""Several observers of a run as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.core.closing import closing
+from lockstep.core.observer import Observer, Outcome
+
+
+class Observers(Observer):
+    """Several observers as one. Only one thread is let in at a time: samples of the GPUs come from their own."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+        self.lock = threading.RLock()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        with self.lock:
+            for observer in self.observers:
+                observer.write(step, scalars)
+
+    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
+        with self.lock:
+            for observer in self.observers:
+                observer.write_gpu(step, scalars)
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        with self.lock:
+            for observer in self.observers:
+                observer.evaluated(step, scores, best)
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        with self.lock:
+            for observer in self.observers:
+                observer.saved(step, checkpoint)
+
+    def flush(self) -> None:
+        with self.lock:
+            for observer in self.observers:
+                observer.flush()
+
+    def end(self, outcome: Outcome) -> None:
+        with self.lock, closing(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):
+            pass

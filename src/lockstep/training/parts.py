@@ -1,0 +1,83 @@
+"""The parts of a job for a loop that somebody else writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.schema import Job
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.data.loading.shards import Loader
+from lockstep.data.pipeline import Pipeline
+from lockstep.losses import SummedLoss
+from lockstep.optim.optimizers import set_learning_rate
+from lockstep.training.build_data import build_data, build_loader
+from lockstep.training.build_loss import build_loss
+from lockstep.training.build_model import build_network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A job in parts, on one device.
+
+    Fields:
+        job: with all that was `auto` decided.
+        plan: in steps.
+        model: on the device.
+        optimizer: of the model's parameters, at the base learning rate.
+        criterion: logits (b, classes) and targets to the loss of each example, (b,).
+    """
+
+    job: Job
+    plan: Plan
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    criterion: nn.Module
+    loader: Loader
+    pipeline: Pipeline
+
+    def batches(self, after: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The global batches of the steps after step `after`: the step, images and targets, on the device.
+
+        They are those of `lockstep train`, in its order and with its augmentation: float images (b, C, H, W), and
+        labels (b,), or shares of the classes (b, classes) under Mixup and CutMix.
+        """
+        for shard in self.pipeline.train(self.loader.train(after=after)):
+            images, targets = self.pipeline.mixed(shard)
+            yield shard.step, images, targets
+
+    def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""
+        for images, labels in self.loader.eval():
+            yield self.pipeline.eval(images).to(self.pipeline.dtype), labels
+
+    def set_learning_rate(self, step: int) -> None:
+        """Give the optimizer its learning rates for a step, counted from 1."""
+        set_learning_rate(self.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
+
+
+def build_parts(job: Job) -> Parts:
+    """The parts of a resolved job.
+
+    Raises:
+        InputError: the data or the model do not fit.
+    """
+    world = World.solo("cuda:0" if job.device == "cuda" else job.device)
+    torch.manual_seed(job.seed)
+    job.precision.configure()
+    job, data = build_data(job, world)
+    network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
+    loss: SummedLoss = build_loss(job, data, world)
+    return Parts(
+        job=job,
+        plan=data.plan,
+        model=network.model,
+        optimizer=network.optimizer,
+        criterion=loss.loss,
+        loader=build_loader(job, data, world),
+        pipeline=data.pipeline,
+    )
