@@ -50,13 +50,14 @@ class Result:
     weights: Path
 
 
-def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> Result:
+def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions: Sequence[str] = ()) -> Result:
     """Train one job from a script or a notebook, and wait for its end.
 
     The same as the command line: it may have several ranks, and `resume=RUN_FOLDER` goes on with a run.
 
     Args:
         overrides: as behind `lockstep train`: `["model=resnet18", "epochs=3"]`.
+        ranks: how many processes train together: `ranks=2` is the override `launcher.ranks=2`.
         extensions: names of packages, as they are imported, that need not be installed.
 
     Raises:
@@ -71,7 +72,7 @@ def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> R
     from lockstep.job.run_folder import job_lock
     from lockstep.telemetry.sinks import read_figures
 
-    words = tuple(overrides)
+    words = (*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else []))
     known.use(extensions)
     command = shlex.join(["lockstep", "train", *words])
     invocation = Invocation(overrides=words, command=command, sweep=False, number=0, folder=None, hydra="{}\n")

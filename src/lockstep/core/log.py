@@ -38,7 +38,8 @@ class LineFormatter(logging.Formatter):
         return escaped(super().format(record))
 
 
-console = Terminal(highlight=False, file=cast(IO[str], Shown()))
+# In a notebook too it prints lines, where rich would show a picture of each.
+console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], Shown()))
 
 
 class LogFile(logging.FileHandler):

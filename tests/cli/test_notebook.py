@@ -1,0 +1,83 @@
+"""The notebook of the documentation, executed by a real kernel, and a cell that is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the kernel's, of the libraries that it uses
+
+ROOT = Path(__file__).parents[2]
+LONG = """
+import lockstep
+try:
+    lockstep.train(["epochs=1000", "device=cpu", "hydra.run.dir=run"])
+except lockstep.LockstepError as error:
+    print("ended:", error)
+"""
+RESUMED = "import lockstep; print(lockstep.train(['resume=run', f'steps={STEPS}']).summary['status'])"
+
+
+def client(notebook: Any, folder: Path) -> NotebookClient:
+    """A client whose kernel is an interpreter of these tests."""
+    manager = AsyncKernelManager(kernel_cmd=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+    return NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(folder)}})
+
+
+@pytest.fixture(autouse=True)
+def _as_outside_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that finds itself in a test does not show what its processes print."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+
+
+def printed(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+def results(notebook: Any) -> list[str]:
+    """The values of the cells' last lines."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    return [output["data"]["text/plain"] for output in outputs if output["output_type"] == "execute_result"]
+
+
+def test_the_notebook_of_the_documentation_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    client(notebook, tmp_path).execute()
+    one, two, difference, longer, parts = results(notebook)
+    assert one == two
+    assert float(difference) < 1e-12
+    assert longer.startswith("(69, ")
+    assert parts == "(torch.Size([64, 10]), 460)"
+    for cell in notebook.cells[1:4:2]:  # progress is shown, of one rank and of two
+        assert "done in" in printed(cell)
+
+
+def test_an_interrupted_cell_saves_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LONG)])
+    kernel = client(notebook, tmp_path)
+
+    async def interrupted() -> str:
+        async with kernel.async_setup_kernel():
+            cell = asyncio.create_task(kernel.async_execute_cell(notebook.cells[0], 0))
+            while "epoch" not in printed(notebook.cells[0]).partition("seed")[2] and not cell.done():
+                await asyncio.sleep(0.1)
+            await kernel.km.interrupt_kernel()
+            await cell
+            step = int(printed(notebook.cells[0]).partition("stopped at step ")[2].split()[0])
+            source = RESUMED.replace("{STEPS}", str(step + 5))
+            notebook.cells.append(nbformat.v4.new_code_cell(source))
+            return printed(await kernel.async_execute_cell(notebook.cells[1], 1))
+
+    try:
+        assert asyncio.run(interrupted()).rstrip().endswith("completed")
+    except CellExecutionError as error:
+        pytest.fail(str(error))
+    assert "ended: stopped at step" in printed(notebook.cells[0])
