@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep.config import extensions, yaml_io
+from lockstep.config import extensions
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import fields
@@ -124,6 +124,8 @@ def load_job(path: Path) -> Job:
     Raises:
         InputError: the file is missing, or does not describe one.
     """
+    from lockstep.config import yaml_io  # not needed to compose, and --cfg job is to be fast
+
     return build_job(yaml_io.load(path))
 
 

@@ -21,9 +21,11 @@ import hydra.conf
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -53,6 +55,18 @@ FREE: tuple[Key, ...] = (
 )
 # Written by Hydra itself while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
+# The configs of Hydra's own that a job is composed with, and the packages they are put at, in their order.
+HYDRAS = [
+    ("hydra/output/default", "hydra"),
+    ("hydra/launcher/basic", "hydra.launcher"),
+    ("hydra/sweeper/basic", "hydra.sweeper"),
+    ("hydra/help/default", "hydra.help"),
+    ("hydra/hydra_help/default", "hydra.hydra_help"),
+    ("hydra/hydra_logging/none", "hydra.hydra_logging"),
+    ("hydra/job_logging/none", "hydra.job_logging"),
+    ("hydra/env/default", "hydra.env"),
+    ("hydra/config", "hydra"),
+]
 # What Hydra makes objects from. The first three can only hold code, so not even the command line may set them.
 LOGGING = ("job_logging", "hydra_logging")
 CLOSED = ("callbacks", *LOGGING)
@@ -73,8 +87,16 @@ def is_of_hydra(override: str) -> bool:
     Raises:
         OverrideParseException: it is not an override.
     """
-    parsed = OverridesParser.create().parse_override(override)
+    return _is_of_hydra(OverridesParser.create().parse_override(override))
+
+
+def _is_of_hydra(parsed: Override) -> bool:
     return any(str(each or "").lstrip(":").startswith("hydra") for each in (parsed.key_or_group, parsed.package))
+
+
+def _key(parsed: Override) -> Key:
+    """The key below `hydra` of an override; empty if it is a group."""
+    return tuple(parsed.key_or_group.split("."))[1:]
 
 
 def _refuse_rerun(file_path: str, overrides: list[str]) -> None:
@@ -98,6 +120,8 @@ class CheckedLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
+        self._hydras: list[tuple[str | None, str | None]] = []
+        self._of_files: list[tuple[Key, Any]] = []
         try:
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
@@ -113,6 +137,17 @@ class CheckedLoader(ConfigLoaderImpl):
             ) from error
         self._check(composed, overrides)
         return composed
+
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
+        """Note what each config has below `hydra`."""
+        loaded = super()._load_single_config(default, repo)
+        if loaded.provider == "hydra":
+            self._hydras.append((default.config_path, default.package))
+        else:
+            plain = OmegaConf.to_container(loaded.config, resolve=False)
+            if isinstance(plain, dict) and "hydra" in plain:
+                self._of_files.extend(leaves(plain["hydra"]))
+        return loaded
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         for override in OverridesParser.create().parse_overrides(sweep_overrides):
@@ -137,13 +172,18 @@ class CheckedLoader(ConfigLoaderImpl):
     def _check(self, composed: DictConfig, overrides: list[str]) -> None:
         """Compare the values below `hydra` with those that Hydra has without the user's files.
 
+        Where the files and the command line set nothing but what every config file may, there is nothing to compare.
+
         Raises:
             InputError: a config file sets a value that it may not.
         """
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        of_words = (leaf for each in parsed if _is_of_hydra(each) for leaf in leaves(each.value(), _key(each)))
+        if self._hydras == HYDRAS and all(_may_set(*leaf) for leaf in (*self._of_files, *of_words)):
+            return
+        asked = [each for each in parsed if each.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        asked = [each for each in parsed if each.is_hydra_override()]
         choices = tuple(_chosen_logging(dict(values), asked)) + tuple(_checked(asked))
         sources = ((each.provider, each.path) for each in self.config_search_path.get_path())
         own = _without_files(tuple(each for each in sources if not _of_user(each[0])), choices)
@@ -151,8 +191,8 @@ class CheckedLoader(ConfigLoaderImpl):
         lines = {name: [each.input_line for each in of] for name, of in lists.items()}
         own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
         for key, value in values:
-            same = any(key in allowed and allowed[key] == value for allowed in (own, OURS))
-            if not same and (names_code(key, value) or not (is_free(key) or _below(key, WRITTEN))):
+            same = key in own and own[key] == value
+            if not (same or _may_set(key, value) or (_below(key, WRITTEN) and not names_code(key, value))):
                 raise InputError(
                     f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
@@ -186,6 +226,11 @@ def shortened(value: object) -> str:
     """A value for use in a sentence."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _may_set(key: Key, value: object) -> bool:
+    """Whether any config file may set this key to this value."""
+    return (key in OURS and OURS[key] == value) or (is_free(key) and not names_code(key, value))
 
 
 def is_free(key: Key) -> bool:
@@ -229,7 +274,7 @@ def _checked(asked: Iterable[Override]) -> Iterator[str]:
         InputError: it names code.
     """
     for each in asked:
-        key = tuple(each.key_or_group.split("."))[1:]
+        key = _key(each)
         if each.is_delete() or is_free(key):
             continue
         if not key:  # a group: the name of an option, not the path of a file
