@@ -30,6 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.messages import shown_message
 from lockstep.core.errors import InputError
 
 Key = tuple[str, ...]
@@ -132,8 +133,8 @@ class CheckedLoader(ConfigLoaderImpl):
             raise InputError(f"hydra.job.env_copy names {error}, which is no variable here; leave it out") from error
         except (AssertionError, AttributeError, TypeError, RecursionError) as error:
             raise InputError(
-                f"the config cannot be composed ({type(error).__name__}: {' '.join(str(error).split())}); an "
-                "override or a config file has a value below a key that takes none"
+                f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error))}); "
+                "an override or a config file has a value below a key that takes none"
             ) from error
         self._check(composed, overrides)
         return composed

@@ -107,16 +107,16 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
 
 def unreadable(error: Exception) -> InputError:
     """The error for a value of the command line or of a config file that cannot be composed."""
-    why = " ".join(str(error).split()) or "no reason given"
     return InputError(
-        f"the config cannot be composed ({type(error).__name__}: {shown_message(why)}); look at the values that are "
-        "not the defaults; HYDRA_FULL_ERROR=1 shows where"
+        f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error)) or 'no reason given'}); "
+        "look at the values that are not the defaults; HYDRA_FULL_ERROR=1 shows where"
     )
 
 
 def shown_message(text: str) -> str:
-    """A library's message, cut if it is long."""
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    """A library's message in one line, cut if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def _no_such_file(path: str, options: list[str]) -> str:
