@@ -6,7 +6,7 @@ Imports no torch, which takes seconds: a folder in use by another job is refused
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
 
     Hydra makes the folder that the command names before the job is checked. If the job is refused, it is removed.
     """
-    with Lock() as lock:
+    with closing(Lock()) as lock:
         try:
             yield lock
         except (InputError, SystemExit):
-            lock.release()
+            lock.close()
             if invocation.folder is not None and not invocation.sweep:
                 with suppress(OSError):  # not empty: it was there before
                     invocation.folder.rmdir()
