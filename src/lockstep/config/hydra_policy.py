@@ -92,7 +92,7 @@ def is_of_hydra(override: str) -> bool:
 
 
 def _is_of_hydra(parsed: Override) -> bool:
-    return any(str(each or "").lstrip(":").startswith("hydra") for each in (parsed.key_or_group, parsed.package))
+    return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
 
 
 def _key(parsed: Override) -> Key:
@@ -179,17 +179,20 @@ class CheckedLoader(ConfigLoaderImpl):
             InputError: a config file sets a value that it may not.
         """
         parsed = OverridesParser.create().parse_overrides(overrides)
-        of_words = (leaf for each in parsed if _is_of_hydra(each) for leaf in leaves(each.value(), _key(each)))
+        of_words = (
+            leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
+        )
         if self._hydras == HYDRAS and all(_may_set(*leaf) for leaf in (*self._of_files, *of_words)):
             return
-        asked = [each for each in parsed if each.is_hydra_override()]
+        hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
-        choices = tuple(_chosen_logging(dict(values), asked)) + tuple(_checked(asked))
-        sources = ((each.provider, each.path) for each in self.config_search_path.get_path())
-        own = _without_files(tuple(each for each in sources if not _of_user(each[0])), choices)
-        lists = {"hydra": asked, "task": [each for each in parsed if not each.is_hydra_override()]}
-        lines = {name: [each.input_line for each in of] for name, of in lists.items()}
+        choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_checked(hydra_overrides))
+        sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
+        own = _without_files(tuple(source for source in sources if not _of_user(source[0])), choices)
+        lines: dict[str, list[str | None]] = {"hydra": [], "task": []}
+        for override in parsed:
+            lines["hydra" if override.is_hydra_override() else "task"].append(override.input_line)
         own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
         for key, value in values:
             same = key in own and own[key] == value
@@ -250,47 +253,47 @@ def _of_user(provider: str) -> bool:
 
 def _check_folders(search_path: ConfigSearchPath) -> None:
     """Refuse a source of the user that is not a folder: a Python package would be imported to be read."""
-    for each in search_path.get_path():
-        scheme, named, _ = each.path.partition("://")
-        if _of_user(each.provider) and named and scheme != "file":
+    for source in search_path.get_path():
+        scheme, named, _ = source.path.partition("://")
+        if _of_user(source.provider) and named and scheme != "file":
             raise InputError(
-                f"the search path for configs has {each.path!r}, which would import code; expected a folder: "
+                f"the search path for configs has {source.path!r}, which would import code; expected a folder: "
                 "hydra.searchpath=[FOLDER] or --config-dir FOLDER"
             )
 
 
-def _chosen_logging(values: Mapping[Key, Any], asked: Iterable[Override]) -> Iterator[str]:
+def _chosen_logging(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
     """Overrides for the logging configs of Hydra's own that a file chose, unless the command line chooses others."""
     for group in LOGGING:
-        own = {each.stem for each in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
+        own = {file.stem for file in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
         choice = values.get(("runtime", "choices", f"hydra/{group}"))
-        if choice in own and not any(each.key_or_group == f"hydra/{group}" for each in asked):
+        if choice in own and not any(override.key_or_group == f"hydra/{group}" for override in overrides):
             yield f"hydra/{group}={choice}"
 
 
-def _checked(asked: Iterable[Override]) -> Iterator[str]:
+def _checked(overrides: Iterable[Override]) -> Iterator[str]:
     """The overrides of the command line that a config file may not make.
 
     Raises:
         InputError: it names code.
     """
-    for each in asked:
-        key = _key(each)
-        if each.is_delete() or is_free(key):
+    for override in overrides:
+        key = _key(override)
+        if override.is_delete() or is_free(key):
             continue
         if not key:  # a group: the name of an option, not the path of a file
-            fits = re.fullmatch(r"[\w\s.,\[\]-]*", each.get_value_element_as_str()) is not None
+            fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
         elif key[0] in MADE:
-            given = leaves(each.value(), key)
+            given = leaves(override.value(), key)
             fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
         else:
             fits = True
         if not fits:
             raise InputError(
-                f"{each.input_line!r} names code for Hydra to run; leave it out, or choose an installed plugin by "
-                "its name: hydra/launcher=NAME"
+                f"{override.input_line!r} names code for Hydra to run; leave it out, or choose an installed plugin "
+                "by its name: hydra/launcher=NAME"
             )
-        yield str(each.input_line)
+        yield str(override.input_line)
 
 
 @functools.lru_cache(maxsize=16)

@@ -96,5 +96,6 @@ def escaped(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
     )
