@@ -7,5 +7,7 @@ from lockstep.runtime import signals
 if __name__ == "__main__":
     signals.begin(says=signals.STOPPED_EARLY)  # before the imports, which take a while
     from lockstep.cli.train import main
+    from lockstep.runtime import program
 
     main()
+    program.finish()

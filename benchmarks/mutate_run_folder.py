@@ -29,7 +29,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def stopped_halfway(folder: Path) -> None:
     overrides = (*JOB, f"output_root={folder.parent}")
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()
-    with Lock() as lock:
+    with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
         with suppress(Stopped), prepare.prepare(job, called, lock) as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))

@@ -334,6 +334,7 @@ def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> No
         "epochs: " + "9" * 5000,
         "epochs: 0x" + "f" * 5000,
         "name: " + "[" * 3000 + "]" * 3000,
+        "name:  " + "[" * 200_000 + "]" * 200_000,
         "train: {clip_norm: " + "9" * 400 + "}",
         "optimizer: {lr: .nan}",
         "model: {width: 0x" + "f" * 300 + "}",

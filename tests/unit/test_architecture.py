@@ -204,6 +204,7 @@ def test_what_composing_a_config_needs_does_not_import_torch(name: str) -> None:
 READS: dict[str, str] = {
     "core.safe_read": "is the reader",
     "core.safe_write": "opens what it has the disk hold, and reads nothing of it",
+    "config.extensions": "what pip has installed",
     "config.composition": "the help's text, which is part of the program",
     "config.timm_names": "timm's own source",
     "runtime.host": "the kernel's /proc",

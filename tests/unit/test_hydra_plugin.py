@@ -10,14 +10,14 @@ from hydra.errors import MissingConfigException
 from hydra.plugins.config_source import ConfigLoadError
 
 from helpers import ROOT, composed
-from hydra_plugins.lockstep.timm_models import TimmConfigSource
+from hydra_plugins.lockstep.named_options import TimmModels
 from lockstep.config import components
 from lockstep.models import Timm
 
 
 @pytest.fixture
-def source() -> TimmConfigSource:
-    return TimmConfigSource(provider="timm", path="timm://")
+def source() -> TimmModels:
+    return TimmModels(provider="timm", path="timm://")
 
 
 @pytest.mark.parametrize("name", ["resnet50d", "resnet50d.ra2_in1k", "vit_tiny_patch16_224"])
@@ -51,7 +51,7 @@ def test_files_and_names_are_listed_together_for_completion() -> None:
     assert len(options) == len(set(options))
 
 
-def test_the_source_lists_names_for_the_model_group_only(source: TimmConfigSource) -> None:
+def test_the_source_lists_names_for_the_model_group_only(source: TimmModels) -> None:
     assert "resnet50d" in source.list("model", ObjectType.CONFIG)
     assert source.list("model", ObjectType.GROUP) == []
     assert source.list("", ObjectType.GROUP) == ["model"]
@@ -60,7 +60,7 @@ def test_the_source_lists_names_for_the_model_group_only(source: TimmConfigSourc
     assert not source.is_group("dataset")
 
 
-def test_the_source_answers_for_models_only(source: TimmConfigSource) -> None:
+def test_the_source_answers_for_models_only(source: TimmModels) -> None:
     assert source.is_config("model/resnet50d")
     assert source.is_config("model/resnet50d.yaml")
     assert not source.is_config("dataset/resnet50d")

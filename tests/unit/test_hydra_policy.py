@@ -134,3 +134,17 @@ def test_the_command_line_names_no_code_and_breaks_no_hydra(word: str) -> None:
     with pytest.raises((InputError, HydraException)) as raised:
         composed(word)
     assert isinstance(messages.translate(raised.value), InputError)
+
+
+@pytest.mark.parametrize("words", [[], ["hydra.run.dir=here", "epochs=3"]])
+def test_what_every_file_may_set_is_composed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hydra_policy, "_without_files", None)
+    composed(*words)
+
+
+def test_the_configs_of_hydra_in_a_job_are_as_hydra_alone_composes_them() -> None:
+    words = tuple(f"hydra/{group}=none" for group in hydra_policy.LOGGING)
+    alone = hydra_policy._without_files((("hydra", "pkg://hydra.conf"), ("schema", "structured://")), words)
+    named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRAS} - {("hydra", "config")}
+    chosen = {key[-1]: value for key, value in alone.items() if key[:2] == ("runtime", "choices")}
+    assert named == {item for item in chosen.items() if item[1] is not None}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_second_holder_is_refused_with_the_first_ones_name_and_changes_nothing(path: Path) -> None:
-    with Lock() as first:
+    with closing(Lock()) as first:
         first.take(path)
         first.take(path)
         before = path.read_bytes(), path.stat()
@@ -33,7 +34,7 @@ def test_a_second_holder_is_refused_with_the_first_ones_name_and_changes_nothing
 
 def test_a_lock_that_was_let_go_of_is_free(path: Path) -> None:
     for _ in range(3):
-        with Lock() as lock:
+        with closing(Lock()) as lock:
             lock.take(path)
 
 
@@ -43,7 +44,7 @@ def test_there_is_never_more_than_one_holder_while_others_come_and_go(path: Path
 
     def come_and_go(number: int) -> None:
         for _ in range(100):
-            with Lock() as lock:
+            with closing(Lock()) as lock:
                 try:
                     lock.take(path)
                 except InputError:
@@ -61,7 +62,7 @@ def test_there_is_never_more_than_one_holder_while_others_come_and_go(path: Path
 @pytest.mark.parametrize("content", ["", "{}", "3", '{"pid": 1, "host": "gone", "since": "1970"}', "\0" * 9])
 def test_a_file_that_nobody_holds_is_taken_over(path: Path, content: str) -> None:
     path.write_text(content)
-    with Lock() as lock:
+    with closing(Lock()) as lock:
         lock.take(path)
         assert f'"pid": {os.getpid()}' in path.read_text()
 
@@ -94,7 +95,7 @@ def test_a_holder_that_is_killed_leaves_the_lock_free_although_its_child_lives_o
         holder.kill()
         holder.wait()
         os.kill(child, 0)
-        with Lock() as lock:
+        with closing(Lock()) as lock:
             lock.take(path)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -18,6 +18,9 @@ def main() -> None:
         train()
     else:
         run(arguments())
+    from lockstep.runtime import program
+
+    program.finish()
 
 
 def train() -> None:

@@ -42,8 +42,8 @@ def pack(source: str, target: str, *, size: int, skip: int) -> None:
         for theirs, ours in WORDS.items():
             sentence = sentence.replace(theirs, ours)
         raise InputError(sentence) from error
-    for each in broken:
-        log.warn(f"{each.what}: left out")
+    for image in broken:
+        log.warn(f"{image.what}: left out")
     gigabytes = images * math.prod(folder.image_shape) / 1e9
     log.say(
         f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with dataset=packed dataset.path={target}"
@@ -57,7 +57,7 @@ def check(target: str) -> None:
         InputError: it is not what was packed.
     """
     folder = Path(target).absolute()
-    size = sum(each.stat().st_size for each in folder.glob("*.*") if each.is_file())
+    size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
     with _bar() as bar:
         task = bar.add_task("checking", total=size)
         packing.check(folder, lambda n: bar.advance(task, n))

@@ -93,8 +93,8 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     failed = []
     for case in planned:
         log.console.print(f"  {case.name}", soft_wrap=True)
-        found = outcomes[case.name] = _run(case, folder / case.name.replace(" ", "-"), [*overrides, *common], steps)
-        row, same = compare(case, found, outcomes[case.reference])
+        outcome = outcomes[case.name] = _run(case, folder / case.name.replace(" ", "-"), [*overrides, *common], steps)
+        row, same = compare(case, outcome, outcomes[case.reference])
         table.add_row(
             case.name, "" if case.reference == case.name else case.reference, *row, "pass" if same else "FAIL"
         )
@@ -129,22 +129,22 @@ def cases(sizes: list[int], *, micro_batches: int | None) -> list[Case]:
         killed = ("strategy=ddp", on, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
         planned.append(Case(f"ddp {ranks} killed", killed, f"ddp {ranks}", exact=True, killed=True))
     planned.append(Case("strict 1", ("repro=strict", "launcher.ranks=1"), "strict 1"))
-    for ranks in (each for each in sizes if each != 3):
+    for ranks in (size for size in sizes if size != 3):
         planned.append(Case(f"strict {ranks}", ("repro=strict", f"launcher.ranks={ranks}"), "strict 1", exact=True))
     return planned
 
 
-def compare(case: Case, found: Outcome, reference: Outcome) -> tuple[list[str], bool]:
+def compare(case: Case, outcome: Outcome, reference: Outcome) -> tuple[list[str], bool]:
     """The row of a case in the table, and whether it passes."""
     # Maxima of tensors: a NaN comes out of them, and is not close to anything.
-    losses, expected = (torch.tensor(each.losses, dtype=torch.float64) for each in (found, reference))
+    losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (outcome, reference))
     loss = float(((losses - expected) / expected).abs().max())
-    wanted, ours = _flat(reference, reference.weights), _flat(found, reference.weights)
-    weight = float((ours - wanted).abs().max() / wanted.abs().max())
-    identical = torch.equal(ours, wanted)
-    seen = Counter((epoch, index) for epoch, _, index, _ in found.samples)
+    expected_weights, weights = _flat(reference, reference.weights), _flat(outcome, reference.weights)
+    weight = float((weights - expected_weights).abs().max() / expected_weights.abs().max())
+    identical = torch.equal(weights, expected_weights)
+    seen = Counter((epoch, index) for epoch, _, index, _ in outcome.samples)
     once = max(seen.values()) == 1
-    same = sorted(found.samples) == sorted(reference.samples)
+    same = sorted(outcome.samples) == sorted(reference.samples)
     row = [
         f"{loss:.1e}" if loss else "same",
         "same bits" if identical else f"{weight:.1e}",
@@ -177,7 +177,7 @@ def _sizes(ranks: str | None) -> list[int]:
     most = torch.cuda.device_count() if torch.cuda.is_available() else 4
     if ranks is None:
         return [size for size in (2, 3, 4) if size <= most]
-    sizes = [int(each) if each.strip().isdigit() else 0 for each in ranks.split(",")]
+    sizes = [int(number) if number.strip().isdigit() else 0 for number in ranks.split(",")]
     if any(size not in (1, 2, 3, 4) for size in sizes):
         raise InputError(f"--ranks is {ranks!r}, expected some of 1, 2, 3 and 4, such as --ranks 2,4")
     return sorted(set(sizes) - {1})

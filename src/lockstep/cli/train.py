@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
 
 from lockstep.config import composition, extensions
-from lockstep.config.invocation import Invocation
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
 from lockstep.core.launched import is_launched
-from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
 from lockstep.runtime.native_threads import configure_native_threads
+
+if TYPE_CHECKING:
+    from lockstep.config.invocation import Invocation
 
 
 def main(packages: Sequence[str] = ()) -> None:
@@ -36,6 +38,7 @@ def main(packages: Sequence[str] = ()) -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def train(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
+    from lockstep.config.invocation import Invocation  # here and below: --cfg job must not wait for these
     from lockstep.sweep.jobs import run_sweep_job
 
     with program.bypass_hydra_errors():
@@ -49,18 +52,15 @@ def run_job(composed: DictConfig, invocation: Invocation) -> float | None:
     Raises:
         LockstepError: the job does not fit, was stopped or failed.
     """
+    from lockstep.job.run_folder import job_lock, lock_run_folder
+
     with job_lock(invocation) as lock:
         if not is_launched():  # refuse a folder in use before torch is imported
             lock_run_folder(composition.to_dict(composed), invocation, lock)
         configure_native_threads()
-        # Imported here, because they need torch, and --help and --cfg job must not wait for it.
-        from lockstep.job.launch import launch
-        from lockstep.job.preparation import Preparation
+        from lockstep.job.launch import launch  # these need torch
         from lockstep.job.prepare import prepare
         from lockstep.launcher import create_on_main
 
-        def make() -> Preparation:
-            return prepare(composition.to_dict(composed), invocation, lock)
-
-        with create_on_main(make, program.say) as run_dir:
+        with create_on_main(lambda: prepare(composition.to_dict(composed), invocation, lock), program.say) as run_dir:
             return launch(run_dir)

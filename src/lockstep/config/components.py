@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep.config import extensions, yaml_io
+from lockstep.config import extensions
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core import fields
@@ -27,11 +27,11 @@ _BUILT: dict[tuple[type[Any], str], Any] = {}
 def locate_in(module: str, name: str) -> type[Any] | None:
     """The public dataclass `name` of a module: one in its `__all__`, or without that one defined there; else None."""
     home = importlib.import_module(module)
-    found = None if name.startswith("_") else getattr(home, name, None)
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+    cls = None if name.startswith("_") else getattr(home, name, None)
+    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
         return None
     exported = getattr(home, "__all__", None)
-    return found if (found.__module__ == module if exported is None else name in exported) else None
+    return cls if (cls.__module__ == module if exported is None else name in exported) else None
 
 
 def locate(group: str, target: object, key: str = "") -> type[Any]:
@@ -41,10 +41,10 @@ def locate(group: str, target: object, key: str = "") -> type[Any]:
         InputError: the target is not a dataclass of the group's own module.
     """
     module, _, name = str(target).rpartition(".")
-    if module == GROUPS[group] and (found := locate_in(module, name)) is not None:
-        return found
-    if (found := extensions.locate(group, module, name)) is not None:
-        return found
+    if module == GROUPS[group] and (cls := locate_in(module, name)) is not None:
+        return cls
+    if (cls := extensions.locate(group, module, name)) is not None:
+        return cls
     raise InputError(
         f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
         f"{group}=NAME, or install the extension that has it (extensions here: {extensions.shown()})"
@@ -98,8 +98,8 @@ def build(group: str, node: Any, key: str = "") -> Any:
 
 def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
     """Raise InputError with a line for each value that does not fit the rule of its field."""
-    if found := list(fields.problems(cls, _plain(typed), prefix)):
-        raise InputError("\n".join(found))
+    if problems := list(fields.problems(cls, _plain(typed), prefix)):
+        raise InputError("\n".join(problems))
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -138,6 +138,8 @@ def load_job(path: Path) -> Job:
     Raises:
         InputError: the file is missing, or does not describe one.
     """
+    from lockstep.config import yaml_io  # not needed to compose, and --cfg job is to be fast
+
     return build_job(yaml_io.load(path))
 
 
@@ -145,8 +147,8 @@ def load_job(path: Path) -> Job:
 def schema() -> DictConfig:
     """The keys of a job for OmegaConf. Cached, because making it takes longer than checking values with it."""
     nodes = OmegaConf.structured(Job)
-    for each in (nodes, nodes.train, nodes.checkpoint, nodes.telemetry):
-        OmegaConf.set_readonly(each, None)  # a job is frozen, but a config is changed while it is composed
+    for node in (nodes, nodes.train, nodes.checkpoint, nodes.telemetry):
+        OmegaConf.set_readonly(node, None)  # a job is frozen, but a config is changed while it is composed
     return nodes
 
 
@@ -160,17 +162,17 @@ def node(component: Component) -> dict[str, Any]:
 
 def plain(job: Job) -> dict[str, Any]:
     """The plain values that `build_job` would make `job` from."""
-    values = {each.name: getattr(job, each.name) for each in dataclasses.fields(job)}
+    values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     return {key: _plain_group(key, value) if key in GROUPS else _plain_value(value) for key, value in values.items()}
 
 
 def _plain_group(group: str, value: Any) -> dict[str, Any]:
-    return {name: node(each) for name, each in value.items()} if group in MANY else node(value)
+    return {name: node(component) for name, component in value.items()} if group in MANY else node(value)
 
 
 def _values(component: Component) -> dict[str, Any]:
     """The fields of a frozen dataclass as plain values. OmegaConf would take a hundred times as long."""
-    return {each.name: _plain_value(getattr(component, each.name)) for each in dataclasses.fields(component)}
+    return {field.name: _plain_value(getattr(component, field.name)) for field in dataclasses.fields(component)}
 
 
 def _plain_value(value: Any) -> Any:
@@ -178,9 +180,9 @@ def _plain_value(value: Any) -> Any:
         case enum.Enum():
             return value.name
         case list():
-            return [_plain_value(each) for each in value]
+            return [_plain_value(item) for item in value]
         case Mapping():
-            return {str(key): _plain_value(each) for key, each in value.items()}
+            return {str(key): _plain_value(item) for key, item in value.items()}
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return _values(value)
     return value

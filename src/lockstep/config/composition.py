@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -17,12 +17,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import components, hydra_policy
-from lockstep.config.invocation import ConfigFiles
+from lockstep.config import components, fast_yaml, hydra_policy
 from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, translate, unreadable
 from lockstep.config.program_words import program_name
 from lockstep.config.schema import CONF, Job
 from lockstep.core.errors import InputError
+
+if TYPE_CHECKING:
+    from lockstep.config.invocation import ConfigFiles
 
 
 def register() -> None:
@@ -32,6 +34,7 @@ def register() -> None:
     hold secrets.
     """
     hydra_policy.install()
+    fast_yaml.install()
     OmegaConf.clear_resolver("oc.env")
     ConfigStore.instance().store(name="job", node=components.schema())
     if not OmegaConf.has_resolver("stamp_hex"):

@@ -21,13 +21,16 @@ import hydra.conf
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.messages import shown_message
 from lockstep.core.errors import InputError
 
 Key = tuple[str, ...]
@@ -53,6 +56,18 @@ FREE: tuple[Key, ...] = (
 )
 # Written by Hydra itself while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
+# The configs of Hydra's own that a job is composed with, and the packages they are put at, in their order.
+HYDRAS = [
+    ("hydra/output/default", "hydra"),
+    ("hydra/launcher/basic", "hydra.launcher"),
+    ("hydra/sweeper/basic", "hydra.sweeper"),
+    ("hydra/help/default", "hydra.help"),
+    ("hydra/hydra_help/default", "hydra.hydra_help"),
+    ("hydra/hydra_logging/none", "hydra.hydra_logging"),
+    ("hydra/job_logging/none", "hydra.job_logging"),
+    ("hydra/env/default", "hydra.env"),
+    ("hydra/config", "hydra"),
+]
 # What Hydra makes objects from. The first three can only hold code, so not even the command line may set them.
 LOGGING = ("job_logging", "hydra_logging")
 CLOSED = ("callbacks", *LOGGING)
@@ -73,8 +88,16 @@ def is_of_hydra(override: str) -> bool:
     Raises:
         OverrideParseException: it is not an override.
     """
-    parsed = OverridesParser.create().parse_override(override)
-    return any(str(each or "").lstrip(":").startswith("hydra") for each in (parsed.key_or_group, parsed.package))
+    return _is_of_hydra(OverridesParser.create().parse_override(override))
+
+
+def _is_of_hydra(parsed: Override) -> bool:
+    return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
+
+
+def _key(parsed: Override) -> Key:
+    """The key below `hydra` of an override; empty if it is a group."""
+    return tuple(parsed.key_or_group.split("."))[1:]
 
 
 def _refuse_rerun(file_path: str, overrides: list[str]) -> None:
@@ -98,6 +121,8 @@ class CheckedLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
+        self._hydras: list[tuple[str | None, str | None]] = []
+        self._of_files: list[tuple[Key, Any]] = []
         try:
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
@@ -108,11 +133,22 @@ class CheckedLoader(ConfigLoaderImpl):
             raise InputError(f"hydra.job.env_copy names {error}, which is no variable here; leave it out") from error
         except (AssertionError, AttributeError, TypeError, RecursionError) as error:
             raise InputError(
-                f"the config cannot be composed ({type(error).__name__}: {' '.join(str(error).split())}); an "
-                "override or a config file has a value below a key that takes none"
+                f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error))}); "
+                "an override or a config file has a value below a key that takes none"
             ) from error
         self._check(composed, overrides)
         return composed
+
+    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
+        """Note what each config has below `hydra`."""
+        loaded = super()._load_single_config(default, repo)
+        if loaded.provider == "hydra":
+            self._hydras.append((default.config_path, default.package))
+        else:
+            plain = OmegaConf.to_container(loaded.config, resolve=False)
+            if isinstance(plain, dict) and "hydra" in plain:
+                self._of_files.extend(leaves(plain["hydra"]))
+        return loaded
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         for override in OverridesParser.create().parse_overrides(sweep_overrides):
@@ -137,22 +173,30 @@ class CheckedLoader(ConfigLoaderImpl):
     def _check(self, composed: DictConfig, overrides: list[str]) -> None:
         """Compare the values below `hydra` with those that Hydra has without the user's files.
 
+        Where the files and the command line set nothing but what every config file may, there is nothing to compare.
+
         Raises:
             InputError: a config file sets a value that it may not.
         """
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        of_words = (
+            leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
+        )
+        if self._hydras == HYDRAS and all(_may_set(*leaf) for leaf in (*self._of_files, *of_words)):
+            return
+        hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
-        parsed = OverridesParser.create().parse_overrides(overrides)
-        asked = [each for each in parsed if each.is_hydra_override()]
-        choices = tuple(_chosen_logging(dict(values), asked)) + tuple(_checked(asked))
-        sources = ((each.provider, each.path) for each in self.config_search_path.get_path())
-        own = _without_files(tuple(each for each in sources if not _of_user(each[0])), choices)
-        lists = {"hydra": asked, "task": [each for each in parsed if not each.is_hydra_override()]}
-        lines = {name: [each.input_line for each in of] for name, of in lists.items()}
+        choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_checked(hydra_overrides))
+        sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
+        own = _without_files(tuple(source for source in sources if not _of_user(source[0])), choices)
+        lines: dict[str, list[str | None]] = {"hydra": [], "task": []}
+        for override in parsed:
+            lines["hydra" if override.is_hydra_override() else "task"].append(override.input_line)
         own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
         for key, value in values:
-            same = any(key in allowed and allowed[key] == value for allowed in (own, OURS))
-            if not same and (names_code(key, value) or not (is_free(key) or _below(key, WRITTEN))):
+            same = key in own and own[key] == value
+            if not (same or _may_set(key, value) or (_below(key, WRITTEN) and not names_code(key, value))):
                 raise InputError(
                     f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
@@ -188,6 +232,11 @@ def shortened(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def _may_set(key: Key, value: object) -> bool:
+    """Whether any config file may set this key to this value."""
+    return (key in OURS and OURS[key] == value) or (is_free(key) and not names_code(key, value))
+
+
 def is_free(key: Key) -> bool:
     """Whether a config file may set this key."""
     return _below(key, FREE)
@@ -204,47 +253,47 @@ def _of_user(provider: str) -> bool:
 
 def _check_folders(search_path: ConfigSearchPath) -> None:
     """Refuse a source of the user that is not a folder: a Python package would be imported to be read."""
-    for each in search_path.get_path():
-        scheme, named, _ = each.path.partition("://")
-        if _of_user(each.provider) and named and scheme != "file":
+    for source in search_path.get_path():
+        scheme, named, _ = source.path.partition("://")
+        if _of_user(source.provider) and named and scheme != "file":
             raise InputError(
-                f"the search path for configs has {each.path!r}, which would import code; expected a folder: "
+                f"the search path for configs has {source.path!r}, which would import code; expected a folder: "
                 "hydra.searchpath=[FOLDER] or --config-dir FOLDER"
             )
 
 
-def _chosen_logging(values: Mapping[Key, Any], asked: Iterable[Override]) -> Iterator[str]:
+def _chosen_logging(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
     """Overrides for the logging configs of Hydra's own that a file chose, unless the command line chooses others."""
     for group in LOGGING:
-        own = {each.stem for each in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
+        own = {file.stem for file in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
         choice = values.get(("runtime", "choices", f"hydra/{group}"))
-        if choice in own and not any(each.key_or_group == f"hydra/{group}" for each in asked):
+        if choice in own and not any(override.key_or_group == f"hydra/{group}" for override in overrides):
             yield f"hydra/{group}={choice}"
 
 
-def _checked(asked: Iterable[Override]) -> Iterator[str]:
+def _checked(overrides: Iterable[Override]) -> Iterator[str]:
     """The overrides of the command line that a config file may not make.
 
     Raises:
         InputError: it names code.
     """
-    for each in asked:
-        key = tuple(each.key_or_group.split("."))[1:]
-        if each.is_delete() or is_free(key):
+    for override in overrides:
+        key = _key(override)
+        if override.is_delete() or is_free(key):
             continue
         if not key:  # a group: the name of an option, not the path of a file
-            fits = re.fullmatch(r"[\w\s.,\[\]-]*", each.get_value_element_as_str()) is not None
+            fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
         elif key[0] in MADE:
-            given = leaves(each.value(), key)
+            given = leaves(override.value(), key)
             fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
         else:
             fits = True
         if not fits:
             raise InputError(
-                f"{each.input_line!r} names code for Hydra to run; leave it out, or choose an installed plugin by "
-                "its name: hydra/launcher=NAME"
+                f"{override.input_line!r} names code for Hydra to run; leave it out, or choose an installed plugin "
+                "by its name: hydra/launcher=NAME"
             )
-        yield str(each.input_line)
+        yield str(override.input_line)
 
 
 @functools.lru_cache(maxsize=16)

@@ -33,11 +33,13 @@ class ConfigFiles:
     def current(cls) -> ConfigFiles:
         """The files of the job that Hydra is running."""
         hydra = HydraConfig.get()
-        added = [each.path for each in hydra.runtime.config_sources if each.provider == "command-line"]
+        added = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
         return cls(
             name=str(hydra.job.config_name),
             folder=added[0].removeprefix("file://") if added else "",
-            searchpath=tuple(str(each) for each in hydra.overrides.hydra if key_of(each) == "hydra.searchpath"),
+            searchpath=tuple(
+                str(override) for override in hydra.overrides.hydra if key_of(override) == "hydra.searchpath"
+            ),
         )
 
     @property
@@ -78,7 +80,7 @@ class Invocation:
                 )
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
-        overrides = tuple(str(each) for each in hydra.overrides.task)
+        overrides = tuple(str(override) for override in hydra.overrides.task)
         return cls(
             overrides=overrides,
             command=shlex.join([*program_words(), *configs.words, *overrides]),
@@ -92,4 +94,4 @@ class Invocation:
 
 def config_words(command: str) -> list[str]:
     """The words of a run's command that name its config files. A resume has to repeat them."""
-    return [each for each in shlex.split(command) if each.startswith(("--config-", "hydra.searchpath="))]
+    return [word for word in shlex.split(command) if word.startswith(("--config-", "hydra.searchpath="))]

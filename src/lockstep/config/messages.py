@@ -74,15 +74,15 @@ def translate(error: BaseException) -> LockstepError | None:
     # Hydra wraps OmegaConf's errors. With another cause it is a bug, and its traceback is shown.
     wrapped = (error.__cause__ or error.__context__) if isinstance(error, HydraException) else None
     where = ""
-    if found := re.match(r"In '([^']+)': \w+ raised while composing", str(error)):
-        where = f"{found[1]}.yaml: "
-    for each in (wrapped, error):
-        if isinstance(each, OmegaConfBaseException):
-            return InputError(where + sentence(each))
-    if found := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
+    if match := re.match(r"In '([^']+)': \w+ raised while composing", str(error)):
+        where = f"{match[1]}.yaml: "
+    for cause in (wrapped, error):
+        if isinstance(cause, OmegaConfBaseException):
+            return InputError(where + sentence(cause))
+    if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
         return InputError(
-            f"{found[1]} names several values; `{program_name()} -m {found[1]}` runs a sweep over them, and a list "
-            f"is written {found[2]}=[{found[3]}]"
+            f"{match[1]} names several values; `{program_name()} -m {match[1]}` runs a sweep over them, and a list "
+            f"is written {match[2]}=[{match[3]}]"
         )
     if isinstance(error, HydraException):
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))
@@ -107,16 +107,16 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
 
 def unreadable(error: Exception) -> InputError:
     """The error for a value of the command line or of a config file that cannot be composed."""
-    why = " ".join(str(error).split()) or "no reason given"
     return InputError(
-        f"the config cannot be composed ({type(error).__name__}: {shown_message(why)}); look at the values that are "
-        "not the defaults; HYDRA_FULL_ERROR=1 shows where"
+        f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error)) or 'no reason given'}); "
+        "look at the values that are not the defaults; HYDRA_FULL_ERROR=1 shows where"
     )
 
 
 def shown_message(text: str) -> str:
-    """A library's message, cut if it is long."""
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    """A library's message in one line, cut if it is long."""
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def _no_such_file(path: str, options: list[str]) -> str:
@@ -156,8 +156,8 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
         return _no_such_key(key, _keys(error.parent_node))
     for pattern, words in _MESSAGES:
-        if found := re.match(pattern, message):
-            return f"{key} {words.format(*found.groups(), key=key)}"
+        if match := re.match(pattern, message):
+            return f"{key} {words.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
 
 
@@ -177,12 +177,12 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 def _no_such_key(key: str, known: Iterable[str]) -> str:
     """The sentence for a `key` that does not exist, with the one of `known` that was probably meant."""
     block, _, last = key.rpartition(".")
-    ours = [each for each in known if each.startswith("hydra.") == key.startswith("hydra.")]
-    inside = [each for each in ours if each.rpartition(".")[0] == block and not each.endswith("._target_")]
+    ours = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
+    inside = [name for name in ours if name.rpartition(".")[0] == block and not name.endswith("._target_")]
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
-    same = [each for each in ours if each.rpartition(".")[2] == last][:3]
+    same = [name for name in ours if name.rpartition(".")[2] == last][:3]
     if block and inside:
-        names = [each.rpartition(".")[2] for each in inside]
+        names = [name.rpartition(".")[2] for name in inside]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."
     elif same:
         hint = f" Did you mean {', '.join(map(repr, same))}?"

@@ -17,17 +17,17 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 def parse_duration(value: Any) -> tuple[float, str] | None:
     """The amount and the unit (`ep`, `%`, or empty for steps) of a duration; None if it is not one."""
-    found = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
-    if found is None or (found[2] is None and "." in found[1]):
+    match = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
+    if match is None or (match[2] is None and "." in match[1]):
         return None
-    amount, unit = float(found[1]), found[2] or ""
+    amount, unit = float(match[1]), match[2] or ""
     return (amount, unit) if amount <= (100 if unit == "%" else LONGEST) else None
 
 
 def parse_time(value: Any) -> float | None:
     """The seconds of a time such as `30s`, `10min`, `2h` or a bare number (seconds); None if it is not one."""
-    found = _TIME.fullmatch(str(value).strip())
-    seconds = float(found[1]) * _SECONDS[found[2] or "s"] if found is not None else 0.0
+    match = _TIME.fullmatch(str(value).strip())
+    seconds = float(match[1]) * _SECONDS[match[2] or "s"] if match is not None else 0.0
     return seconds if 0 < seconds <= LONGEST_S else None
 
 

@@ -6,7 +6,6 @@ invariant of our own is an `assert`, not one of these.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -83,6 +82,8 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     """` Did you mean 'a', 'b'?` for the options closest to `word`, each with `prefix`; empty if none is close."""
+    import difflib  # only a mistake needs it
+
     close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.65)
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
 
@@ -95,5 +96,6 @@ def escaped(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
     )

@@ -135,7 +135,10 @@ class PathText:
     def fits(self, value: Any) -> bool:
         if not isinstance(value, str) or not value.strip() or not _is_unicode(value):
             return False
-        if any(ord(each) < 32 or ord(each) == 127 for each in value) or len(value.encode()) > PATH_BYTES:
+        if (
+            any(ord(character) < 32 or ord(character) == 127 for character in value)
+            or len(value.encode()) > PATH_BYTES
+        ):
             return False
         known_home = not value.startswith("~") or os.path.expanduser(value) != value  # noqa: PTH111, raises nothing
         return known_home and all(len(name.encode()) <= NAME_BYTES for name in value.split("/"))
@@ -153,10 +156,10 @@ class Options:
 
     def fits(self, value: Any) -> bool:
         return all(
-            _is_unicode(each)
-            if isinstance(each, str)
-            else not isinstance(each, float | int) or abs(each) <= self.most
-            for each in _leaves(value)
+            _is_unicode(leaf)
+            if isinstance(leaf, str)
+            else not isinstance(leaf, float | int) or abs(leaf) <= self.most
+            for leaf in _leaves(value)
         )
 
 

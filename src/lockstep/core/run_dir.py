@@ -35,11 +35,41 @@ def slug(text: str) -> str:
     return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
 
 
+class _Below:
+    """A path below a run folder, as an attribute of `RunDir`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder of one job. Each file has one writer: main, or the rank whose number is in its name."""
 
     path: Path
+
+    hydra = _Below(".hydra")
+    lock = _Below(".lock")
+    logs = _Below("logs")
+    checkpoints = _Below("checkpoints")
+    last = _Below("checkpoints/last")
+    none_yet = _Below("checkpoints/none-yet")
+    best = _Below("checkpoints/best")
+    config = _Below("config.yaml")
+    composed = _Below(".hydra/config.yaml")  # as Hydra composed it, before anything was resolved or chosen
+    overrides = _Below(".hydra/overrides.yaml")
+    command = _Below("command.txt")
+    environment = _Below("env.json")
+    metrics = _Below("metrics.jsonl")
+    table = _Below("metrics.csv")
+    gpu = _Below("gpu.jsonl")
+    weights = _Below("model.safetensors")
+    log = _Below("train.log")
+    summary = _Below("summary.json")
+    incident = _Below("incident")
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
@@ -84,83 +114,6 @@ class RunDir:
                 "choose a folder that can be, with output_root=FOLDER"
             ) from error
         return run
-
-    @property
-    def hydra(self) -> Path:
-        return self.path / ".hydra"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def last(self) -> Path:
-        return self.checkpoints / "last"
-
-    @property
-    def none_yet(self) -> Path:
-        return self.checkpoints / "none-yet"
-
-    @property
-    def best(self) -> Path:
-        return self.checkpoints / "best"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def composed(self) -> Path:
-        """The config as Hydra composed it, before anything of it was resolved or chosen."""
-        return self.hydra / "config.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        return self.hydra / "overrides.yaml"
-
-    @property
-    def command(self) -> Path:
-        return self.path / "command.txt"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "env.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def table(self) -> Path:
-        return self.path / "metrics.csv"
-
-    @property
-    def gpu(self) -> Path:
-        return self.path / "gpu.jsonl"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "model.safetensors"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def incident(self) -> Path:
-        return self.path / "incident"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"

@@ -79,10 +79,10 @@ def _open(path: Path, links: bool) -> BufferedReader:
     try:
         # Check the kind first, and open without blocking: opening a pipe waits for a writer, and a device may react.
         mode = path.stat(follow_symlinks=links).st_mode
-        if not (found := kind(mode)):
+        if not (what := kind(mode)):
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
             file = os.fdopen(os.open(path, flags), "rb")
-            if not (found := kind(os.fstat(file.fileno()).st_mode)):
+            if not (what := kind(os.fstat(file.fileno()).st_mode)):
                 return file
             file.close()
     except (FileNotFoundError, NotADirectoryError):
@@ -90,7 +90,7 @@ def _open(path: Path, links: bool) -> BufferedReader:
     except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError
         reason = error.strerror if isinstance(error, OSError) else error
         raise UnreadableFile(path, f"cannot be read ({reason})") from error
-    raise UnreadableFile(path, f"is {found}, expected a plain file")
+    raise UnreadableFile(path, f"is {what}, expected a plain file")
 
 
 def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
@@ -160,7 +160,7 @@ def read_yaml(path: Path) -> Any:
     """
     text = read_text(path)
     head, _, rest = text.partition("\n")
-    if (found := _CHECKSUM.fullmatch(head)) and found[1] != _sha256(rest):
+    if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(rest):
         raise UnreadableFile(
             path,
             "does not match the sha256 in its first line: a fault or a hand has changed it; put it back as it was, "
@@ -224,20 +224,20 @@ def checked(value: Any) -> Any:
     level = [value]
     for _ in range(DEPTH):
         inside: list[Any] = []
-        for each in level:
-            match each:
-                case dict() if all(isinstance(key, str) for key in each):
-                    inside += [*each.keys(), *each.values()]
+        for item in level:
+            match item:
+                case dict() if all(isinstance(key, str) for key in item):
+                    inside += [*item.keys(), *item.values()]
                 case list():
-                    inside += each
+                    inside += item
                 case str():
-                    each.encode()
+                    item.encode()
                 case None | bool() | float():
                     continue
-                case int() if -WHOLE <= each < WHOLE:
+                case int() if -WHOLE <= item < WHOLE:
                     continue
                 case _:
-                    raise ValueError(f"it has a value or key that is no number or word: {type(each).__name__}")
+                    raise ValueError(f"it has a value or key that is no number or word: {type(item).__name__}")
         if not inside:
             return value
         level = inside
@@ -258,10 +258,10 @@ def _decoded(path: Path, data: bytes) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return mapping
 
 
 def _first_line(error: BaseException) -> str:

@@ -52,7 +52,9 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:
-        told = [each for each in invocation.overrides if not each.startswith(("output_root=", "data_root="))]
+        told = [
+            override for override in invocation.overrides if not override.startswith(("output_root=", "data_root="))
+        ]
         label = slug(",".join(told) or "defaults")
         run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
     else:
@@ -75,14 +77,15 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
 
 def _import_for_ranks(job: Job) -> None:
     """Import what each rank would import, before the ranks are forked from this process."""
-    wanted = {
+    modules = {
         "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
         "timm": isinstance(job.model, (ResNet34, Timm)),
         "torch.utils.tensorboard": any(isinstance(logger, TensorBoard) for logger in job.logger.values()),
         "torchmetrics.classification": bool(job.metric),
     }
-    for name in (name for name, wants in wanted.items() if wants):
-        importlib.import_module(name)
+    for name, needed in modules.items():
+        if needed:
+            importlib.import_module(name)
 
 
 def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) ->
     """
     if job["batch"] != "auto":
         return job
-    told = [each for each in overrides if messages.key_of(each) != "batch" or "auto" not in each]
+    told = [override for override in overrides if messages.key_of(override) != "batch" or "auto" not in override]
     if len(told) == len(overrides):
         raise InputError(
             "batch=auto keeps the batch that a job has without it, and belongs on the command line; a recipe has a "

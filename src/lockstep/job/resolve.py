@@ -70,7 +70,7 @@ def _absolute(path: str) -> str:
 
 def _with_absolute_paths(dataset: Source) -> Source:
     """A data set that is found from any current folder."""
-    names = {"root", "path"} & {each.name for each in fields(dataset)}
+    names = {"root", "path"} & {field.name for field in fields(dataset)}
     return replace(dataset, **{name: _absolute(getattr(dataset, name)) for name in names})
 
 
@@ -80,12 +80,12 @@ def _checkpoint(resume: str | None) -> str | None:
     return path if path is not None and Path(path, MANIFEST).is_file() else None
 
 
-def _device(wanted: str) -> str:
-    if wanted == "auto":
+def _device(device: str) -> str:
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto")
-    return wanted
+    return device
 
 
 def _strategy(job: Job) -> Strategy:
@@ -107,12 +107,12 @@ def _strategy(job: Job) -> Strategy:
 
 def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
     """Under `repro=strict` each virtual shard is a micro-batch."""
-    wanted = job.train.micro_batches
+    micro_batches = job.train.micro_batches
     if not isinstance(strategy, Strict):
-        return wanted
-    if wanted != 1:
+        return micro_batches
+    if micro_batches != 1:
         raise InputError(
-            f"train.micro_batches is {wanted}, but under repro=strict the virtual shards are the "
+            f"train.micro_batches is {micro_batches}, but under repro=strict the virtual shards are the "
             f"micro-batches; use strategy=strict strategy.shards={2 * strategy.shards} for smaller ones"
         )
     return max(1, strategy.shards // ranks)
@@ -150,12 +150,12 @@ def _launched_ranks(launcher: Launcher) -> int:
     return ranks
 
 
-def _backend(wanted: Backend, device: str) -> Backend:
-    if wanted is Backend.auto:
+def _backend(backend: Backend, device: str) -> Backend:
+    if backend is Backend.auto:
         return Backend.nccl if device == "cuda" else Backend.gloo
-    if wanted is Backend.nccl and device != "cuda":
+    if backend is Backend.nccl and device != "cuda":
         raise InputError(f"launcher.backend=nccl needs CUDA GPUs, but device is {device}; use launcher.backend=gloo")
-    return wanted
+    return backend
 
 
 def _threads(launcher: Launcher, ranks: int, strategy: Strategy) -> int:

@@ -41,7 +41,7 @@ def _missing_extensions(run_dir: RunDir) -> str:
     except UnreadableFile:
         return ""
     had = facts.get("extensions") if isinstance(facts, dict) else {}
-    here = {each.package for each in extensions.active()}
+    here = {extension.package for extension in extensions.active()}
     missing = (
         [f"{package} ({origin})" for package, origin in had.items() if package not in here]
         if isinstance(had, dict)
@@ -53,7 +53,7 @@ def _missing_extensions(run_dir: RunDir) -> str:
 
 
 def _added(today: Invocation) -> tuple[str, ...]:
-    return tuple(each for each in today.overrides if messages.key_of(each) != "resume")
+    return tuple(override for override in today.overrides if messages.key_of(override) != "resume")
 
 
 def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -> None:
@@ -67,7 +67,7 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     """
     composed = run_dir.composed
     try:
-        kept = _leaves(yaml_io.load(composed))
+        before = _leaves(yaml_io.load(composed))
     except InputError as error:
         content_to_keep(composed)  # raises if it cannot be replaced either
         log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
@@ -75,17 +75,17 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     added = _added(today)
     stored = yaml_io.load_list(run_dir.overrides)
     here = _leaves(composition.to_dict(composition.recompose(stored, (), today.configs)) if added else job)
-    now, told = _leaves(job), [messages.key_of(each) for each in added]
+    now, told = _leaves(job), [messages.key_of(override) for override in added]
     different = [
         key
-        for key in kept | here
-        if (key not in here or key not in kept or kept[key] != here[key])
+        for key in before | here
+        if (key not in here or key not in before or before[key] != here[key])
         and now.get(key) == here.get(key)
         and key not in NOT_KEPT
-        and not any(f"{key}.".startswith(f"{each}.") for each in told)
+        and not any(f"{key}.".startswith(f"{override_key}.") for override_key in told)
     ]
     if different:
-        shown = ", ".join(f"{key} was {kept.get(key)!r} and is {here.get(key)!r}" for key in different[:SHOWN])
+        shown = ", ".join(f"{key} was {before.get(key)!r} and is {here.get(key)!r}" for key in different[:SHOWN])
         rest = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         raise InputError(
             f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{rest}); put back the lines "
@@ -96,11 +96,11 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a config by their full keys."""
 
-    def found() -> Iterator[tuple[str, Any]]:
+    def leaves() -> Iterator[tuple[str, Any]]:
         for key, value in node.items():
             if isinstance(value, Mapping) and value:
                 yield from _leaves(value, f"{prefix}{key}.").items()
             else:
                 yield f"{prefix}{key}", value
 
-    return dict(found())
+    return dict(leaves())

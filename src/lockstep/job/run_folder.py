@@ -6,7 +6,7 @@ Imports no torch, which takes seconds: a folder in use by another job is refused
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
 
     Hydra makes the folder that the command names before the job is checked. If the job is refused, it is removed.
     """
-    with Lock() as lock:
+    with closing(Lock()) as lock:
         try:
             yield lock
         except (InputError, SystemExit):
-            lock.release()
+            lock.close()
             if invocation.folder is not None and not invocation.sweep:
                 with suppress(OSError):  # not empty: it was there before
                     invocation.folder.rmdir()
@@ -83,16 +83,16 @@ def _check_kinds(run_dir: RunDir) -> None:
         *run_dir.path.glob("events.out.tfevents.*"),
     }
     for path in sorted(run_dir.path.rglob("*")):
-        found = kind(path.lstat().st_mode)
-        if found == "a symbolic link":
+        what = kind(path.lstat().st_mode)
+        if what == "a symbolic link":
             raise InputError(
                 f"{path} is a symbolic link, which a run folder must not have; put what it leads to there"
             )
-        if found not in ("", "a folder"):
-            raise InputError(f"{path} is {found}, which a run folder must not have; remove it")
-        if found == "" and path in folders:
+        if what not in ("", "a folder"):
+            raise InputError(f"{path} is {what}, which a run folder must not have; remove it")
+        if what == "" and path in folders:
             raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
-        if found and path in texts:
+        if what and path in texts:
             raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
 
 
@@ -112,11 +112,11 @@ def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
         newest = latest(Path(job["output_root"]))
         if newest is None:
             raise InputError(f"resume=latest: no run has been started in {job['output_root']} yet")
-        wanted = newest.path
+        path = newest.path
     else:
-        wanted = Path(job["resume"]).expanduser()
-    if (wanted / MANIFEST).is_file():
+        path = Path(job["resume"]).expanduser()
+    if (path / MANIFEST).is_file():
         return None
-    if RunDir(wanted).overrides.is_file():
-        return wanted.resolve()
-    raise InputError(f"resume: {wanted} is neither a run folder nor a checkpoint; name one with resume=PATH")
+    if RunDir(path).overrides.is_file():
+        return path.resolve()
+    raise InputError(f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH")

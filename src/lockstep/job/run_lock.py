@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError
@@ -20,7 +19,7 @@ from lockstep.core.safe_read import UnreadableFile
 
 
 class Lock:
-    """The lock on one run folder, from `take` to the end of the context."""
+    """The lock on one run folder, from `take` to `close`."""
 
     def __init__(self) -> None:
         self.path = Path()
@@ -75,19 +74,11 @@ class Lock:
             os.close(self.file)
             self.file = None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Remove the lock file, then release the lock: a job that finds the file gone makes a new one."""
         if self.file is not None and _is(self.file, self.path):
             self.path.unlink()
         self._forget()
-
-    def __enter__(self) -> Lock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 def _is(file: int, path: Path) -> bool:

@@ -124,7 +124,7 @@ def check_folders(job: Job) -> None:
     """
     for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
         try:
-            nearest = next(each for each in (path, *path.parents) if each.is_symlink() or each.exists())
+            nearest = next(folder for folder in (path, *path.parents) if folder.is_symlink() or folder.exists())
             fits = nearest.is_dir()
         except OSError as error:
             raise InputError(f"{key}: {path} cannot be reached ({error.strerror}); use {key}=FOLDER") from error
@@ -172,7 +172,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and their sizes are known to fit
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             parameters = job.model.build(job.dataset.classes, job.dataset.input_shape).parameters()
-            size = sum(each.numel() for each in parameters)
+            size = sum(parameter.numel() for parameter in parameters)
         yield f"{size:,} parameters and their gradients", 2 * FLOAT32 * size * ranks, "a smaller model or input"
 
 
@@ -276,16 +276,16 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
     # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.
-    found = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
-    if found is None and job.resume is not None:
-        found = Path(job.resume)
-    if found is not None:
-        checkpoint.check_fingerprint(fingerprint(job, examples), found)
-        step = checkpoint.read_facts(found)["progress"]["step"]
+    resumed = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
+    if resumed is None and job.resume is not None:
+        resumed = Path(job.resume)
+    if resumed is not None:
+        checkpoint.check_fingerprint(fingerprint(job, examples), resumed)
+        step = checkpoint.read_facts(resumed)["progress"]["step"]
         ended = folder is None or _ended(RunDir(folder))
         if step > plan.total_steps or (step == plan.total_steps and ended):
             raise InputError(
-                f"resume: {found} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
+                f"resume: {resumed} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
                 f"train longer with {train_longer(job)}"
             )
 

@@ -29,9 +29,9 @@ def available_memory() -> float:
     """Bytes of host memory that can be had without swapping; half of the host's where the system does not tell."""
     try:
         # Not the free pages: on a machine that has run for a while those are few, the rest is file cache.
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    if found is not None:
-        return 1024.0 * int(found[1])
+        match = None
+    if match is not None:
+        return 1024.0 * int(match[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2

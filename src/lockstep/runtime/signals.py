@@ -116,9 +116,9 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
     """
     before = listen(request)
     unraisable, sys.unraisablehook = sys.unraisablehook, silent_about_stops(sys.unraisablehook)
-    earlier = [each for each in before.values() if isinstance(each, StopRequest)]
+    earlier = [handler for handler in before.values() if isinstance(handler, StopRequest)]
     try:
-        if any(each.requested for each in earlier):
+        if any(handler.requested for handler in earlier):
             request.requested = True
             raise StopNow
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -132,8 +132,8 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
     finally:
         request.immediate = False
         sys.unraisablehook = unraisable
-        for each in earlier:
-            each.requested |= request.requested
+        for handler in earlier:
+            handler.requested |= request.requested
         if restore:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -149,7 +149,7 @@ def silent_about_stops(hook: Callable[[Any], object]) -> Callable[[Any], object]
 
 def listen(handler: Any) -> dict[signal.Signals, Any]:
     """Set the handler of all signals that ask for a stop; returns the previous ones."""
-    return {each: signal.signal(each, handler) for each in STOP_SIGNALS}
+    return {number: signal.signal(number, handler) for number in STOP_SIGNALS}
 
 
 def speaks() -> bool:

@@ -33,13 +33,13 @@ def _refuse_under_torchrun() -> None:
         raise AssertionError("a refusal ends every rank")
 
 
-def _forget(folder: Path, made: list[Path]) -> None:
-    """Remove the folders `made` for a sweep that was refused before its first job, where Hydra wrote its config."""
-    if folder.is_dir() and [each.name for each in folder.iterdir()] == ["multirun.yaml"]:
+def _forget(folder: Path, new_folders: list[Path]) -> None:
+    """Remove the `new_folders` of a sweep that was refused before its first job, where Hydra wrote its config."""
+    if folder.is_dir() and [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
         (folder / "multirun.yaml").unlink()
         with contextlib.suppress(OSError):  # another sweep is beside it
-            for each in made:
-                each.rmdir()
+            for new_folder in new_folders:
+                new_folder.rmdir()
 
 
 def _ledger(folder: Path) -> list[str]:
@@ -58,7 +58,7 @@ class Report(Callback):
         # Hydra makes the folder before it composes the jobs, and has no callback for a mistake in one.
         folder = Path(config.hydra.sweep.dir).absolute()
         self.earlier = len(_ledger(folder))  # lines of an earlier sweep in this folder
-        atexit.register(_forget, folder, [each for each in (folder, *folder.parents) if not each.exists()])
+        atexit.register(_forget, folder, [path for path in (folder, *folder.parents) if not path.exists()])
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from rich.table import Table
@@ -68,18 +68,18 @@ class Report(Callback):
         if not outcomes:
             return
         table = Table("job", "overrides", "top-1 %", "ended")
-        failed = [each for each in outcomes if each.exit_code]
-        for each in outcomes:
+        failed = [outcome for outcome in outcomes if outcome.exit_code]
+        for outcome in outcomes:
             table.add_row(
-                str(each.number),
-                " ".join(each.overrides),
-                "" if each.objective is None else f"{each.objective:.2f}",
-                "done" if each.exit_code == 0 else f"failed ({each.exit_code})",
+                str(outcome.number),
+                " ".join(outcome.overrides),
+                "" if outcome.objective is None else f"{outcome.objective:.2f}",
+                "done" if outcome.exit_code == 0 else f"failed ({outcome.exit_code})",
             )
         # Not as the table's title, which would be wrapped: a path in two lines cannot be copied.
         log.console.print(f"sweep in {folder}", soft_wrap=True)
         log.console.print(table)
-        for each in failed:
-            log.console.print(f"job {each.number}: {each.error}", soft_wrap=True)
+        for outcome in failed:
+            log.console.print(f"job {outcome.number}: {outcome.error}", soft_wrap=True)
         if failed:
             sys.exit(failed[0].exit_code)
