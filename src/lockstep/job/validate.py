@@ -23,7 +23,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.data.datasets.builtin import Fake
-from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.models import ResNet34, Timm

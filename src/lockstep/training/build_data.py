@@ -12,7 +12,7 @@ from lockstep.config.schema import Job
 from lockstep.core.data_protocols import BoxAugment, LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.loading.prefetch import sample
 from lockstep.data.loading.shards import Loader

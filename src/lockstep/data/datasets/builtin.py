@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
-from lockstep.data.datasets.folder import LARGEST_SIDE
+from lockstep.data.datasets.files import LARGEST_SIDE
 from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 
@@ -48,6 +48,9 @@ class ArraySource(ABC):
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
+
+    def notes(self) -> list[str]:
+        return []
 
     def prepare(self) -> None:
         _arrays(self, True)
@@ -245,6 +248,9 @@ class Fake:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         return self.image_shape
+
+    def notes(self) -> list[str]:
+        return []
 
     def prepare(self) -> None:
         """There is nothing to fetch."""
