@@ -35,8 +35,8 @@ from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.folder import CropFrom, Folder
+from lockstep.data.datasets.published import CIFAR10
 from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader

@@ -365,8 +365,8 @@ def pictures(folder: Path, train: str = "ab", val: str = "ab") -> Path:
     [
         ("", "", "", "train has no subfolders, expected one per class"),
         ("ab", "abc", "", "val/c is a class that"),
-        ("ab", "ab", "train/b", "train/b has no images (.bmp, .gif, .jpeg"),
-        ("ab", "ab", "val/a", "val/a has no images (.bmp, .gif, .jpeg"),
+        ("ab", "ab", "train/b", "train/b has no images (.apng, .avif, .bmp"),
+        ("ab", "ab", "val/a", "val/a has no images (.apng, .avif, .bmp"),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_named(
@@ -381,16 +381,17 @@ def test_a_folder_that_is_no_data_set_is_named(
     assert sentence in said
 
 
-def offline(self: object, train: bool, download: bool = False) -> None:
+def offline(self: object) -> None:
     """Stands for torchvision's data sets on a machine without a network: only the download is faked."""
     raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 
 
 def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.data.datasets.builtin.MNIST._open", offline)
+    monkeypatch.setattr("lockstep.data.datasets.published.MNIST._fetch", offline)
     said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
     assert "data_root: MNIST" in said
     assert "cannot be downloaded (RuntimeError: Error downloading" in said
+    assert f"t10k-labels-idx1-ubyte.gz (packed or not) into {tmp_path}/data/MNIST/raw, or name" in said
     assert said.endswith("name another folder with data_root=FOLDER")
     assert list(tmp_path.iterdir()) == []
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +13,14 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from helpers import ROOT
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import photo_formats
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.transforms.augment import RandomResizedCrop
 
+REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
 SIZE = 24
 Y, X = np.mgrid[0:SIZE, 0:SIZE] / (SIZE - 1)
 COLOURS = Image.fromarray((255 * np.stack([X, Y, (X + Y) / 2], -1)).astype(np.uint8))
@@ -277,11 +279,11 @@ def test_without_its_package_a_photo_is_refused_with_the_command_that_installs_i
         read(path)
 
 
-@pytest.mark.skipif("LOCKSTEP_PHOTOS" not in os.environ, reason="LOCKSTEP_PHOTOS names no folder of real photos")
-def test_real_photos_are_read_as_pillow_reads_them() -> None:
-    files = [
-        each for each in Path(os.environ["LOCKSTEP_PHOTOS"]).rglob("*.*") if each.suffix.lower() in (".jpg", ".jpeg")
-    ]
+@pytest.mark.skipif(not REAL.is_file(), reason="there are no real photos beside this checkout")
+def test_real_photos_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
+    with tarfile.open(REAL) as tar:
+        tar.extractall(tmp_path, filter="data")
+    files = sorted(tmp_path.rglob("*.JPEG"))
     assert files
     for path in files:
         file, expected = ImageFile.read(path), by_pillow(path)
