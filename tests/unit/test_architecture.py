@@ -209,6 +209,7 @@ READS: dict[str, str] = {
     "runtime.watchdog": "the kernel's /proc",
     "training.micro_batch_search": "the kernel's /proc",
     "data.datasets.decode": "images, whose decoders refuse what is none",
+    "data.datasets.published_files": "an archive in the file that the guarded reader has opened",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
     "cli.new": "the template, which is part of the program",
     "api": "the figures of the run that has just ended",

@@ -147,7 +147,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     batch = math.ceil(plan.batch / micro_batches)
     smaller = "a smaller dataset.input_size"
     yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
-    block = min(job.train.eval_batch, plan.examples)
+    block = min(int(job.train.eval_batch), plan.examples)
     yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
     if isinstance(job.loader, Streaming) and job.loader.workers != "auto":
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch

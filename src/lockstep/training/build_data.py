@@ -86,7 +86,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         world=world,
         plan=data.plan,
         seed=job.seed,
-        eval_batch=job.train.eval_batch,
+        eval_batch=int(job.train.eval_batch),
         # Copied, because the loader marks broken images in the labels.
         train_labels=data.train.labels.to(world.device, copy=True),
         eval_labels=data.val.labels.to(world.device, copy=True),

@@ -37,6 +37,7 @@ class ArraySource(ABC):
     std: ClassVar[tuple[float, ...]]
     eval_crop: ClassVar[float] = 1.0
     class_names: ClassVar[tuple[str, ...]] = ()
+    usual_augment: ClassVar[str] = "none"
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -92,6 +93,7 @@ class Digits(ArraySource):
     image_shape = (1, 8, 8)
     mean = (0.3049,)
     std = (0.3754,)
+    usual_augment = "shift"
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64))
@@ -131,6 +133,7 @@ class Fake:
 
     eval_crop: ClassVar[float] = 1.0
     class_names: ClassVar[tuple[str, ...]] = ()
+    usual_augment: ClassVar[str] = "none"
 
     @property
     def mean(self) -> tuple[float, ...]:

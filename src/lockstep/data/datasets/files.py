@@ -16,6 +16,7 @@ from lockstep.data.datasets.splits import FileSplit
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
+SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 CLASSES_NAMED = 5  # in a sentence
 
 
@@ -81,6 +82,10 @@ class FileSource(ABC):
     def eval_crop(self) -> float:
         return self.crop
 
+    @property
+    def usual_augment(self) -> str:
+        return "standard" if self.crop_from is CropFrom.file else usual_for_photos(self.decode_size)
+
     def prepare(self) -> None:
         self.listings()
 
@@ -115,6 +120,11 @@ class FileSource(ABC):
 
     def _split(self, files: Listing) -> FileSplit:
         return FileSplit(files, files.labels, self.decode_size, self.skip)
+
+
+def usual_for_photos(side: int) -> str:
+    """The usual augmentation of photographs that are stored with `side` pixels."""
+    return "crop_flip" if side <= SMALL_SIDE else "standard"
 
 
 def crops_files(source: Source) -> bool:

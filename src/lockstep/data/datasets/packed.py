@@ -28,7 +28,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.data.datasets.files import LARGEST_SIDE
+from lockstep.data.datasets.files import LARGEST_SIDE, usual_for_photos
 from lockstep.data.datasets.splits import ArraySplit, check_labels
 
 SPLITS = ("train", "val")
@@ -69,6 +69,10 @@ class Packed:
     @property
     def eval_crop(self) -> float:
         return self.crop
+
+    @property
+    def usual_augment(self) -> str:
+        return usual_for_photos(min(self.image_shape[1:]))
 
     @property
     def mean(self) -> tuple[float, ...]:

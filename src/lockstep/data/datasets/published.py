@@ -106,6 +106,7 @@ class MNIST(Published):
     image_shape = (1, 28, 28)
     mean = (0.1307,)
     std = (0.3081,)
+    usual_augment = "shift"
     folders = ("MNIST/raw", "MNIST", "raw", ".")
     parts: ClassVar[tuple[str, str]] = ("images-idx3", "labels-idx1")
     # The first labels of a data set whose files have the same names, and its own name.
@@ -131,6 +132,7 @@ class FashionMNIST(MNIST):
     factory = "FashionMNIST"
     mean = (0.2860,)
     std = (0.3530,)
+    usual_augment = "crop_flip"
     folders = ("FashionMNIST/raw", "FashionMNIST", "raw", ".")
     other = ((5, 0, 4, 1, 9, 2, 1, 3, 1, 4), "mnist")
 
@@ -143,6 +145,7 @@ class CIFAR10(Published):
     image_shape = (3, 32, 32)
     mean = (0.4914, 0.4822, 0.4465)
     std = (0.2470, 0.2435, 0.2616)
+    usual_augment = "crop_flip"
     folders = (".", "CIFAR10", "cifar10")
     archive: ClassVar[str] = "cifar-10-python.tar.gz"
     unpacked: ClassVar[str] = "cifar-10-batches-py"
