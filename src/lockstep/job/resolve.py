@@ -79,8 +79,9 @@ def _absolute(path: str) -> str:
 
 def _with_absolute_paths(dataset: Source) -> Source:
     """A data set that is found from any current folder."""
-    names = {"root", "path"} & {each.name for each in fields(dataset)}
-    return replace(dataset, **{name: _absolute(getattr(dataset, name)) for name in names})
+    names = {"root", "path", "images"} & {each.name for each in fields(dataset)}
+    paths = {name: getattr(dataset, name) for name in names}
+    return replace(dataset, **{name: _absolute(path) for name, path in paths.items() if path is not None})
 
 
 def _checkpoint(resume: str | None) -> str | None:
