@@ -70,7 +70,7 @@ def test_other_names_and_separators_and_absolute_paths_do_too(root: Path, betwee
     assert made.class_names == ("1", "2", "10")
     assert levels(made.train()) == [10, 30, 20]
     assert made.eval().labels.tolist() == [2]
-    assert made.notes()[0].endswith("left out 1 lines of other splits (1 'other')")
+    assert made.notes()[0].endswith("left out lines of other splits (1 'other')")
 
 
 def test_a_share_of_each_class_is_held_out_where_there_are_no_splits(root: Path) -> None:

@@ -28,7 +28,7 @@ WORDS = {
 }
 
 
-def pack(source: str, target: str, *, size: int, skip: int, val_share: float | None) -> None:
+def pack(source: str, target: str, *, size: int, skip: int, val_share: float | None = None) -> None:
     """Pack the class folders of `source`, images of side `size`, to the new folder `target`.
 
     `skip` and `val_share` are those of `dataset=folder`.

@@ -110,7 +110,7 @@ def _list_classes(folder: Path, train: Path, add: Callable[[int, list[str]], Non
             f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
             f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
         )
-    return _left_out_note(folder, left_out)
+    return left_out_note(folder, left_out)
 
 
 def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
@@ -161,10 +161,15 @@ def _unreadable(name: str) -> photo_formats.PhotoFormat | None:
     return None if kind is None or photo_formats.readable(kind) else kind
 
 
-def _left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
+def left_out_note(folder: Path | str, left_out: Counter[str]) -> tuple[str, ...]:
     """A sentence about the files of a split that are left out; empty where there are none."""
     if not (number := left_out.total()):
         return ()
     kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]
     shown = ", ".join([*kinds[:KINDS_SHOWN], *(["others"] if len(kinds) > KINDS_SHOWN else [])])
-    return (f"{folder}: left out {number:,} file{'s' * (number != 1)} that are no images by their names ({shown})",)
+    files = (
+        "1 file that is no image by its name"
+        if number == 1
+        else f"{number:,} files that are no images by their names"
+    )
+    return (f"{folder}: left out {files} ({shown})",)

@@ -75,7 +75,7 @@ class CSV(FileSource):
             return self._with_share(train, classes)
         others = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in others.most_common(OTHERS_SHOWN))
-        notes = (f"{self.path}: left out {others.total():,} lines of other splits ({shown})",) if others else ()
+        notes = (f"{self.path}: left out lines of other splits ({shown})",) if others else ()
         unknown = next((row for row in splits[self.val_split] if row.label not in classes), None)
         if unknown is not None:
             raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")

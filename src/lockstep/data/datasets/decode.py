@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.data.datasets import exif, photo_formats
+from lockstep.data.datasets.members import Member
 from lockstep.data.datasets.to_rgb import to_rgb
 
 Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
@@ -68,14 +69,14 @@ class ImageFile(NamedTuple):
     orientation: int = exif.UPRIGHT
 
     @classmethod
-    def read(cls, path: Path) -> ImageFile:
-        """Read the file at `path`, without decoding it.
+    def read(cls, place: Path | Member) -> ImageFile:
+        """Read the file at `place`, without decoding it.
 
         Raises:
             OSError: it cannot be read.
             ValueError: its format is not supported, or its header declares too many pixels.
         """
-        data = _contents(path)
+        data = _contents(place) if isinstance(place, Path) else place.contents()
         file = _turbo_header(data) or _pillow_header(data)
         _check_size(file, file.height * file.width)
         return file

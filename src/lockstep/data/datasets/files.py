@@ -11,6 +11,7 @@ from typing import ClassVar
 from lockstep.core.data_protocols import Source
 from lockstep.core.fields import ranged
 from lockstep.data.datasets.listing import LISTINGS, Listing
+from lockstep.data.datasets.members import Members
 from lockstep.data.datasets.splits import FileSplit
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -18,6 +19,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 CLASSES_NAMED = 5  # in a sentence
+Files = Listing | Members  # the image files of a split, with their labels
 
 
 class CropFrom(enum.StrEnum):
@@ -58,7 +60,7 @@ class FileSource(ABC):
         """What tells the files of this data set from others in this process."""
 
     @abstractmethod
-    def list_files(self) -> tuple[Listing, Listing]:
+    def list_files(self) -> tuple[Files, Files]:
         """The files of the training and of the evaluation split. Raises InputError."""
 
     @property
@@ -95,7 +97,7 @@ class FileSource(ABC):
     def eval(self) -> FileSplit:
         return self._split(self.listings()[1])
 
-    def listings(self) -> tuple[Listing, Listing]:
+    def listings(self) -> tuple[Files, Files]:
         """The files of both splits, listed once per process. Raises InputError."""
         if self.place not in LISTINGS:
             LISTINGS[self.place] = self.list_files()
@@ -118,7 +120,7 @@ class FileSource(ABC):
             )
         return notes
 
-    def _split(self, files: Listing) -> FileSplit:
+    def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, self.decode_size, self.skip)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -140,7 +140,7 @@ def _hash(name: str) -> bytes:
     return hashlib.blake2b(os.fsencode(name), digest_size=16, key=SHARE_KEY).digest()
 
 
-# The listings of this process, of the training and of the evaluation split, by what tells a data set's files from
-# others. A forked rank inherits those of the command; other ranks get those that `share_listings` of
-# `lockstep.data.loading.shared_memory` puts here.
-LISTINGS: dict[Hashable, tuple[Listing, Listing]] = {}
+# What `FileSource.listings` found in this process: the files of the training and of the evaluation split, by what
+# tells a data set's files from others. A forked rank inherits those of the command; other ranks get those that
+# `share_listings` of `lockstep.data.loading.shared_memory` puts here, or list them themselves.
+LISTINGS: dict[Hashable, tuple[Any, Any]] = {}

@@ -24,7 +24,7 @@ from lockstep.core.data_protocols import Broken, ReadResult, Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.world import World
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import LISTINGS
+from lockstep.data.datasets.listing import LISTINGS, Listing
 from lockstep.data.loading.prefetch import in_order, read_images, useful_threads
 from lockstep.data.loading.sampler import share
 
@@ -37,7 +37,7 @@ def share_listings(source: Source, world: World) -> None:
         return
     own = LISTINGS.get(source.place)
     leader = min([world.rank, *world.local_peer_pids])
-    outlines = [(each.without_table(), len(each.table)) for each in own or ()]
+    outlines = [(each.without_table(), len(each.table)) for each in own or () if isinstance(each, Listing)]
     everyone = world.gather((leader, outlines))
     if all(theirs for _, theirs in everyone):
         return  # forked from a process that had listed the files: the ranks share its memory
