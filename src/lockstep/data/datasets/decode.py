@@ -7,10 +7,10 @@ its name. Sizes and boxes are those of the upright image.
 
 from __future__ import annotations
 
-import enum
 import os
 import stat
 import threading
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,24 +48,16 @@ EIGHTHS = (1, 2, 3, 4)
 _IMPORTING = threading.Lock()
 
 
-class Decoder(enum.Enum):
-    """What decodes a file."""
-
-    simplejpeg = enum.auto()
-    torchvision = enum.auto()
-    pillow = enum.auto()
-
-
 class ImageFile(NamedTuple):
     """The bytes of an image file, the size of the upright image, and how it is decoded.
 
-    `orientation` is that of EXIF: how the stored pixels have to be turned.
+    `decoder` decodes it, None is simplejpeg; `orientation` is that of EXIF: how the stored pixels have to be turned.
     """
 
     data: bytes
     height: int
     width: int
-    decoder: Decoder
+    decoder: Callable[[bytes], Pixels] | None
     orientation: int = exif.UPRIGHT
 
     @classmethod
@@ -114,24 +106,26 @@ class ImageFile(NamedTuple):
 
         A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
+        if self.orientation == exif.UPRIGHT:
+            return self._stored(share, bottom)
         pixels, eighths = self._stored(share, bottom)
         return exif.upright(pixels, self.orientation), eighths
 
     def _stored(self, share: float, bottom: int) -> tuple[Pixels, int]:
         """`_decoded`, of the image as it is stored."""
-        if self.decoder is Decoder.simplejpeg:
-            data, rows, columns = self._above(bottom)
-            # The decoder is given a minimum size, which does not determine the scale if both sides are tiny.
-            scaled = share <= 0.5 and max(rows, columns) >= 8
-            eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
-            height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
-            try:
-                whole = data is self.data
-                return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
-            except ValueError:
-                # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
-                return _by_torchvision(self.data), 8
-        return (_by_torchvision if self.decoder is Decoder.torchvision else _by_pillow)(self.data), 8
+        if self.decoder is not None:
+            return self.decoder(self.data), 8
+        data, rows, columns = self._above(bottom)
+        # The decoder is given a minimum size, which does not determine the scale if both sides are tiny.
+        scaled = share <= 0.5 and max(rows, columns) >= 8
+        eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
+        height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
+        try:
+            whole = data is self.data
+            return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
+        except ValueError:
+            # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
+            return _by_torchvision(self.data), 8
 
     def _above(self, bottom: int) -> tuple[bytes, int, int]:
         """The JPEG with the height in its header cut to just below `bottom`, where decoding then stops.
@@ -184,19 +178,19 @@ def _turbo_header(data: bytes) -> ImageFile | None:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return _turned(data, int(height), int(width), Decoder.simplejpeg, exif.of_jpeg(data))
+    orientation = exif.of_jpeg(data)
+    if orientation in exif.TURNED:
+        height, width = width, height
+    return ImageFile(data, int(height), int(width), None, orientation)
 
 
 def _pillow_header(data: bytes) -> ImageFile:
     with _pillow(data) as image:
         plain = not image.has_transparency_data and not getattr(image, "is_animated", False)
-        decoder = Decoder.torchvision if plain and image.format in TORCHVISION else Decoder.pillow
-        return _turned(data, image.height, image.width, decoder, exif.of_image(image, data))
-
-
-def _turned(data: bytes, rows: int, columns: int, decoder: Decoder, orientation: int) -> ImageFile:
-    height, width = (columns, rows) if orientation in exif.TURNED else (rows, columns)
-    return ImageFile(data, height, width, decoder, orientation)
+        decoder = _by_torchvision if plain and image.format in TORCHVISION else _by_pillow
+        orientation = exif.of_image(image, data)
+        width, height = reversed(image.size) if orientation in exif.TURNED else image.size
+        return ImageFile(data, height, width, decoder, orientation)
 
 
 def _pillow(data: bytes) -> Any:

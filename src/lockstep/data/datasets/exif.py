@@ -28,10 +28,10 @@ TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7
 def of_jpeg(data: bytes) -> int:
     """The orientation, 1 to 8, of the JPEG file `data`; 1 (upright) where there is no sound note of it."""
     # A walk: searching the file for the marker takes longer, because compressed pixels are full of its first byte.
-    at, from_xmp = 2, UPRIGHT
-    while at + 4 <= len(data) and data[at] == 0xFF and (marker := data[at + 1]) in NOTES:
+    at, from_xmp, last = 2, UPRIGHT, len(data) - 4
+    while at <= last and data[at + 1] in NOTES:
         end = at + 2 + (data[at + 2] << 8 | data[at + 3])
-        if marker == APP1:
+        if data[at + 1] == APP1:
             if data.startswith(EXIF, at + 4):
                 return _of_tiff_header(data[at + 4 + len(EXIF) : end]) or from_xmp
             if data.startswith(XMP, at + 4) and (found := XMP_ORIENTATION.search(data, at, end)):
