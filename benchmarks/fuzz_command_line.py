@@ -267,17 +267,17 @@ def short_of_training() -> Iterator[None]:
 
     A command then leaves by an exception: this process stays for the next one.
     """
-    from lockstep.data.datasets import builtin
+    from lockstep.data.datasets.published import Published
     from lockstep.job import validate
     from lockstep.launcher import Inline
     from lockstep.runtime import program
 
-    def offline(self: object, train: bool, download: bool = False) -> None:
+    def offline(self: object) -> None:
         raise RuntimeError("no network")
 
     program.leave = sys.exit  # type: ignore[assignment]
     validate.available_memory = lambda: ROOM
-    builtin._TorchvisionSource._open = offline  # type: ignore[method-assign]
+    Published._fetch = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]
     yield
 

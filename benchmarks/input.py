@@ -35,8 +35,10 @@ from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.builtin import CIFAR10
-from lockstep.data.datasets.folder import CropFrom, Folder
+from lockstep.data.datasets.decode import ImageFile
+from lockstep.data.datasets.files import CropFrom
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.published import CIFAR10
 from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
@@ -150,7 +152,7 @@ def with_timm(root: Path, places: list[int], workers: int) -> Callable[[], float
 
 def small(root: Path, workers: int) -> Cases:
     """32x32 files, padded, cropped and mirrored."""
-    folder = Folder(path=str(root.parent), train_folder=root.name, decode_size=32)
+    folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=32)
     split, places = spread(folder, 4096)
     recipe = [
         T.RandomCrop(32, padding=4),
@@ -172,7 +174,7 @@ def small(root: Path, workers: int) -> Cases:
 def large(root: Path, workers: int) -> Cases:
     """500x375 files, a random resized crop to 224."""
     augment = RandomResizedCrop()
-    square = Folder(path=str(root.parent), train_folder=root.name, input_size=224)
+    square = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, input_size=224)
     folder = replace(square, crop_from=CropFrom.file)
     split, places = spread(folder, 160)
     boxes = replace(split, crop=Crop(augment.boxes, 0, (224, 224)))
@@ -214,8 +216,8 @@ class _Transformed(Dataset[Any]):
 
 def decoders(root: Path, number: int) -> Cases:
     """The decoders alone, on bytes in memory, to RGB; the last only reads the headers."""
-    split, _ = spread(Folder(path=str(root.parent), train_folder=root.name), number)
-    contents = [path.read_bytes() for path in split.paths]
+    split, _ = spread(Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name), number)
+    contents = [ImageFile.read(path).data for path in split.paths]
 
     def half(data: bytes) -> None:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
@@ -238,7 +240,9 @@ def decoders(root: Path, number: int) -> Cases:
 
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
     """Whole batches as this project decodes them, by two processes of a DataLoader and by threads."""
-    split, _ = spread(Folder(path=str(root.parent), train_folder=root.name, decode_size=size), number)
+    split, _ = spread(
+        Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size), number
+    )
     wanted = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
     loader: DataLoader[Any] = DataLoader(
         _Batches(split), batch_sampler=wanted, collate_fn=_as_is, num_workers=2, persistent_workers=True
@@ -254,7 +258,7 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
         "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
     if torch.cuda.is_available():
-        files = [[split.paths[at] for at in each] for each in wanted]
+        files = [[Path(str(split.paths[at])) for at in each] for each in wanted]
         cases["GPU"] = partial(per_second, partial(_at_once, files, "cuda"), len(split), time.perf_counter)
     return cases
 

@@ -146,6 +146,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / "photos" / split / label / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.effect_noise((32, 24), 50).convert("RGB").save(path)
+    (folder / "flowers").symlink_to(folder / "photos" / "train")
     for name in ("train.py", "conf", "src", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
     return folder

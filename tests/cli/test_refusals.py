@@ -144,7 +144,10 @@ EFFECTS = [
     ("model.compile_mode=max_autotune", "model.compile_mode is max_autotune, but model.compile is false"),
     ("precision=bf16_pure train.ema=0.9", "use precision=bf16, or leave out train.ema"),
     ("loader=streaming loader.workers=0 loader.prefetch=9", "loader.prefetch is 9, but loader.workers is 0"),
-    ("augment.pad=0 augment.reflect=true", "augment.reflect is true, but augment.pad is 0, so nothing is padded"),
+    (
+        "augment=shift augment.pad=0 augment.reflect=true",
+        "augment.reflect is true, but augment.pad is 0, so nothing is padded",
+    ),
     (
         "optimizer=timm optimizer.opt=adamw optimizer.momentum=0.5",
         "optimizer.momentum is 0.5, but optimizer.opt=adamw has none",
@@ -173,7 +176,7 @@ MACHINE = [
 ]
 BOXES = [
     (
-        "dataset=imagenet",
+        "dataset=imagenet augment=shift",
         "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
         "CropFlip; use augment=standard or dataset.crop_from=square",
     ),
@@ -307,7 +310,7 @@ def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path
 
 
 def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "runs", "optimizer.lr=0", "augment.pad=-1", "launcher.ranks=0")
+    said = refusal(tmp_path / "runs", "optimizer.lr=0", "augment=shift", "augment.pad=-1", "launcher.ranks=0")
     assert [line.split()[0] for line in said.splitlines()] == ["augment.pad", "launcher.ranks", "optimizer.lr"]
 
 
@@ -366,8 +369,8 @@ def pictures(folder: Path, train: str = "ab", val: str = "ab") -> Path:
     [
         ("", "", "", "train has no subfolders, expected one per class"),
         ("ab", "abc", "", "val/c is a class that"),
-        ("ab", "ab", "train/b", "train/b has no images (.bmp, .gif, .jpeg"),
-        ("ab", "ab", "val/a", "val/a has no images (.bmp, .gif, .jpeg"),
+        ("ab", "ab", "train/b", "train/b has no images (.apng, .avif, .bmp"),
+        ("ab", "ab", "val/a", "val/a has no images (.apng, .avif, .bmp"),
     ],
 )
 def test_a_folder_that_is_no_data_set_is_named(
@@ -382,16 +385,17 @@ def test_a_folder_that_is_no_data_set_is_named(
     assert sentence in said
 
 
-def offline(self: object, train: bool, download: bool = False) -> None:
+def offline(self: object) -> None:
     """Stands for torchvision's data sets on a machine without a network: only the download is faked."""
     raise RuntimeError("Error downloading train-images-idx3-ubyte.gz")
 
 
 def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.data.datasets.builtin.MNIST._open", offline)
+    monkeypatch.setattr("lockstep.data.datasets.published.MNIST._fetch", offline)
     said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
     assert "data_root: MNIST" in said
     assert "cannot be downloaded (RuntimeError: Error downloading" in said
+    assert f"t10k-labels-idx1-ubyte.gz (packed or not) into {tmp_path}/data/MNIST/raw, or name" in said
     assert said.endswith("name another folder with data_root=FOLDER")
     assert list(tmp_path.iterdir()) == []
 
@@ -629,7 +633,8 @@ def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Pat
 def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_said(
     tmp_path: Path, lost: list[str], today: tuple[str, ...], sentence: str
 ) -> None:
-    first = ("name=test", "steps=3", "model=basicnet", "optimizer.lr=0.5", "~augment.pad", f"output_root={tmp_path}")
+    chosen = ("model=basicnet", "optimizer.lr=0.5", "augment=shift", "~augment.pad")
+    first = ("name=test", "steps=3", *chosen, f"output_root={tmp_path}")
     run = prepared(*first)
     run.overrides.write_text(
         yaml_io.dump_list([each for each in yaml_io.load_list(run.overrides) if each not in lost])

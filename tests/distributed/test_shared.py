@@ -18,6 +18,7 @@ from helpers import launch
 from lockstep.core import process_group, world
 from lockstep.core.data_protocols import Broken, Split
 from lockstep.core.errors import InputError
+from lockstep.data.datasets import folder as folder_module
 from lockstep.data.datasets import listing
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import prefetch, shared_memory
@@ -80,8 +81,8 @@ def exit_as_rank(folder: Path) -> None:
 
 def listed(folder: Path, here: world.World) -> dict[str, object]:
     """How often this rank lists files, where the list that it then has lies, and what it says."""
-    count, whole = [], listing._list_files
-    listing._list_files = lambda *places: (count.append(1), whole(*places))[1]
+    count, whole = [], folder_module.list_split
+    folder_module.list_split = lambda *places: (count.append(1), whole(*places))[1]
     source = Folder(path=str(folder), decode_size=6)
     if here.rank == 0:
         source.prepare()

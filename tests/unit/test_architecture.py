@@ -211,6 +211,8 @@ READS: dict[str, str] = {
     "runtime.watchdog": "the kernel's /proc",
     "training.micro_batch_search": "the kernel's /proc",
     "data.datasets.decode": "images, whose decoders refuse what is none",
+    "data.datasets.published_files": "an archive in the file that the guarded reader has opened",
+    "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
     "cli.new": "the template, which is part of the program",
     "api": "the figures of the run that has just ended",

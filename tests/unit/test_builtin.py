@@ -10,12 +10,12 @@ import os
 import pickle
 import shutil
 import struct
+import tarfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,8 @@ from torchvision import datasets
 
 from helpers import ROOT
 from lockstep.core.errors import InputError
-from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
+from lockstep.data.datasets.builtin import Digits, Fake
+from lockstep.data.datasets.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
 
 REAL = ROOT.parent / "shared" / "data"
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -144,47 +145,77 @@ def test_a_file_cut_short_is_an_error_with_the_folder_in_it(tmp_path: Path, size
             attempt()
 
 
-def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, factory: type[Any], key: str) -> None:
-    """Small files in the original pickle format.
+@pytest.mark.parametrize("folder", ["MNIST/raw", "MNIST", "raw", "."])
+@pytest.mark.parametrize("name", ["{}-ubyte", "{}-ubyte.gz", "{}.ubyte", "{}-ubyte/{}-ubyte"])
+def test_mnist_is_read_packed_or_not_wherever_people_put_it(tmp_path: Path, folder: str, name: str) -> None:
+    for stem, array in small_mnist().items():
+        dotted = stem.replace("-idx", ".idx") + "-ubyte"
+        path = tmp_path / folder / (dotted if name == "{}.ubyte" else name.format(stem, stem))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(idx(array)) if path.suffix == ".gz" else idx(array))
+    before = sorted(tmp_path.rglob("*"))
+    source = MNIST(root=str(tmp_path))
+    source.prepare()
+    assert source.train().images[:, 0, 0, 0].tolist() == list(range(12))
+    assert source.eval().labels.tolist() == [0, 1, 2, 3]
+    assert sorted(tmp_path.rglob("*")) == before
 
-    torchvision refuses other bytes than the originals by their md5, so its lists of md5 are replaced.
-    """
-    folder = root / factory.base_folder
-    folder.mkdir(parents=True)
+
+def test_the_files_of_fashion_mnist_are_not_taken_for_those_of_mnist(tmp_path: Path) -> None:
+    boots = np.array([9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9], dtype=np.uint8)
+    write_mnist(tmp_path, train_labels_idx1=boots)
+    with pytest.raises(InputError, match=r"are those of dataset=fashion_mnist; put train-images-idx3-ubyte\.gz"):
+        MNIST(root=str(tmp_path)).train()
+
+
+@pytest.mark.parametrize("content", [gzip.compress(bytes(5000))[:-9], b"\x1f\x8b\x08 no gzip", b"no idx"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (write_mnist(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte").unlink()
+    (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(content)
+    with pytest.raises(InputError, match=r"data_root: MNIST cannot be read from .*train-images-idx3-ubyte\.gz is"):
+        MNIST(root=str(tmp_path)).train()
+
+
+def cifar_files(source: type[CIFAR10]) -> dict[str, bytes]:
+    """Small files in the original pickle format, three images each."""
     generator = np.random.default_rng(0)
-
-    def write(name: str, content: dict[str, Any]) -> list[str]:
-        data = pickle.dumps(content, protocol=2)
-        (folder / name).write_bytes(data)
-        return [name, hashlib.md5(data).hexdigest()]
-
-    for split in ("train_list", "test_list"):
-        entries = [
-            write(name, {"data": generator.integers(0, 256, (3, 3072), dtype=np.uint8), key: [0, 1, 2]})
-            for name, _ in getattr(factory, split)
-        ]
-        monkeypatch.setattr(factory, split, entries)
-    meta = factory.meta
-    _, digest = write(meta["filename"], {meta["key"]: [str(number) for number in range(100)]})
-    monkeypatch.setattr(factory, "meta", {**meta, "md5": digest})
+    return {
+        name: pickle.dumps(
+            {"data": generator.integers(0, 256, (3, 3072), dtype=np.uint8), source.label_key: [0, 1, 2]}, protocol=2
+        )
+        for name in (*source.train_files, *source.eval_files)
+    }
 
 
-@pytest.mark.parametrize(
-    ("source", "key", "files"), [(CIFAR10, "labels", 5), (CIFAR100, "fine_labels", 1)], ids=["CIFAR10", "CIFAR100"]
-)
-def test_cifar_reads_small_files_of_its_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: type[CIFAR10], key: str, files: int
-) -> None:
-    factory = getattr(datasets, source.factory)
-    write_cifar(tmp_path, monkeypatch, factory, key)
+@pytest.mark.parametrize("source", [CIFAR10, CIFAR100])
+@pytest.mark.parametrize("kept", ["archive", "unpacked", "directly", "in a folder"])
+def test_cifar_is_read_packed_or_not_wherever_people_put_it(tmp_path: Path, source: type[CIFAR10], kept: str) -> None:
+    files = cifar_files(source)
+    folder = {"directly": tmp_path, "in a folder": tmp_path / source.factory}.get(kept, tmp_path / source.unpacked)
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if kept == "archive":
+        with tarfile.open(tmp_path / source.archive, "w:gz") as tar:
+            tar.add(folder, source.unpacked)
+        shutil.rmtree(folder)
     made = source(root=str(tmp_path))
     made.prepare()
-    assert made.train().images.shape == (3 * files, 3, 32, 32)
-    assert made.train().labels.tolist() == [0, 1, 2] * files
+    assert made.train().images.shape == (3 * len(source.train_files), 3, 32, 32)
+    assert made.train().labels.tolist() == [0, 1, 2] * len(source.train_files)
     first = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8).reshape(3, 3, 32, 32)
     assert torch.equal(made.train().images[:3], torch.from_numpy(first))
     assert made.train().images.is_contiguous()
     assert made.eval().images.shape == (3, 3, 32, 32)
+
+
+def test_a_pickle_of_cifar_that_asks_for_code_runs_none(tmp_path: Path) -> None:
+    for name, content in cifar_files(CIFAR10).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "data_batch_3").write_bytes(b"cos\nsystem\n(S'touch " + os.fsencode(tmp_path / "ran") + b"'\ntR.")
+    with pytest.raises(InputError, match=r"CIFAR10 cannot be read from .*asks for os\.system.*; put cifar-10-python"):
+        CIFAR10(root=str(tmp_path)).train()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_classes_and_shapes_of_the_data_sets_are_the_published_ones() -> None:

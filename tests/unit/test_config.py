@@ -154,7 +154,7 @@ def test_hydras_own_keys_mean_nothing_in_a_node(key: str) -> None:
 
 
 def test_everything_that_is_wrong_is_said_at_once() -> None:
-    job = composed("optimizer.lr=-1", "augment.flip=2")
+    job = composed("optimizer.lr=-1", "augment=shift", "augment.flip=2")
     job["model"] = {"_target_": "os.system", "command": "true"}
     with pytest.raises(InputError) as caught:
         components.build_job(job)

@@ -96,14 +96,6 @@ def test_the_first_bytes_of_a_file_decide_and_not_its_name(tmp_path: Path) -> No
     assert np.array_equal(ImageFile.read(tmp_path / "image.jpg").square(20), expected)
 
 
-def test_the_orientation_that_a_camera_notes_is_ignored(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    photograph(40, 60).save(tmp_path / "image.jpg", exif=exif)
-    file = ImageFile.read(tmp_path / "image.jpg")
-    assert (file.height, file.width) == (40, 60)
-
-
 def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, photograph(400, 400))
     scan = file.data.index(b"\xff\xda")

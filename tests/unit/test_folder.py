@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from lockstep.core.errors import InputError
+from lockstep.data.datasets import photo_formats
 from lockstep.data.datasets.folder import Folder, ImageNet
+from lockstep.data.datasets.splits import FileSplit
 
 
 def fill(folder: Path, **levels: list[int]) -> None:
@@ -70,12 +73,101 @@ def test_the_splits_may_have_other_names(root: Path) -> None:
     assert len(Folder(path=str(root), val_folder="test", decode_size=8).eval()) == 2
 
 
-def test_files_that_are_no_images_are_left_out(root: Path) -> None:
-    (root / "train" / "ant" / "notes.txt").write_text("about ants")
+def test_files_that_are_no_images_are_left_out_counted_and_said(root: Path) -> None:
     (root / "train" / "list.csv").write_text("a,b")
+    for name in ("notes.txt", "more.TXT", "Thumbs.db", ".DS_Store", "._030.png", "README"):
+        (root / "train" / "ant" / name).write_text("about ants")
+    (root / "train" / "cat" / ".thumbnails").mkdir()
+    (root / "train" / "cat" / ".thumbnails" / "040.png").write_text("hidden")
     folder = Folder(path=str(root), decode_size=8)
-    folder.prepare()
     assert len(folder.train()) == 6
+    assert folder.notes()[0] == (
+        f"{root}/train: left out 8 files that are no images by their names "
+        "(3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
+    )
+
+
+def test_a_class_without_an_image_to_evaluate_is_said(root: Path) -> None:
+    (note,) = Folder(path=str(root)).notes()
+    assert note == "1 of 3 classes have no image in the evaluation split, which says nothing about them: ant"
+
+
+def test_folders_in_a_class_folder_hold_images_of_the_class(root: Path) -> None:
+    fill(root / "train" / "cat", **{"2023": [41], "2024.jpg": [42]})
+    fill(root / "train" / "cat" / "2023", summer=[43])
+    (root / "train" / "cat" / "2023" / "again").symlink_to(root / "train" / "cat")
+    folder = Folder(path=str(root), decode_size=8)
+    split = folder.train()
+    names = [str(path.relative_to(root / "train" / "cat")) for path in split.paths[1:7]]
+    assert names == ["040.png", "050.png", "060.png", "2023/041.png", "2023/summer/043.png", "2024.jpg/042.png"]
+    assert split.fetch([4, 5, 6])[:, 0, 0, 0].tolist() == [41, 43, 42]
+    assert split.labels.tolist() == [0, *[1] * 6, 2, 2]
+    assert "1 links back to a folder above" in folder.notes()[0]
+
+
+@pytest.mark.parametrize(("name", "package"), [("IMG_1.HEIC", "pillow-heif"), ("b.avif", "pillow>=11.3")])
+def test_photos_that_nothing_reads_are_refused_with_the_command_that_helps(
+    root: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "train" / "ant" / name).write_text("a photo")
+    assert len(Folder(path=str(root), val_folder="./val").train()) == 7
+    monkeypatch.setattr(photo_formats, "readable", lambda kind: False)
+    with pytest.raises(InputError, match=rf"1 file in {root}/train is \w+ \(.*pip install '{package}'"):
+        Folder(path=str(root)).prepare()
+
+
+def names_of(split: FileSplit) -> set[str]:
+    return {f"{path.parent.name}/{path.name}" for path in split.paths}
+
+
+def test_without_a_validation_folder_the_error_names_both_ways_out(root: Path) -> None:
+    shutil.rmtree(root / "val")
+    with pytest.raises(InputError, match=r"no folder .*/val; .*dataset\.val_folder=NAME.*dataset\.val_share=0\.1"):
+        Folder(path=str(root)).prepare()
+
+
+def test_a_share_and_a_folder_for_validation_exclude_each_other(root: Path) -> None:
+    with pytest.raises(InputError, match=r"val_share is 0\.1, but there is a validation folder too"):
+        Folder(path=str(root), val_share=0.1).prepare()
+
+
+def test_classes_directly_in_the_path_are_a_training_folder_of_their_own(root: Path) -> None:
+    with pytest.raises(InputError, match=r"dataset\.train_folder=\. dataset\.val_share=0\.1"):
+        Folder(path=str(root / "train")).prepare()
+    folder = Folder(path=str(root / "train"), train_folder=".", val_share=0.3, decode_size=8)
+    assert folder.class_names == ("ant", "cat", "zebra")
+    assert len(folder.eval().fetch([0])) == 1
+
+
+def test_a_held_out_share_is_taken_from_each_class_and_nothing_is_in_both(tmp_path: Path) -> None:
+    fill(tmp_path / "train", a=list(range(50)), b=list(range(10)), c=[1, 2], d=[1])
+    folder = Folder(path=str(tmp_path), val_share=0.2, decode_size=8)
+    assert torch.bincount(folder.eval().labels).tolist() == [10, 2, 1]
+    assert torch.bincount(folder.train().labels).tolist() == [40, 8, 1, 1]
+    train, val = names_of(folder.train()), names_of(folder.eval())
+    assert not train & val
+    assert len(train | val) == 63
+    assert [note for note in folder.notes() if note.endswith(": d")]
+    assert folder.fingerprint() != Folder(path=str(tmp_path), val_share=0.3).fingerprint()
+
+
+def test_what_is_held_out_goes_by_the_names_and_new_files_move_at_most_one_each(tmp_path: Path) -> None:
+    fill(tmp_path / "here" / "train", cat=list(range(100)))
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    before = names_of(Folder(path=str(tmp_path / "here"), val_share=0.2).eval())
+    for number in range(100, 110):
+        shutil.copy(tmp_path / "here/train/cat/000.png", tmp_path / "there/train/cat" / f"{number}.png")
+    new = {f"cat/{number}.png" for number in range(100, 110)}
+    after = names_of(Folder(path=str(tmp_path / "there"), val_share=0.2).eval())
+    assert len(after) == 22
+    assert len((before ^ after) - new) <= 2
+    assert names_of(Folder(path=str(tmp_path / "here"), val_share=0.20001).eval()) == before
+
+
+def test_a_share_of_classes_with_one_file_each_is_refused(tmp_path: Path) -> None:
+    fill(tmp_path / "train", a=[1], b=[2])
+    with pytest.raises(InputError, match=r"val_share is 0\.5, but every class .* has one file"):
+        Folder(path=str(tmp_path), val_share=0.5).prepare()
 
 
 def test_imagenet_is_stored_at_256_and_seen_at_224() -> None:
@@ -108,15 +200,13 @@ def test_a_class_that_only_the_evaluation_split_has_is_refused(root: Path) -> No
         Folder(path=str(root)).prepare()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "socket"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
 def test_what_is_no_file_is_refused_and_never_opened(root: Path, kind: str) -> None:
     path = root / "train" / "cat" / "000.png"
     with socket.socket(socket.AF_UNIX) as server:
         match kind:
             case "pipe":
                 os.mkfifo(path)
-            case "folder":
-                path.mkdir()
             case "device":
                 path.symlink_to("/dev/zero")
             case "socket":
@@ -167,7 +257,7 @@ def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monke
 
 
 def test_a_file_takes_its_name_and_seventeen_bytes(root: Path) -> None:
-    table = Folder(path=str(root)).listing("train").table
+    table = Folder(path=str(root)).listings()[0].table
     assert table.nbytes == 6 * (len("010.png") + 17)
 
 

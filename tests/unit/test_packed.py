@@ -292,7 +292,8 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     assert wrong.code == 2
     assert wrong.err == (
         f"lockstep: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
-        "name another with lockstep pack SOURCE TARGET\n"
+        "name another with lockstep pack SOURCE TARGET, or, if the folders beside it are the classes, move them into "
+        "train/ and add --val-share 0.1\n"
     )
 
 
@@ -322,3 +323,19 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
         Packed(path=str(tmp_path / "target")).prepare()
     pack(source, tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "target"]
+
+
+def test_photos_are_packed_upright_and_a_share_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "photos" / "train" / "cat").mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for number in range(10):
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / "train" / "cat" / f"{number}.jpg", exif=exif)
+    source = Folder(path=str(tmp_path / "photos"), decode_size=8, val_share=0.3)
+    assert pack(source, tmp_path / "packed") == []
+    packed = Packed(path=str(tmp_path / "packed"))
+    for own, theirs in ((source.train(), packed.train()), (source.eval(), packed.eval())):
+        every = list(range(len(own)))
+        assert torch.equal(own.fetch(every), theirs.fetch(every))
+    assert len(packed.eval()) == 3

@@ -53,7 +53,8 @@ def arguments() -> argparse.Namespace:
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
     pack = commands.add_parser(
         "pack",
-        usage="lockstep pack [--size SIZE] [--skip N] SOURCE TARGET\n       lockstep pack --check TARGET",
+        usage="lockstep pack [--size SIZE] [--skip N] [--val-share SHARE] SOURCE TARGET\n"
+        "       lockstep pack --check TARGET",
         help="decode a folder of images once, for dataset=packed",
         description="Decode SOURCE/train/CLASS/* and SOURCE/val/CLASS/* as dataset=folder does, and keep the pixels "
         "in the new folder TARGET. The exit code is 2 if the source does not fit or TARGET exists, 74 if TARGET "
@@ -63,10 +64,18 @@ def arguments() -> argparse.Namespace:
     pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to make")
     pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
     pack.add_argument("--skip", type=int, metavar="N", help="the most broken images to leave out [0]")
+    pack.add_argument(
+        "--val-share",
+        type=float,
+        metavar="SHARE",
+        help="the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share",
+    )
     pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")
     given = parser.parse_args()
     if given.command == "pack":
-        named = {name for name in ("source", "target", "size", "skip") if getattr(given, name) is not None}
+        named = {
+            name for name in ("source", "target", "size", "skip", "val_share") if getattr(given, name) is not None
+        }
         if not (named >= {"source", "target"} if given.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return given
@@ -92,4 +101,4 @@ def run(given: argparse.Namespace) -> None:
                 pack.check(given.check)
             else:
                 size = 256 if given.size is None else given.size
-                pack.pack(given.source, given.target, size=size, skip=given.skip or 0)
+                pack.pack(given.source, given.target, size=size, skip=given.skip or 0, val_share=given.val_share)

@@ -16,22 +16,37 @@ from lockstep.data.datasets.folder import Folder
 from lockstep.runtime.host import cores
 
 # What the sentences of `dataset=folder` call by its keys.
-WORDS = {"dataset.path: ": "", "dataset.path=FOLDER": "lockstep pack SOURCE TARGET", "dataset.skip=N": "--skip N"}
+WORDS = {
+    "dataset.path: ": "",
+    "dataset.path=FOLDER": "lockstep pack SOURCE TARGET",
+    "dataset.skip=N": "--skip N",
+    "dataset.val_folder: ": "",
+    "name the one of the validation split with dataset.val_folder=NAME": "make it",
+    "use dataset.train_folder=. dataset.val_share=0.1": "move them into train/ and add --val-share 0.1",
+    "dataset.val_share=0.1": "--val-share 0.1",
+    "dataset.val_share": "--val-share",
+}
 
 
-def pack(source: str, target: str, *, size: int, skip: int) -> None:
+def pack(source: str, target: str, *, size: int, skip: int, val_share: float | None = None) -> None:
     """Pack the class folders of `source`, images of side `size`, to the new folder `target`.
+
+    `skip` and `val_share` are those of `dataset=folder`.
 
     Raises:
         InputError: there is no such source, too many of its images are broken, or `target` exists.
         StorageError: `target` cannot be written.
     """
-    for problem in problems(Folder, {"decode_size": size, "skip": skip}):
-        raise InputError(problem.replace("decode_size", "--size").replace("skip", "--skip"))
+    for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}):
+        for key, ours in (("decode_size", "--size"), ("skip", "--skip"), ("val_share", "--val-share")):
+            problem = problem.replace(key, ours)
+        raise InputError(problem)
     torch.set_num_threads(1)  # every core has an image of its own
-    folder = Folder(path=source, decode_size=size, skip=skip)
+    folder = Folder(path=source, decode_size=size, skip=skip, val_share=val_share)
     try:
         images = len(folder.train()) + len(folder.eval())
+        for note in folder.notes():
+            log.warn(note)
         with _bar() as bar:
             task = bar.add_task("packing", total=images)
             broken = packing.pack(

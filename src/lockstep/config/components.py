@@ -15,7 +15,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from lockstep.config import extensions
 from lockstep.config.messages import sentence, unreadable
-from lockstep.config.schema import GROUPS, MANY, Job
+from lockstep.config.schema import CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
@@ -94,6 +94,13 @@ def build(group: str, node: Any, key: str = "") -> Any:
         raise InputError(sentence(error, f"{key}.")) from error
     except (OverflowError, RecursionError) as error:
         raise unreadable(error) from error
+
+
+def build_option(group: str, name: str) -> Any:
+    """The component of one of our own options, with its defaults."""
+    from lockstep.config import yaml_io  # as in `load_job`
+
+    return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
 
 
 def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:

@@ -65,7 +65,7 @@ class TrainBlock:
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
     eval_every: int | str = duration("1ep")
-    eval_batch: int = ranged(256, least=1, most=1_000_000)
+    eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
     eval_views: int = choice(1, 1, 2, 6)
     cudnn_benchmark: bool = False
 
@@ -97,9 +97,9 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    What may be `auto` is a number from the moment that it can be known: `launcher.ranks` and `launcher.threads` once
-    the job is resolved, `batch` when the folder is made, `train.micro_batches` and the loader when a rank has the
-    data.
+    What may be `auto` is a number from the moment that it can be known: `launcher.ranks`, `launcher.threads` and
+    `train.eval_batch` once the job is resolved, `batch` when the folder is made, `train.micro_batches` and the loader
+    when a rank has the data.
     """
 
     epochs: int = ranged(20, least=1, most=LONGEST)

@@ -107,6 +107,13 @@ class Source(Component, Protocol):
         Parts of a split that can differ by themselves have words of their own, so that a difference can be named.
         """
 
+    @property
+    def usual_augment(self) -> str:
+        """The option of `augment` that a job takes which does not choose one."""
+
+    def notes(self) -> list[str]:
+        """Sentences about the data that a run begins with: what is left out of it or missing. Raises InputError."""
+
     def prepare(self) -> None:
         """See that the data is there, downloading it under a lock where it may be. Raises InputError."""
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lockstep.core.data_protocols import Augment, BoxAugment, Source
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys
-from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.shards import BatchGroup, Shard
 from lockstep.data.transforms.mixup import Mix, interval
 

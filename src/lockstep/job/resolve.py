@@ -7,18 +7,24 @@ from pathlib import Path
 
 import torch
 
+from lockstep.config import components
 from lockstep.config.schema import Job
-from lockstep.core.data_protocols import Source
+from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, launched, local_size
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Strategy
 from lockstep.core.run_dir import MANIFEST
+from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline, Spawn
 from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
+
+# What `train.eval_batch=auto` is: the most images of a block, and the most pixels. A block of 256 images of 336x336
+# takes 10 GB in a usual network.
+EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 
 def resolve(job: Job, *, sweep: bool) -> Job:
@@ -29,7 +35,7 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     """
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    strategy = _strategy(job)
+    strategy, dataset = _strategy(job), _with_absolute_paths(job.dataset)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
@@ -39,8 +45,11 @@ def resolve(job: Job, *, sweep: bool) -> Job:
         strategy=strategy,
         launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
         repro="strict" if isinstance(strategy, Strict) else "exact",
-        train=replace(job.train, micro_batches=_micro_batches(job, strategy, ranks)),
-        dataset=_with_absolute_paths(job.dataset),
+        train=replace(
+            job.train, micro_batches=_micro_batches(job, strategy, ranks), eval_batch=_eval_batch(job, dataset)
+        ),
+        augment=_augment(job, dataset),
+        dataset=dataset,
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
@@ -70,8 +79,9 @@ def _absolute(path: str) -> str:
 
 def _with_absolute_paths(dataset: Source) -> Source:
     """A data set that is found from any current folder."""
-    names = {"root", "path"} & {field.name for field in fields(dataset)}
-    return replace(dataset, **{name: _absolute(getattr(dataset, name)) for name in names})
+    names = {"root", "path", "images"} & {field.name for field in fields(dataset)}
+    paths = {name: getattr(dataset, name) for name in names}
+    return replace(dataset, **{name: _absolute(path) for name, path in paths.items() if path is not None})
 
 
 def _checkpoint(resume: str | None) -> str | None:
@@ -116,6 +126,22 @@ def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
             f"micro-batches; use strategy=strict strategy.shards={2 * strategy.shards} for smaller ones"
         )
     return max(1, strategy.shards // ranks)
+
+
+def _eval_batch(job: Job, dataset: Source) -> int:
+    """A block of evaluation: a number of pixels, so that memory is bounded and no machine decides how it adds up."""
+    if job.train.eval_batch != "auto":
+        return int(job.train.eval_batch)
+    _, height, width = dataset.input_shape
+    return max(1, min(EVAL_BATCH, EVAL_PIXELS // (height * width)))
+
+
+def _augment(job: Job, dataset: Source) -> Augment:
+    """The augmentation that was chosen, or the data set's usual one."""
+    if not isinstance(job.augment, AutoAugment):
+        return job.augment
+    usual: Augment = components.build_option("augment", dataset.usual_augment)
+    return usual
 
 
 def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> int:

@@ -24,7 +24,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.data.datasets.builtin import Fake
-from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.models import ResNet34, Timm
@@ -163,7 +163,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     batch = math.ceil(plan.batch / micro_batches)
     smaller = "a smaller dataset.input_size"
     yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
-    block = min(job.train.eval_batch, plan.examples)
+    block = min(int(job.train.eval_batch), plan.examples)
     yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
     if isinstance(job.loader, Streaming) and job.loader.workers != "auto":
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch

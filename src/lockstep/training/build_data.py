@@ -12,7 +12,7 @@ from lockstep.config.schema import Job
 from lockstep.core.data_protocols import BoxAugment, LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.loading.prefetch import sample
 from lockstep.data.loading.shards import Loader
@@ -86,7 +86,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         world=world,
         plan=data.plan,
         seed=job.seed,
-        eval_batch=job.train.eval_batch,
+        eval_batch=int(job.train.eval_batch),
         # Copied, because the loader marks broken images in the labels.
         train_labels=data.train.labels.to(world.device, copy=True),
         eval_labels=data.val.labels.to(world.device, copy=True),

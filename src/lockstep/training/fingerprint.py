@@ -12,7 +12,7 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
-from lockstep.data.datasets.folder import crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.strategy import Strict
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.

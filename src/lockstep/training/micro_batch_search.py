@@ -81,7 +81,7 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
 def oom_advice(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
     """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
-        fewer = max(1, job.train.eval_batch // 2)
+        fewer = max(1, int(job.train.eval_batch) // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     gc.collect()

@@ -64,7 +64,7 @@ class RunRecord(NoRecord):
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
         """Where the promise of equal runs ends for this job."""
-        notes = job.strategy.notes(network.model, self.world, data.plan) + network.notes
+        notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "

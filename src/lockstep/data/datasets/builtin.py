@@ -1,24 +1,22 @@
-"""The data sets that fit in memory. Each is a frozen value: where the files are and what the images are."""
+"""The data sets that fit in memory and need no files: the digits, random images, and what all array sets share."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged
-from lockstep.data.datasets.folder import LARGEST_SIDE
+from lockstep.core.fields import ranged
+from lockstep.data.datasets.files import LARGEST_SIDE
 from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 
@@ -39,6 +37,7 @@ class ArraySource(ABC):
     std: ClassVar[tuple[float, ...]]
     eval_crop: ClassVar[float] = 1.0
     class_names: ClassVar[tuple[str, ...]] = ()
+    usual_augment: ClassVar[str] = "none"
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -48,6 +47,9 @@ class ArraySource(ABC):
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
+
+    def notes(self) -> list[str]:
+        return []
 
     def prepare(self) -> None:
         _arrays(self, True)
@@ -91,6 +93,7 @@ class Digits(ArraySource):
     image_shape = (1, 8, 8)
     mean = (0.3049,)
     std = (0.3754,)
+    usual_augment = "shift"
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64))
@@ -115,105 +118,6 @@ def _digits_file() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TorchvisionSource(ArraySource):
-    """One of torchvision's array data sets; a missing one is downloaded, by one process at a time.
-
-    Fields:
-        root: the folder that data sets are kept in.
-    """
-
-    root: str = pathname("data")
-
-    factory: ClassVar[str]
-
-    def _open(self, train: bool, download: bool = False) -> Any:
-        from torchvision import datasets
-
-        dataset: Callable[..., Any] = getattr(datasets, self.factory)
-        return dataset(root=self.root, train=train, download=download)
-
-    def prepare(self) -> None:
-        try:
-            super().prepare()
-        except InputError:
-            self._download()
-
-    def _download(self) -> None:
-        from filelock import FileLock
-
-        try:
-            Path(self.root).mkdir(parents=True, exist_ok=True)
-            with FileLock(Path(self.root) / f".{self.factory}.lock"):
-                self._open(True, download=True)
-                self._open(False, download=True)
-        except Exception as error:  # torchvision passes on any error of the download
-            raise InputError(
-                f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
-                f"({type(error).__name__}: {' '.join(str(error).split())}); put its files there or name "
-                "another folder with data_root=FOLDER"
-            ) from error
-        finally:
-            self._tidy()
-        super().prepare()
-
-    def _tidy(self) -> None:
-        """Remove the lock (a process that still waits for it will find the files), and folders that are empty."""
-        (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
-        for folder in (f"{self.factory}/raw", self.factory, "."):
-            with contextlib.suppress(OSError):  # not empty, or not there
-                Path(self.root, folder).rmdir()
-
-    def read(self, train: bool) -> tuple[Tensor, Tensor]:
-        try:
-            data = self._open(train)
-        except Exception as error:  # torchvision raises all kinds for a damaged file
-            raise InputError(f"data_root: {self.factory} cannot be read from {self.root} ({error})") from error
-        pixels = torch.as_tensor(data.data)
-        images = pixels[:, None] if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2).contiguous()
-        return images, torch.as_tensor(data.targets).long()
-
-
-@dataclass(frozen=True, kw_only=True)
-class MNIST(_TorchvisionSource):
-    """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
-
-    factory = "MNIST"
-    image_shape = (1, 28, 28)
-    mean = (0.1307,)
-    std = (0.3081,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FashionMNIST(_TorchvisionSource):
-    """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017)."""
-
-    factory = "FashionMNIST"
-    image_shape = (1, 28, 28)
-    mean = (0.2860,)
-    std = (0.3530,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CIFAR10(_TorchvisionSource):
-    """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009)."""
-
-    factory = "CIFAR10"
-    image_shape = (3, 32, 32)
-    mean = (0.4914, 0.4822, 0.4465)
-    std = (0.2470, 0.2435, 0.2616)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CIFAR100(CIFAR10):
-    """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009)."""
-
-    factory = "CIFAR100"
-    classes = 100
-    mean = (0.5071, 0.4865, 0.4409)
-    std = (0.2673, 0.2564, 0.2762)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fake:
     """Random images and labels in memory: shows what the model costs without reading any files.
 
@@ -229,6 +133,7 @@ class Fake:
 
     eval_crop: ClassVar[float] = 1.0
     class_names: ClassVar[tuple[str, ...]] = ()
+    usual_augment: ClassVar[str] = "none"
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -245,6 +150,9 @@ class Fake:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         return self.image_shape
+
+    def notes(self) -> list[str]:
+        return []
 
     def prepare(self) -> None:
         """There is nothing to fetch."""

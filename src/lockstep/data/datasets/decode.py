@@ -1,7 +1,8 @@
-"""Decodes image files: always to 8-bit RGB, and no more pixels than are needed.
+"""Decodes image files: always to 8-bit RGB the right way up, and no more pixels than are needed.
 
-JPEG is decoded by simplejpeg (libjpeg-turbo; docs/performance.md says why), PNG and WebP by torchvision, all else by
-Pillow. The first bytes of a file decide its format, not its name. EXIF orientation is ignored.
+JPEG is decoded by simplejpeg (libjpeg-turbo; docs/performance.md says why), PNG and WebP without transparency by
+torchvision, all else by Pillow (`lockstep.data.datasets.to_rgb`). The first bytes of a file decide its format, not
+its name. Sizes and boxes are those of the upright image.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+
+from lockstep.data.datasets import exif, photo_formats
+from lockstep.data.datasets.members import Member
+from lockstep.data.datasets.to_rgb import to_rgb
 
 Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
 Stored = NDArray[np.uint8]  # (3, height, width), as stored
@@ -43,26 +49,26 @@ _IMPORTING = threading.Lock()
 
 
 class ImageFile(NamedTuple):
-    """The bytes of an image file, and the size and format in its header.
+    """The bytes of an image file, the size of the upright image, and how it is decoded.
 
-    `turbo` says whether simplejpeg decodes it.
+    `decoder` decodes it, None is simplejpeg; `orientation` is that of EXIF: how the stored pixels have to be turned.
     """
 
     data: bytes
     height: int
     width: int
-    turbo: bool
-    format: str
+    decoder: Callable[[bytes], Pixels] | None
+    orientation: int = exif.UPRIGHT
 
     @classmethod
-    def read(cls, path: Path) -> ImageFile:
-        """Read the file at `path`, without decoding it.
+    def read(cls, place: Path | Member) -> ImageFile:
+        """Read the file at `place`, without decoding it.
 
         Raises:
             OSError: it cannot be read.
             ValueError: its format is not supported, or its header declares too many pixels.
         """
-        data = _contents(path)
+        data = _contents(place) if isinstance(place, Path) else place.contents()
         file = _turbo_header(data) or _pillow_header(data)
         _check_size(file, file.height * file.width)
         return file
@@ -100,36 +106,45 @@ class ImageFile(NamedTuple):
 
         A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
-        if self.turbo:
-            data, rows = self._above(bottom)
-            # The decoder is given a minimum size, which does not determine the scale if both sides are tiny.
-            scaled = share <= 0.5 and max(rows, self.width) >= 8
-            eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
-            height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, self.width))
-            try:
-                whole = rows == self.height
-                return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
-            except ValueError:
-                # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
-                return _by_torchvision(self.data), 8
-        return (_by_torchvision if self.format in TORCHVISION else _by_pillow)(self.data), 8
+        if self.orientation == exif.UPRIGHT:
+            return self._stored(share, bottom)
+        pixels, eighths = self._stored(share, bottom)
+        return exif.upright(pixels, self.orientation), eighths
 
-    def _above(self, bottom: int) -> tuple[bytes, int]:
+    def _stored(self, share: float, bottom: int) -> tuple[Pixels, int]:
+        """`_decoded`, of the image as it is stored."""
+        if self.decoder is not None:
+            return self.decoder(self.data), 8
+        data, rows, columns = self._above(bottom)
+        # The decoder is given a minimum size, which does not determine the scale if both sides are tiny.
+        scaled = share <= 0.5 and max(rows, columns) >= 8
+        eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
+        height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
+        try:
+            whole = data is self.data
+            return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
+        except ValueError:
+            # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
+            return _by_torchvision(self.data), 8
+
+    def _above(self, bottom: int) -> tuple[bytes, int, int]:
         """The JPEG with the height in its header cut to just below `bottom`, where decoding then stops.
 
-        Also returns that height. A truncated or progressive file (which does not store a row in one place) is
-        returned whole.
+        Also returns the stored rows and columns. A truncated, progressive or turned file (which do not store a row
+        of the upright image in one place) is returned whole.
         """
         rows = bottom + MARGIN
-        if rows >= self.height:
-            return self.data, self.height
+        if self.orientation in exif.TURNED:
+            return self.data, self.width, self.height
+        if rows >= self.height or self.orientation != exif.UPRIGHT:
+            return self.data, self.height, self.width
         frame = 2  # the offset of a marker; every segment before the frame states its length
         while frame + 9 < len(self.data) and self.data[frame + 1] not in FRAMES:
             frame += 2 + int.from_bytes(self.data[frame + 2 : frame + 4])
         sequential = self.data[frame : frame + 2] in (b"\xff\xc0", b"\xff\xc1")
         if not sequential or self.data.rfind(END) < frame:
-            return self.data, self.height
-        return self.data[: frame + 5] + rows.to_bytes(2) + self.data[frame + 7 :], rows
+            return self.data, self.height, self.width
+        return self.data[: frame + 5] + rows.to_bytes(2) + self.data[frame + 7 :], rows, self.width
 
 
 def _contents(path: Path) -> bytes:
@@ -163,12 +178,19 @@ def _turbo_header(data: bytes) -> ImageFile | None:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return ImageFile(data, int(height), int(width), turbo=True, format="JPEG")
+    orientation = exif.of_jpeg(data)
+    if orientation in exif.TURNED:
+        height, width = width, height
+    return ImageFile(data, int(height), int(width), None, orientation)
 
 
 def _pillow_header(data: bytes) -> ImageFile:
     with _pillow(data) as image:
-        return ImageFile(data, image.height, image.width, turbo=False, format=image.format)
+        plain = not image.has_transparency_data and not getattr(image, "is_animated", False)
+        decoder = _by_torchvision if plain and image.format in TORCHVISION else _by_pillow
+        orientation = exif.of_image(image, data)
+        width, height = reversed(image.size) if orientation in exif.TURNED else image.size
+        return ImageFile(data, height, width, decoder, orientation)
 
 
 def _pillow(data: bytes) -> Any:
@@ -176,11 +198,16 @@ def _pillow(data: bytes) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # we have our own limit
+    formats: tuple[str, ...] = TORCHVISION + PILLOW
+    if (kind := photo_formats.of_contents(data)) is not None:
+        if not photo_formats.readable(kind):
+            raise ValueError(f"it is {kind.name}, which nothing here reads: {kind.remedy}")
+        photo_formats.register()
+        formats = (kind.pillow,)
     try:
-        return Image.open(BytesIO(data), formats=TORCHVISION + PILLOW)
+        return Image.open(BytesIO(data), formats=formats)
     except UnidentifiedImageError:
-        known = ", ".join(TORCHVISION + PILLOW)
-        raise ValueError(f"cannot identify image file, expected one of {known}") from None
+        raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}") from None
 
 
 def _by_torchvision(data: bytes) -> Pixels:
@@ -196,10 +223,7 @@ def _by_torchvision(data: bytes) -> Pixels:
 def _by_pillow(data: bytes) -> Pixels:
     """The first frame."""
     with _pillow(data) as image:
-        if image.mode.startswith("I;16"):  # Pillow's conversion to RGB would clip at 255
-            upper = np.asarray(image) // 256
-            return np.repeat(upper.astype(np.uint8)[:, :, None], 3, axis=2)
-        return np.array(image.convert("RGB"))
+        return to_rgb(image)
 
 
 def _resized(pixels: Pixels, size: tuple[int, int]) -> Stored:

@@ -1,4 +1,4 @@
-"""The image files of a split in class folders, stored in one byte tensor that all ranks of a machine can share.
+"""The image files of a split, stored in one byte tensor that all ranks of a machine can share.
 
 A Path object takes about 280 bytes in each rank: 355 MB for the training files of ImageNet. Here a file takes the
 bytes of its name and two numbers.
@@ -6,23 +6,20 @@ bytes of its name and two numbers.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import InputError
-
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff"})
 WORD = 8  # bytes of an int64
+SHARE_KEY = b"lockstep val_share"  # of the hash that decides which files are held out
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +27,21 @@ class Listing(Sequence[Path]):
     """The image files of a split, by class and then by name.
 
     Fields:
-        folder: of the split.
-        classes: the names of the class folders, by label.
+        folder: that the names start from.
+        classes: their names, by label.
         table: uint8, in three parts: the offset of each name's end, int64 (N,); the labels, int64 (N,); and the
             names, each with a zero byte behind it.
         files: the number of files, N.
+        in_class_folders: whether a name starts from its class's folder in `folder`.
+        notes: sentences about what is not in it.
     """
 
     folder: Path
     classes: tuple[str, ...]
     table: Tensor
     files: int
+    in_class_folders: bool = True
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def labels(self) -> Tensor:
@@ -72,9 +73,11 @@ class Listing(Sequence[Path]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(self.files))]
         index = range(self.files)[index]
-        name = self._names[self._start(index) : self._ends[index] - 1].tobytes()
+        name = os.fsdecode(self._names[self._start(index) : self._ends[index] - 1].tobytes())
+        if not self.in_class_folders:
+            return self.folder / name  # a name may be a whole path
         # A path from one string: joining its parts takes twice as long.
-        return Path(f"{self.folder}/{self.classes[self._labels[index]]}/{os.fsdecode(name)}")
+        return Path(f"{self.folder}/{self.classes[self._labels[index]]}/{name}")
 
     def _start(self, index: int) -> int:
         """The offset of a file's name; for `index` N, the end of the last name."""
@@ -91,68 +94,53 @@ class Listing(Sequence[Path]):
                 by_class[name] = f"{files} ({hashlib.sha256(names.data).hexdigest()[:16]})"
         return by_class
 
+    def without_table(self) -> Listing:
+        """All of it that is small."""
+        return replace(self, table=torch.empty(0, dtype=torch.uint8))
 
-# The listings of this process, by their folder and that of the training split. A forked rank inherits those of the
-# command; other ranks get those that `share_listings` of `lockstep.data.loading.shared_memory` puts here.
-LISTINGS: dict[tuple[Path, Path], Listing] = {}
+
+class ListingBuilder:
+    """Gathers the files of a split, a class at a time, so that Python objects for only one class are in memory."""
+
+    def __init__(self, folder: Path, classes: tuple[str, ...], *, in_class_folders: bool = True) -> None:
+        self.folder, self.classes, self.in_class_folders = folder, classes, in_class_folders
+        self.names: list[bytes] = []
+        self.lengths: list[np.ndarray] = []
+        self.counts = np.zeros(len(classes), dtype=np.int64)
+
+    def add(self, label: int, names: Iterable[str]) -> None:
+        """The sorted names of a class's files; the classes come in the order of their labels."""
+        files = [os.fsencode(name) + b"\0" for name in names]
+        self.names.append(b"".join(files))
+        self.lengths.append(np.fromiter(map(len, files), dtype=np.int64, count=len(files)))
+        self.counts[label] = len(files)
+
+    def listing(self, notes: tuple[str, ...] = ()) -> Listing:
+        ends = np.cumsum(np.concatenate(self.lengths))
+        labels = np.repeat(np.arange(len(self.classes)), self.counts)
+        names = (np.frombuffer(text, dtype=np.uint8) for text in self.names)
+        table = torch.from_numpy(np.concatenate([ends.view(np.uint8), labels.view(np.uint8), *names]))
+        return Listing(self.folder, self.classes, table, len(ends), self.in_class_folders, notes)
 
 
-def listing(folder: Path, train: Path) -> Listing:
-    """The files of the split in `folder`, whose classes are those of the split in `train`; listed once per process.
+def hold_out(names: Sequence[str], share: float, prefix: str = "") -> tuple[list[str], list[str]]:
+    """The names of a class's files for training and for evaluation, each in its order.
 
-    Raises:
-        InputError: `folder` is not a split, or has a class that `train` does not have.
+    Evaluated are those `share` of them whose names, behind `prefix`, have the smallest hashes: at least one of two or
+    more, never all. A file that comes to the class moves at most one other from one side to the other.
     """
-    if (folder, train) not in LISTINGS:
-        LISTINGS[folder, train] = _list_files(folder, train)
-    return LISTINGS[folder, train]
+    number = min(max(1, round(share * len(names))), len(names) - 1)
+    by_hash = sorted(range(len(names)), key=lambda index: _hash(prefix + names[index]))
+    evaluated = set(by_hash[:number])
+    train = [name for index, name in enumerate(names) if index not in evaluated]
+    return train, [names[index] for index in sorted(evaluated)]
 
 
-def _list_files(folder: Path, train: Path) -> Listing:
-    classes = class_names(train)
-    numbers = {name: label for label, name in enumerate(classes)}
-    names, lengths, counts = [], [], np.zeros(len(classes), dtype=np.int64)
-    for name in class_names(folder):
-        if name not in numbers:
-            raise InputError(f"dataset.path: {folder / name} is a class that {train} does not have")
-        files = [os.fsencode(file) + b"\0" for file in sorted(_image_files(folder / name))]
-        if not files:
-            raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
-        # Converted to bytes class by class, so that objects for only one class are in memory.
-        names.append(b"".join(files))
-        lengths.append(np.fromiter(map(len, files), dtype=np.int64, count=len(files)))
-        counts[numbers[name]] = len(files)
-    ends, labels = np.cumsum(np.concatenate(lengths)), np.repeat(np.arange(len(classes)), counts)
-    parts = [ends.view(np.uint8), labels.view(np.uint8), *(np.frombuffer(text, dtype=np.uint8) for text in names)]
-    return Listing(folder, classes, torch.from_numpy(np.concatenate(parts)), len(ends))
+def _hash(name: str) -> bytes:
+    return hashlib.blake2b(os.fsencode(name), digest_size=16, key=SHARE_KEY).digest()
 
 
-@functools.cache
-def class_names(folder: Path) -> tuple[str, ...]:
-    """The names of the class folders of a split, sorted; read once per process.
-
-    Raises:
-        InputError: there is no such folder, or none in it.
-    """
-    if not folder.is_dir():
-        raise InputError(
-            f"dataset.path: there is no folder {folder}, expected one subfolder per class in it; "
-            "name another with dataset.path=FOLDER"
-        )
-    with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
-        raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
-    return tuple(names)
-
-
-def _image_files(folder: Path) -> Iterator[str]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            stem, _, suffix = entry.name.rpartition(".")
-            if not stem or f".{suffix.lower()}" not in SUFFIXES:
-                continue
-            # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
-            if not entry.is_file() and Path(entry.path).exists():
-                raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
-            yield entry.name
+# What `FileSource.listings` found in this process: the files of the training and of the evaluation split, by what
+# tells a data set's files from others. A forked rank inherits those of the command; other ranks get those that
+# `share_listings` of `lockstep.data.loading.shared_memory` puts here, or list them themselves.
+LISTINGS: dict[Hashable, tuple[Any, Any]] = {}

@@ -28,7 +28,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.data.datasets.folder import LARGEST_SIDE
+from lockstep.data.datasets.files import LARGEST_SIDE, usual_for_photos
 from lockstep.data.datasets.splits import ArraySplit, check_labels
 
 SPLITS = ("train", "val")
@@ -71,12 +71,19 @@ class Packed:
         return self.crop
 
     @property
+    def usual_augment(self) -> str:
+        return usual_for_photos(min(self.image_shape[1:]))
+
+    @property
     def mean(self) -> tuple[float, ...]:
         return read_manifest(Path(self.path)).mean
 
     @property
     def std(self) -> tuple[float, ...]:
         return read_manifest(Path(self.path)).std
+
+    def notes(self) -> list[str]:
+        return []
 
     def prepare(self) -> None:
         self.train()

@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile
+from lockstep.data.datasets.members import Member
 
 
 def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:
@@ -85,7 +86,7 @@ class FileSplit:
     images that a run leaves out.
     """
 
-    paths: Sequence[Path]
+    paths: Sequence[Path | Member]
     labels: Tensor
     size: int
     skip: int = 0
@@ -116,4 +117,4 @@ class FileSplit:
     def _broken(self, index: int, error: Exception) -> BrokenImage:
         # torchvision puts the line of its C++ source before the reason.
         reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
-        return BrokenImage(index, self.paths[index], reason)
+        return BrokenImage(index, str(self.paths[index]), reason)

@@ -14,6 +14,7 @@ import secrets
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 from lockstep.core.data_protocols import Broken, ReadResult, Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.world import World
-from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.listing import LISTINGS, Listing, class_names
+from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.listing import LISTINGS, Listing
 from lockstep.data.loading.prefetch import in_order, read_images, useful_threads
 from lockstep.data.loading.sampler import share
 
@@ -31,29 +32,27 @@ TIMED, CHUNK = 64, 256  # images: decoded to measure the speed, and decoded at a
 
 
 def share_listings(source: Source, world: World) -> None:
-    """Give all ranks of a machine the list of files that one of them made of a source. Collective."""
-    if isinstance(source, Folder) and world.size > 1:
-        for name in (source.train_folder, source.val_folder):
-            _share_listing(Path(source.path, name), Path(source.path, source.train_folder), world)
-
-
-def _share_listing(folder: Path, train: Path, world: World) -> None:
-    """Map the list of the files in `folder` that one rank of this machine has made. Collective."""
-    own = LISTINGS.get((folder, train))
-    leader = min([world.rank, *world.local_peer_pids])
-    everyone = world.gather((leader, None if own is None else (own.files, len(own.table))))
-    if all(size is not None for _, size in everyone):
-        return  # forked from a process that had listed the files: the ranks share its memory
-    if any(everyone[first][1] is None for first, _ in everyone):
-        return  # several machines have one name: each rank lists the files itself when it needs them
-    files, size = everyone[leader][1] or (0, 0)
-    table = _map_shared((size,), world, leader=leader)
-    if table is None:
+    """Give all ranks of a machine the lists of files that one of them made of a source. Collective."""
+    if not isinstance(source, FileSource) or world.size == 1:
         return
-    if world.rank == leader and own is not None:
-        table.copy_(own.table)
+    own = LISTINGS.get(source.place)
+    leader = min([world.rank, *world.local_peer_pids])
+    outlines = [(each.without_table(), len(each.table)) for each in own or () if isinstance(each, Listing)]
+    everyone = world.gather((leader, outlines))
+    if all(theirs for _, theirs in everyone):
+        return  # forked from a process that had listed the files: the ranks share its memory
+    if not all(everyone[first][1] for first, _ in everyone):
+        return  # several machines have one name: each rank lists the files itself when it needs them
+    shared = []
+    for number, (outline, size) in enumerate(everyone[leader][1]):
+        table = _map_shared((size,), world, leader=leader)
+        if table is None:
+            return
+        if world.rank == leader and own is not None:
+            table.copy_(own[number].table)
+        shared.append(replace(outline, table=table))
     world.barrier()
-    LISTINGS[folder, train] = Listing(folder, class_names(train), table, files)
+    LISTINGS[source.place] = (shared[0], shared[1])
 
 
 def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:

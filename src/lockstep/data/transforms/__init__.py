@@ -1,5 +1,12 @@
 """The augmentations: random changes of training images, drawn by the key of each example."""
 
-from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
+from lockstep.data.transforms.augment import (
+    Auto,
+    CropFlip,
+    NoAugment,
+    RandAugment,
+    RandAugmentResized,
+    RandomResizedCrop,
+)
 
-__all__ = ["CropFlip", "NoAugment", "RandAugment", "RandAugmentResized", "RandomResizedCrop"]
+__all__ = ["Auto", "CropFlip", "NoAugment", "RandAugment", "RandAugmentResized", "RandomResizedCrop"]

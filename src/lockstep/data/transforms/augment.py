@@ -32,6 +32,11 @@ class NoAugment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Auto(NoAugment):
+    """The one that the data set names, which takes its place when a job is resolved."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CropFlip:
     """Pad the image, crop its own size out of it, then mirror it.
 

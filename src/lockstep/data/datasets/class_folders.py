@@ -1,0 +1,175 @@
+"""Lists the image files of a split in which each class has a folder, with folders in it to any depth.
+
+What is no image by its name is left out, counted, and said.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lockstep.core.errors import InputError
+from lockstep.data.datasets import photo_formats
+from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
+
+SUFFIXES = frozenset(
+    [
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".webp", ".bmp", ".dib"),
+        *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tif", ".tiff"),
+        *photo_formats.HEIC.suffixes,
+        *photo_formats.AVIF.suffixes,
+    ]
+)
+HIDDEN, NO_SUFFIX, LOOP = "hidden", "without a suffix", "links back to a folder above"
+KINDS_SHOWN = 6  # of the files that are left out
+
+
+def list_split(folder: Path, train: Path) -> Listing:
+    """The files of the split in `folder`, whose classes are those of the split in `train`.
+
+    Raises:
+        InputError: `folder` is not a split, or has a class that `train` does not have.
+    """
+    builder = ListingBuilder(folder, class_names(train))
+    notes = _list_classes(folder, train, builder.add)
+    return builder.listing(notes)
+
+
+def list_with_share(folder: Path, share: float) -> tuple[Listing, Listing]:
+    """The files of the split in `folder`, without and with only the `share` of each class that is evaluated.
+
+    Raises:
+        InputError: `folder` is not a split, or has no class of two files.
+    """
+    classes = class_names(folder)
+    builders = ListingBuilder(folder, classes), ListingBuilder(folder, classes)
+
+    def add(label: int, names: list[str]) -> None:
+        for builder, part in zip(builders, hold_out(names, share, f"{classes[label]}/"), strict=True):
+            builder.add(label, part)
+
+    notes = _list_classes(folder, folder, add)
+    train, val = builders[0].listing(notes), builders[1].listing()
+    if not val.files:
+        raise InputError(
+            f"dataset.val_share is {share:g}, but every class of {folder} has one file, expected one with two or more"
+        )
+    return train, val
+
+
+@functools.cache
+def class_names(folder: Path) -> tuple[str, ...]:
+    """The names of the class folders of a split, sorted; read once per process.
+
+    Raises:
+        InputError: there is no such folder, or none in it.
+    """
+    return _scan_split(folder)[0]
+
+
+@functools.cache
+def _scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
+    """The names of the class folders of a split, sorted, and what else lies beside them, by kind."""
+    if not folder.is_dir():
+        raise InputError(f"dataset.path: there is no folder {folder}, {_expected(folder)}")
+    entries = _entries(folder)
+    names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    if not names:
+        raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
+    return tuple(names), Counter(_kind(entry.name) for entry in entries if entry.name not in names)
+
+
+def _expected(folder: Path) -> str:
+    """What to do if the folder of a split is missing."""
+    expected = "expected one subfolder per class in it; name another with dataset.path=FOLDER"
+    if folder.parent.is_dir() and any(entry.is_dir() for entry in _entries(folder.parent)):
+        expected += ", or, if the folders beside it are the classes, use dataset.train_folder=. dataset.val_share=0.1"
+    return expected
+
+
+def _list_classes(folder: Path, train: Path, add: Callable[[int, list[str]], None]) -> tuple[str, ...]:
+    """Call `add` with the label and the sorted names of each class of `folder`; gives what is to be said of it."""
+    labels = {name: label for label, name in enumerate(class_names(train))}
+    names, beside = _scan_split(folder)
+    left_out, unreadable = Counter(beside), Counter[photo_formats.PhotoFormat]()
+    for name in names:
+        if name not in labels:
+            raise InputError(
+                f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
+            )
+        files = sorted(_image_files(folder / name, left_out))
+        if not files:
+            raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
+        unreadable.update(kind for kind in map(_unreadable, files) if kind is not None)
+        add(labels[name], files)
+    for kind, number in unreadable.items():
+        raise InputError(
+            f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
+            f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
+        )
+    return left_out_note(folder, left_out)
+
+
+def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
+    """The images in a folder and the folders in it, by their paths from it. Counts what else there is, by kind."""
+    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    while pending:
+        below, above = pending.pop()
+        here = (folder / below).stat()
+        if (here.st_dev, here.st_ino) in above:
+            left_out[LOOP] += 1
+            continue
+        above |= {(here.st_dev, here.st_ino)}
+        for entry in _entries(folder / below):
+            kind = _kind(entry.name)
+            if kind != HIDDEN and entry.is_dir():
+                pending.append((f"{below}{entry.name}/", above))
+            elif kind not in SUFFIXES:
+                left_out[kind] += 1
+            # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
+            elif not entry.is_file() and Path(entry.path).exists():
+                raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
+            else:
+                yield below + entry.name
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(
+            f"dataset.path: {folder} cannot be read ({error.strerror}); give this user access"
+        ) from error
+
+
+def _kind(name: str) -> str:
+    """The suffix of a file, in small letters, or what else tells its kind."""
+    if name.startswith("."):
+        return HIDDEN
+    stem, dot, suffix = name.rpartition(".")
+    return f".{suffix.lower()}" if stem and dot else NO_SUFFIX
+
+
+def _unreadable(name: str) -> photo_formats.PhotoFormat | None:
+    """The format of an image file, by its name, if a package that reads it is missing."""
+    kind = photo_formats.of_suffix(_kind(name.rpartition("/")[2]))
+    return None if kind is None or photo_formats.readable(kind) else kind
+
+
+def left_out_note(folder: Path | str, left_out: Counter[str]) -> tuple[str, ...]:
+    """A sentence about the files of a split that are left out; empty where there are none."""
+    if not (number := left_out.total()):
+        return ()
+    kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]
+    shown = ", ".join([*kinds[:KINDS_SHOWN], *(["others"] if len(kinds) > KINDS_SHOWN else [])])
+    files = (
+        "1 file that is no image by its name"
+        if number == 1
+        else f"{number:,} files that are no images by their names"
+    )
+    return (f"{folder}: left out {files} ({shown})",)

@@ -1,0 +1,171 @@
+"""Image files that a table lists: `dataset=csv`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import Text, pathname, ranged, ruled
+from lockstep.core.safe_read import opened
+from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.labels import classes_of, missing_split
+from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
+
+DELIMITERS = ",;\t"
+OTHERS_SHOWN = 5
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    line: int
+    name: str
+    label: str
+    split: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CSV(FileSource):
+    """Image files that a CSV file lists, with their labels and splits.
+
+    The first line names the columns; commas, semicolons or tabs are between them. A label is a name or a number.
+
+    Fields:
+        path: the file.
+        images: the folder from which the paths in it start; null is the one that it lies in.
+        path_column, label_column, split_column: the names of its columns.
+        train_split, val_split: what the split column says of the examples of each split. Other examples are left out.
+        val_share: the share of each class that is evaluated, chosen by the names of the files, where there is no
+            split column.
+    """
+
+    path: str = pathname("???")
+    images: str | None = pathname(None)
+    path_column: str = ruled("path", Text())
+    label_column: str = ruled("label", Text())
+    split_column: str = ruled("split", Text())
+    train_split: str = ruled("train", Text())
+    val_split: str = ruled("val", Text())
+    val_share: float | None = ranged(None, above=0.0, below=1)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path).parent if self.images is None else Path(self.images)
+
+    @property
+    def place(self) -> Hashable:
+        columns = (self.path_column, self.label_column, self.split_column)
+        return CSV, self.path, self.images, columns, self.train_split, self.val_split, self.val_share
+
+    def list_files(self) -> tuple[Listing, Listing]:
+        rows = self._checked_rows()
+        splits = {split: [row for row in rows if row.split == split] for split in {row.split for row in rows}}
+        for key, split in (("train_split", self.train_split), ("val_split", self.val_split)):
+            if split not in splits and (self.val_share is None or key == "train_split"):
+                raise missing_split(key, split, splits, f"the column {self.split_column!r} of {self.path}")
+        train = splits[self.train_split]
+        classes = classes_of(row.label for row in train)
+        if self.val_share is not None:
+            return self._with_share(train, classes)
+        others = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
+        shown = ", ".join(f"{number:,} {split!r}" for split, number in others.most_common(OTHERS_SHOWN))
+        notes = (f"{self.path}: left out lines of other splits ({shown})",) if others else ()
+        unknown = next((row for row in splits[self.val_split] if row.label not in classes), None)
+        if unknown is not None:
+            raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")
+        return self._listing(train, classes, notes), self._listing(splits[self.val_split], classes)
+
+    def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
+        assert self.val_share is not None
+        builders = [ListingBuilder(self.folder, classes, in_class_folders=False) for _ in range(2)]
+        for label, names in enumerate(_by_class(rows, classes)):
+            for builder, part in zip(builders, hold_out(names, self.val_share), strict=True):
+                builder.add(label, part)
+        train, val = (builder.listing() for builder in builders)
+        if not val.files:
+            raise InputError(f"dataset.val_share is {self.val_share:g}, but every class of {self.path} has one image")
+        return train, val
+
+    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+        builder = ListingBuilder(self.folder, classes, in_class_folders=False)
+        for label, names in enumerate(_by_class(rows, classes)):
+            builder.add(label, names)
+        return builder.listing(notes)
+
+    def _checked_rows(self) -> list[Row]:
+        """The lines of the table, each of an image that there is, with one label and in one split."""
+        first: dict[str, Row] = {}
+        for row in self._rows():
+            if not row.name or not row.label:
+                column = self.label_column if row.name else self.path_column
+                raise self._wrong(row.line, f"has nothing in the column {column!r}")
+            if (before := first.setdefault(row.name, row)) is not row and before[2:] != row[2:]:
+                raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {before.line}")
+            if before is row and not (self.folder / row.name).is_file():
+                raise self._wrong(row.line, f"has {row.name!r}, and {self.folder / row.name} is no file", "images")
+        if not first:
+            raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
+        return list(first.values())
+
+    def _rows(self) -> Iterator[Row]:
+        """The lines of the table as they are."""
+        with opened(Path(self.path), links=True) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            try:
+                header = text.readline()
+                delimiter = max(DELIMITERS, key=header.count)
+                names = next(csv.reader([header], delimiter=delimiter), [])
+                columns = self._columns(names)
+                lines = csv.reader(text, delimiter=delimiter, strict=True)
+                for cells in lines:
+                    if not cells:
+                        continue
+                    if len(cells) != len(names):
+                        raise self._wrong(lines.line_num + 1, f"has {len(cells)} columns, expected {len(names)}")
+                    name, label, *split = (cells[column].strip() for column in columns)
+                    yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split)
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it as that"
+                ) from error
+            except csv.Error as error:
+                raise self._wrong(lines.line_num + 1, f"cannot be read ({error})") from error
+
+    def _columns(self, names: list[str]) -> list[int]:
+        """Where the path, the label and, without `val_share`, the split are."""
+        wanted = {"path_column": self.path_column, "label_column": self.label_column}
+        if self.val_share is None:
+            wanted["split_column"] = self.split_column
+        elif self.split_column in names:
+            raise InputError(
+                f"dataset.val_share is {self.val_share:g}, but {self.path} has a column {self.split_column!r} too; "
+                "leave out dataset.val_share, or name no column with dataset.split_column=none"
+            )
+        for key, name in wanted.items():
+            if name not in names:
+                remedy = ", or hold out a share of each class with dataset.val_share=0.1" * (key == "split_column")
+                raise InputError(
+                    f"dataset.{key} is {name!r}, but the columns of {self.path} are {', '.join(names) or 'none'}; "
+                    f"name one with dataset.{key}=NAME{remedy}"
+                )
+        return [names.index(name) for name in wanted.values()]
+
+    def _wrong(self, line: int, what: str, key: str = "path") -> InputError:
+        remedy = "correct it"
+        if key == "images":
+            remedy += ", or name the folder that its paths start from with dataset.images=FOLDER"
+        return InputError(f"dataset.{key}: line {line:,} of {self.path} {what}; {remedy}")
+
+
+def _by_class(rows: list[Row], classes: tuple[str, ...]) -> Iterator[list[str]]:
+    """The sorted names of each class's files, by label."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        names[row.label].append(row.name)
+    return (sorted(names[name]) for name in classes)

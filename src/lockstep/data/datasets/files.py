@@ -1,0 +1,134 @@
+"""What all data sets of image files have in common, wherever the files and their labels come from."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lockstep.core.data_protocols import Source
+from lockstep.core.fields import ranged
+from lockstep.data.datasets.listing import LISTINGS, Listing
+from lockstep.data.datasets.members import Members
+from lockstep.data.datasets.splits import FileSplit
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
+SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
+CLASSES_NAMED = 5  # in a sentence
+Files = Listing | Members  # the image files of a split, with their labels
+
+
+class CropFrom(enum.StrEnum):
+    """Crop from the stored square, or from the whole image of a file."""
+
+    square = "square"
+    file = "file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(ABC):
+    """A data set of image files.
+
+    An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side is
+    resized to that and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the
+    boxes of the augmentation are cut from the whole images while they are read.
+
+    Fields:
+        decode_size: side in pixels of a stored image.
+        input_size: side in pixels of what the model sees; null is `decode_size`.
+        crop: the central share of a stored image's side that is evaluated.
+        crop_from: what an augmentation that cuts boxes cuts them from in training.
+        skip: the most broken images that a run leaves out; with 0 the first one ends the run.
+    """
+
+    decode_size: int = ranged(256, least=1, most=LARGEST_SIDE)
+    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
+    crop: float = ranged(1.0, above=0, most=1)
+    crop_from: CropFrom = CropFrom.square
+    skip: int = ranged(0, least=0, most=1_000_000_000)
+
+    mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
+    std: ClassVar[tuple[float, ...]] = IMAGENET_STD
+
+    @property
+    @abstractmethod
+    def place(self) -> Hashable:
+        """What tells the files of this data set from others in this process."""
+
+    @abstractmethod
+    def list_files(self) -> tuple[Files, Files]:
+        """The files of the training and of the evaluation split. Raises InputError."""
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.listings()[0].classes
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return (3, self.decode_size, self.decode_size)
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        size = self.input_size or self.decode_size
+        return (3, size, size)
+
+    @property
+    def eval_crop(self) -> float:
+        return self.crop
+
+    @property
+    def usual_augment(self) -> str:
+        return "standard" if self.crop_from is CropFrom.file else usual_for_photos(self.decode_size)
+
+    def prepare(self) -> None:
+        self.listings()
+
+    def train(self) -> FileSplit:
+        return self._split(self.listings()[0])
+
+    def eval(self) -> FileSplit:
+        return self._split(self.listings()[1])
+
+    def listings(self) -> tuple[Files, Files]:
+        """The files of both splits, listed once per process. Raises InputError."""
+        if self.place not in LISTINGS:
+            LISTINGS[self.place] = self.list_files()
+        return LISTINGS[self.place]
+
+    def fingerprint(self) -> dict[str, dict[str, str]]:
+        train, val = self.listings()
+        return {"train": train.fingerprint(), "val": val.fingerprint()}
+
+    def notes(self) -> list[str]:
+        train, val = self.listings()
+        evaluated = set(val.labels.unique().tolist())
+        missing = [name for label, name in enumerate(val.classes) if label not in evaluated]
+        notes = [*train.notes, *val.notes]
+        if missing:
+            shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
+            notes.append(
+                f"{len(missing)} of {len(val.classes)} classes have no image in the evaluation split, which says "
+                f"nothing about them: {shown}"
+            )
+        return notes
+
+    def _split(self, files: Files) -> FileSplit:
+        return FileSplit(files, files.labels, self.decode_size, self.skip)
+
+
+def usual_for_photos(side: int) -> str:
+    """The usual augmentation of photographs that are stored with `side` pixels."""
+    return "crop_flip" if side <= SMALL_SIDE else "standard"
+
+
+def crops_files(source: Source) -> bool:
+    """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
+    return isinstance(source, FileSource) and source.crop_from is CropFrom.file

@@ -1,0 +1,143 @@
+"""A data set that Hugging Face's `datasets` has saved: `dataset=hf`, read from the disk, never from the network."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import Text, pathname, ranged, ruled
+from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.labels import classes_of, missing_split
+from lockstep.data.datasets.members import Members
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """The image of a row of a table, as it was stored."""
+
+    table: Any
+    where: str
+    column: str
+    row: int
+
+    def contents(self) -> bytes:
+        image = self.table[self.row][self.column]
+        if image.get("bytes") is None:
+            raise ValueError("the table has no bytes of it")
+        return image["bytes"]
+
+    def __str__(self) -> str:
+        return f"row {self.row} of {self.where}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HF(FileSource):
+    """A folder that `datasets.DatasetDict.save_to_disk` made.
+
+    Fields:
+        path: that folder.
+        train_split, val_split: the names of the splits in it.
+        image_column, label_column: the names of the columns.
+        val_share: the share of each class of the training split that is evaluated instead of `val_split`, chosen by
+            the numbers of the rows.
+    """
+
+    path: str = pathname("???")
+    train_split: str = ruled("train", Text())
+    val_split: str = ruled("validation", Text())
+    image_column: str = ruled("image", Text())
+    label_column: str = ruled("label", Text())
+    val_share: float | None = ranged(None, above=0.0, below=1)
+
+    @property
+    def place(self) -> Hashable:
+        columns = (self.image_column, self.label_column)
+        return HF, self.path, self.train_split, self.val_split, columns, self.val_share
+
+    def list_files(self) -> tuple[Members, Members]:
+        splits = self._load()
+        if self.train_split not in splits:
+            raise missing_split("train_split", self.train_split, splits, self.path)
+        names = self._labels(splits[self.train_split])
+        classes = self._classes(splits[self.train_split], names)
+        train = self._members(splits[self.train_split], self.train_split, names, classes)
+        if self.val_share is not None:
+            if self.val_split in splits:
+                raise InputError(
+                    f"dataset.val_share is {self.val_share:g}, but {self.path} has the split {self.val_split!r} too; "
+                    "leave out dataset.val_share, or name none with dataset.val_split=none"
+                )
+            return train.split([str(row) for row in range(len(train))], self.val_share)
+        if self.val_split not in splits:
+            error = missing_split("val_split", self.val_split, splits, self.path)
+            raise InputError(f"{error}, or hold out a share of the training split with dataset.val_share=0.1")
+        val = splits[self.val_split]
+        return train, self._members(val, self.val_split, self._labels(val), classes)
+
+    def _load(self) -> dict[str, Any]:
+        """The tables of the splits, with their images as they were stored."""
+        if importlib.util.find_spec("datasets") is None:
+            raise InputError("dataset=hf needs the package datasets: pip install datasets (the extra `hf`)")
+        import datasets
+
+        try:
+            loaded = datasets.load_from_disk(self.path)
+        except Exception as error:  # the library raises all kinds for what is no such folder
+            raise InputError(
+                f"dataset.path: {self.path} cannot be read ({' '.join(str(error).split())}), expected a folder that "
+                "save_to_disk of the package datasets made"
+            ) from error
+        splits = dict(loaded) if isinstance(loaded, dict) else {self.train_split: loaded}
+        return {name: self._with_bytes(table) for name, table in splits.items()}
+
+    def _with_bytes(self, table: Any) -> Any:
+        import datasets
+
+        for key, column in (("image_column", self.image_column), ("label_column", self.label_column)):
+            if column not in table.column_names:
+                raise InputError(
+                    f"dataset.{key} is {column!r}, but the columns of {self.path} are "
+                    f"{', '.join(table.column_names)}; name one with dataset.{key}=NAME"
+                )
+        if not isinstance(table.features[self.image_column], datasets.Image):
+            raise InputError(
+                f"dataset.image_column is {self.image_column!r}, which holds {table.features[self.image_column]} in "
+                f"{self.path}, expected images; name another with dataset.image_column=NAME"
+            )
+        return table.cast_column(self.image_column, datasets.Image(decode=False))
+
+    def _labels(self, table: Any) -> list[str]:
+        labels = table.with_format(None).select_columns([self.label_column])[self.label_column][:]
+        feature = table.features[self.label_column]
+        for row, label in enumerate(labels):
+            if label is None or isinstance(label, float | list | dict) or label == -1:
+                raise InputError(f"dataset: row {row} of {self.path} has the label {label!r}, expected a class")
+        return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
+
+    def _classes(self, table: Any, names: list[str]) -> tuple[str, ...]:
+        """As the table declares them, or else those that there are."""
+        declared = getattr(table.features[self.label_column], "names", None)
+        return tuple(declared) if declared else classes_of(names)
+
+    def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Members:
+        numbers = {name: label for label, name in enumerate(classes)}
+        unknown = next((row for row, name in enumerate(names) if name not in numbers), None)
+        if unknown is not None:
+            raise InputError(
+                f"dataset: row {unknown} of {split} in {self.path} is of class {names[unknown]!r}, which no training "
+                "example is of"
+            )
+        labels = torch.tensor([numbers[name] for name in names], dtype=torch.int64)
+        where = f"{split} in {Path(self.path)}"
+
+        def member(row: int) -> TableRow:
+            return TableRow(table, where, self.image_column, row)
+
+        return Members(member, np.arange(len(names)), labels, classes, f"{split}, {len(table):,} rows")

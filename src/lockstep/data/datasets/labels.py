@@ -1,0 +1,21 @@
+"""Classes of data sets whose labels are texts: names, or numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lockstep.core.errors import InputError
+
+
+def classes_of(labels: Iterable[str]) -> tuple[str, ...]:
+    """The names of the classes, by label: sorted, as numbers if all of them are."""
+    names = set(labels)
+    if all(name.isdecimal() and name.isascii() for name in names):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
+
+
+def missing_split(key: str, wanted: str, found: Iterable[str], where: object) -> InputError:
+    """The error that a split has no examples, with what there is instead."""
+    known = ", ".join(sorted(map(repr, found))) or "nothing"
+    return InputError(f"dataset.{key} is {wanted!r}, but {where} has {known}; name one with dataset.{key}=NAME")

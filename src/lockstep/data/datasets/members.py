@@ -1,0 +1,81 @@
+"""Image files that lie in something: in a tar shard, or in a row of a table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import InputError
+from lockstep.data.datasets.listing import hold_out
+
+
+class Member(Protocol):
+    """An image file that is not a file of its own. `str` gives what an error calls it."""
+
+    def contents(self) -> bytes:
+        """Its bytes. Raises OSError or ValueError."""
+
+
+@dataclass(frozen=True, eq=False)
+class Members(Sequence[Member]):
+    """The image files of a split, in the order in which they are stored.
+
+    Fields:
+        member: the member at a position.
+        positions: int64 (N,), of the examples of the split.
+        labels: int64 (N,).
+        classes: their names, by label.
+        identity: what tells the stored data from others, wherever it is.
+        notes: sentences about what is not in it.
+    """
+
+    member: Callable[[int], Member]
+    positions: np.ndarray
+    labels: Tensor
+    classes: tuple[str, ...]
+    identity: str
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Member: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Member]: ...
+
+    def __getitem__(self, index: int | slice) -> Member | list[Member]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self.member(int(self.positions[index]))
+
+    def fingerprint(self) -> dict[str, str]:
+        """Their number and hashes of their places and labels, and of what they lie in."""
+        digest = hashlib.sha256(self.positions.tobytes() + self.labels.numpy().tobytes()).hexdigest()[:16]
+        return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
+
+    def split(self, names: Sequence[str], share: float) -> tuple[Members, Members]:
+        """Without and with only a `share` of each class, by the `names` of all examples. See `hold_out`.
+
+        Raises:
+            InputError: every class has one example.
+        """
+        order = sorted(range(len(self)), key=lambda number: names[number])
+        evaluated = np.zeros(len(self), dtype=bool)
+        for label in range(len(self.classes)):
+            own = {names[number]: number for number in order if self.labels[number] == label}
+            evaluated[[own[name] for name in hold_out(list(own), share)[1]]] = True
+        if not evaluated.any():
+            raise InputError(f"dataset.val_share is {share:g}, but every class has one image; expected two or more")
+        return self._chosen(~evaluated), self._chosen(evaluated)
+
+    def _chosen(self, which: np.ndarray) -> Members:
+        labels = self.labels[torch.from_numpy(which)]
+        return Members(self.member, self.positions[which], labels, self.classes, self.identity, self.notes)

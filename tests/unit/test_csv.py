@@ -1,0 +1,120 @@
+"""Image files that a table lists."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lockstep.core.errors import InputError
+from lockstep.data.datasets import CSV
+
+LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,dog,val"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Images a.png, sub/b.png, c.png of the grey levels 10, 20, 30, and a table of them."""
+    (tmp_path / "sub").mkdir()
+    for level, name in ((10, "a"), (20, "sub/b"), (30, "c")):
+        Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "list.csv").write_text("\n".join(LINES))
+    return tmp_path
+
+
+def source(root: Path, *lines: str, **keys: object) -> CSV:
+    if lines:
+        (root / "list.csv").write_text("\n".join(lines))
+    return CSV(path=str(root / "list.csv"), decode_size=8, **keys)  # type: ignore[arg-type]
+
+
+def levels(split: object) -> list[int]:
+    return split.fetch(list(range(len(split))))[:, 0, 0, 0].tolist()  # type: ignore[attr-defined,arg-type]
+
+
+def test_a_table_has_paths_labels_and_splits(root: Path) -> None:
+    made = source(root)
+    made.prepare()
+    assert made.class_names == ("cat", "dog")
+    assert (levels(made.train()), made.train().labels.tolist()) == ([10, 20], [0, 1])
+    assert (levels(made.eval()), made.eval().labels.tolist()) == ([30], [1])
+    assert "cat" in made.notes()[0]
+
+
+@pytest.mark.parametrize("between", [";", "\t"])
+def test_other_names_and_separators_and_absolute_paths_do_too(root: Path, between: str) -> None:
+    (root / "elsewhere").mkdir()
+    rows = [
+        ("what", "file", "more", "part"),
+        ("1", "a.png", '"x, y"', "fit"),
+        ("10", str(root / "sub/b.png"), "", "fit"),
+    ]
+    rows += [("2", "c.png", "", "fit"), ("10", "c2.png", "", "look"), ("1", "c3.png", "", "other"), ()]
+    for name in ("c2.png", "c3.png"):
+        shutil.copy(root / "c.png", root / name)
+    lines = ["\ufeff" + between.join(rows[0]), *map(between.join, rows[1:])]
+    (root / "elsewhere" / "list.csv").write_text("\r\n".join(lines))
+    made = CSV(
+        path=str(root / "elsewhere" / "list.csv"),
+        images=str(root),
+        path_column="file",
+        label_column="what",
+        split_column="part",
+        train_split="fit",
+        val_split="look",
+        decode_size=8,
+    )
+    assert made.class_names == ("1", "2", "10")
+    assert levels(made.train()) == [10, 30, 20]
+    assert made.eval().labels.tolist() == [2]
+    assert made.notes()[0].endswith("left out lines of other splits (1 'other')")
+
+
+def test_a_share_of_each_class_is_held_out_where_there_are_no_splits(root: Path) -> None:
+    for number in range(20):
+        shutil.copy(root / "a.png", root / f"{number}.png")
+    lines = ["path,label", *(f"{number}.png,{number % 2}" for number in range(20))]
+    made = source(root, *lines, val_share=0.2)
+    assert made.eval().labels.tolist() == [0, 0, 1, 1]
+    assert len(made.train()) == 16
+    assert not set(made.train().paths) & set(made.eval().paths)
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([*LINES, "a.png,cat"], "line 5 of .* has 2 columns, expected 3"),
+        ([*LINES, ",cat,train"], "line 5 of .* has nothing in the column 'path'"),
+        ([*LINES, "c.png,,train"], "line 5 of .* has nothing in the column 'label'"),
+        ([*LINES, "none.png,cat,train"], "line 5 of .* has 'none.png', and .*/none.png is no file.*dataset.images="),
+        ([*LINES, "a.png,dog,train"], "line 5 of .* has 'a.png' with another label or split than line 2"),
+        ([*LINES, "a.png,cat,val"], "line 5 of .* has 'a.png' with another label or split than line 2"),
+        ([LINES[0], *LINES[2:], "a.png,yak,val"], "line 4 of .* has the label 'yak', which no training example has"),
+        ([*LINES, '"a.png,cat,train'], "line 5 of .* cannot be read"),
+        (LINES[:1], "has no lines below its first"),
+        (["file,label,split"], "path_column is 'path', but the columns of .* are file, label, split"),
+        (["path,label", "a.png,cat"], "split_column is 'split', but .*dataset.val_share=0.1"),
+        (LINES[:3], "val_split is 'val', but .* has 'train'; name one with dataset.val_split=NAME"),
+        ([LINES[0], LINES[3]], "train_split is 'train', but .* has 'val'"),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number(root: Path, lines: list[str], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"^dataset.*{sentence}") as caught:
+        source(root, *lines).prepare()
+    assert "\n" not in str(caught.value)
+
+
+def test_splits_and_a_share_exclude_each_other(root: Path) -> None:
+    with pytest.raises(InputError, match=r"val_share is 0\.5, but .* has a column 'split' too"):
+        source(root, val_share=0.5).prepare()
+
+
+def test_what_is_no_table_is_refused(root: Path) -> None:
+    (root / "list.csv").write_bytes(b"path,label\n\xff\xfe,cat")
+    with pytest.raises(InputError, match=r"not in UTF-8"):
+        source(root, val_share=0.5).prepare()
+    with pytest.raises(InputError, match=r"none\.csv"):
+        CSV(path=str(root / "none.csv")).prepare()
