@@ -3,7 +3,7 @@
 Importing the package imports no torch, so that `--help` stays fast.
 """
 
-from lockstep.api import InputError, LockstepError, Result, main, option, train
+from lockstep.api import InputError, LockstepError, Result, load, main, option, train
 
-__all__ = ["InputError", "LockstepError", "Result", "main", "option", "train"]
+__all__ = ["InputError", "LockstepError", "Result", "load", "main", "option", "train"]
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What other programs call: `lockstep.main`, `lockstep.train` and `lockstep.option`."""
+"""What other programs call: `lockstep.main`, `lockstep.train`, `lockstep.load` and `lockstep.option`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.runtime import signals
 
-__all__ = ["InputError", "LockstepError", "Result", "main", "option", "train"]
+if TYPE_CHECKING:  # it needs torch
+    from lockstep.inference.predictor import Predictor
+
+__all__ = ["InputError", "LockstepError", "Result", "load", "main", "option", "train"]
 
 
 def main(extensions: Sequence[str] = ()) -> None:
@@ -84,3 +87,23 @@ def train(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> R
         metrics=[json.loads(line) for line in run_dir.metrics.read_text().splitlines()],
         weights=run_dir.weights,
     )
+
+
+def load(path: str | Path, *, device: str | None = None, extensions: Sequence[str] = ()) -> Predictor:
+    """A trained model, ready to be used: `lockstep.load("outputs/latest").predict("cat.jpg")`.
+
+    It needs the weights alone: no data, no run folder, no download.
+
+    Args:
+        path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
+        device: `cpu` or `cuda`; None is the GPU if there is one.
+        extensions: names of packages, as they are imported, that the model may come from.
+
+    Raises:
+        InputError: there are no such weights, they do not say what their model is, or it cannot be built here.
+    """
+    from lockstep.config import extensions as known
+    from lockstep.inference.load import load as load_predictor
+
+    known.use(extensions)
+    return load_predictor(path, device=device)
