@@ -15,7 +15,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
-from lockstep.core.run_dir import LATEST, latest
+from lockstep.core.run_dir import LATEST, RunDir, latest
 from lockstep.data.pipeline import Pipeline, normalisation
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
@@ -75,8 +75,15 @@ def find_weights(path: str | Path) -> Path:
         newest = latest(root)
         if newest is None:
             raise InputError(f"{KEY}: no run has been started in {root}; name a run folder or a file of weights")
-        place = newest.path
+        here = Path.cwd()
+        place = newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
     return checkpoint.weights_file(place, KEY)
+
+
+def run_of(file: Path) -> RunDir | None:
+    """The run that a file of weights lies in, as its best weights or in a checkpoint; None if it lies elsewhere."""
+    folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
+    return next(map(RunDir, folders), None)
 
 
 def _without_download(option: Model) -> Model:
