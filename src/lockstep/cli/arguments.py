@@ -16,13 +16,14 @@ def arguments() -> argparse.Namespace:
     commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")
     _evaluate(commands)
     _predict(commands)
+    _export(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
     _prove(commands)
     pack = _pack(commands)
     given, rest = parser.parse_known_args()
-    if rest and hasattr(given, "overrides") and not any(each.startswith("-") for each in rest):
-        given.overrides += rest  # argparse gives up on those that come behind an option
+    if rest and hasattr(given, "rest") and not any(each.startswith("-") for each in rest):
+        vars(given)[given.rest] += rest  # argparse gives up on those that come behind an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if given.command == "pack":
@@ -47,6 +48,7 @@ def _evaluate(commands: Any) -> None:
     )
     _model(evaluate)
     evaluate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="other data: dataset.path=FOLDER")
+    evaluate.set_defaults(rest="overrides")
     evaluate.add_argument("--split", choices=("val", "train"), default="val", help="which examples [val]")
     evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run folder, or the current one]")
 
@@ -64,6 +66,21 @@ def _predict(commands: Any) -> None:
     predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
 
 
+def _export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a trained model as one file for other programs",
+        description="Write a model with its preprocessing as one file: crop, normalisation, resizing, views. It is "
+        "compared with its original on real images, and not written if a logit differs by more than 1e-4.",
+    )
+    export.add_argument("run", metavar="RUN", help=RUN)
+    export.add_argument("images", nargs="*", metavar="FILE", help="images to compare on [the run's evaluation split]")
+    export.set_defaults(rest="images")
+    export.add_argument("--format", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]")
+    export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
+    export.add_argument("--out", metavar="PATH", help="the file to write [beside the weights]")
+
+
 def _prove(commands: Any) -> None:
     prove = commands.add_parser(
         "prove",
@@ -73,6 +90,7 @@ def _prove(commands: Any) -> None:
         "all agree, 70 if one does not, 2 if the config does not fit.",
     )
     prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
+    prove.set_defaults(rest="overrides")
     prove.add_argument("--steps", type=int, default=20, help="of each run [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
 

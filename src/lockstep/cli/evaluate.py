@@ -9,24 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
-from lockstep.config import components, composition, yaml_io
-from lockstep.config.invocation import ConfigFiles
-from lockstep.config.messages import key_of
+from lockstep.cli.run_data import data_of, take_threads
 from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split, sample_name
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
-from lockstep.runtime.host import cores
 
 SHOWN = 10  # the most classes in the table
-KEYS = ("dataset", "data_root")  # what an evaluation takes of a config
 
 
 def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None) -> None:
@@ -49,51 +43,17 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     folder = Path(out) if out is not None else run.path if run is not None else Path()
     if not folder.is_dir():
         raise InputError(f"--out is {folder}, expected a folder that exists")
-    source = _source(run, overrides)
+    source = data_of(run, overrides)
     check_data(predictor, source)
     examples = source.train() if split == "train" else source.eval()
     if run is not None:
-        _take_threads(run)
+        take_threads(run)
     found = evaluate_split(predictor, examples)
     _show(found, predictor, split, source)
     facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
     write_atomic(folder / "evaluation.json", json.dumps({**facts, **found.facts()}, indent=1, allow_nan=False) + "\n")
     write_atomic_parts(folder / "predictions.csv", _rows(found, examples))
     log.console.print(f"wrote {folder / 'evaluation.json'} and {folder / 'predictions.csv'}", soft_wrap=True)
-
-
-def _source(run: RunDir | None, overrides: Sequence[str]) -> Source:
-    """The data to evaluate on: that of the run, as changed by the overrides.
-
-    A data set that only the run folder names is not downloaded: the folder can be somebody else's.
-    """
-    for each in overrides:
-        if key_of(each).partition(".")[0] not in KEYS:
-            raise InputError(
-                f"{each}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
-            )
-    if run is not None and not overrides:
-        own: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
-        return own
-    other = any(key_of(each) == "dataset" for each in overrides)
-    if run is None and not other:
-        raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
-    keys = ("data_root",) if other else (*KEYS, "experiment")
-    stored = yaml_io.load_list(run.overrides) if run is not None else []
-    kept = [each for each in stored if key_of(each).partition(".")[0] in keys]
-    with composition.composing():
-        config = composition.recompose([*kept, "name=evaluate"], tuple(overrides), ConfigFiles())
-        values = composition.to_dict(config)
-    source: Source = components.build("dataset", values["dataset"])
-    source.prepare()
-    return source
-
-
-def _take_threads(run: RunDir) -> None:
-    """Compute with as many threads as the run: the last bits of a sum depend on them."""
-    threads = components.build("launcher", yaml_io.load(run.config).get("launcher")).threads
-    if isinstance(threads, int):
-        torch.set_num_threads(min(threads, cores()))
 
 
 def _show(found: Evaluation, predictor: Predictor, split: str, source: Source) -> None:

@@ -75,10 +75,17 @@ def _predict(given: argparse.Namespace) -> None:
     predict(given.run, given.files, form=given.format, top=given.top, device=given.device)
 
 
+def _export(given: argparse.Namespace) -> None:
+    from lockstep.cli.export import export_model
+
+    export_model(given.run, given.images, kind=given.format, pixels=given.pixels, out=given.out)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "new": _new,
     "prove": _prove,
     "pack": _pack,
     "evaluate": _evaluate,
     "predict": _predict,
+    "export": _export,
 }

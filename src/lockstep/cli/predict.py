@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.data.datasets.listing import SUFFIXES
 from lockstep.data.loading.prefetch import in_order
+from lockstep.inference.images import files_in
 from lockstep.inference.load import load
 from lockstep.inference.predictor import Prediction, Predictor
 from lockstep.runtime.host import cores
@@ -45,19 +44,11 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
 
 def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
     """The files to read: what is named, and all images in a folder that is named."""
-    for each in map(Path, files):
-        if not each.is_dir():
-            yield each
-            continue
-        inside = sorted(
-            Path(folder, name)
-            for folder, _, names in os.walk(each)
-            for name in names
-            if Path(name).suffix.lower() in SUFFIXES
-        )
-        if not inside:
-            problems.append(f"{each} has no images in it ({', '.join(sorted(SUFFIXES))})")
-        yield from inside
+    for each in files:
+        try:
+            yield from files_in(Path(each))
+        except InputError as error:
+            problems.append(str(error))
 
 
 def _predictions(predictor: Predictor, paths: list[Path], problems: list[str]) -> Iterator[tuple[Path, Prediction]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import Shape
 from lockstep.data.datasets.decode import Box, ImageFile
+from lockstep.data.datasets.listing import SUFFIXES
 from lockstep.data.datasets.splits import decoding_failure
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
@@ -56,6 +58,25 @@ def stored_image(image: ImageLike, shape: Shape) -> Tensor:
     except Exception as error:  # the decoders raise all kinds for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
+
+
+def files_in(path: Path) -> list[Path]:
+    """The image files in a folder and the folders below it, sorted; any other path by itself.
+
+    Raises:
+        InputError: it is a folder without images.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(path)
+        for name in names
+        if Path(name).suffix.lower() in SUFFIXES
+    )
+    if not found:
+        raise InputError(f"{path} has no images in it ({', '.join(sorted(SUFFIXES))})")
+    return found
 
 
 def _cut(file: ImageFile, shape: Shape) -> Tensor:

@@ -24,12 +24,13 @@ from lockstep.precision import FP32
 KEY = "weights"  # begins the errors
 
 
-def load(path: str | Path, *, device: str | None = None) -> Predictor:
+def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
     """The model at `path`, ready to be used.
 
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
         device: `cpu` or `cuda`; None is the GPU if there is one.
+        precision: the number format to compute in; None is that of the evaluation.
 
     Raises:
         InputError: there are no such weights, they do not say what their model is, or it cannot be built here.
@@ -38,7 +39,8 @@ def load(path: str | Path, *, device: str | None = None) -> Predictor:
     card = checkpoint.read_card(file)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        option, precision = _without_download(components.build("model", card.model)), _precision(card, target)
+        option = _without_download(components.build("model", card.model))
+        precision = precision or _precision(card, target)
         model = _filled(option, card, precision, file)
     except InputError as error:
         if str(error).startswith(f"{KEY}: "):
