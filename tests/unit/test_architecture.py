@@ -210,6 +210,7 @@ READS: dict[str, str] = {
     "training.micro_batch_search": "the kernel's /proc",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
+    "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
     "api": "the figures of the run that has just ended",
     "cli.prove": "what `lockstep prove` has had written just now",

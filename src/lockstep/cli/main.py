@@ -81,6 +81,12 @@ def _export(given: argparse.Namespace) -> None:
     export_model(given.run, given.images, kind=given.format, pixels=given.pixels, out=given.out)
 
 
+def _demo(given: argparse.Namespace) -> None:
+    from lockstep.cli.demo import demo
+
+    demo(given.run, port=given.port, device=given.device)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "new": _new,
     "prove": _prove,
@@ -88,4 +94,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "evaluate": _evaluate,
     "predict": _predict,
     "export": _export,
+    "demo": _demo,
 }
