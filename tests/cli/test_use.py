@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from helpers import NARROW, Done, forked, records, train_here
+from lockstep.checkpoint import read_card
+from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.evaluation import Evaluation
 
@@ -212,3 +215,17 @@ def test_a_command_of_use_has_no_effect_on_a_run_but_its_two_files(place: Path) 
     added = {folder / "evaluation.json", folder / "predictions.csv"}
     assert after.keys() == before.keys() | added
     assert all(after[path] == content for path, content in before.items() if path not in added)
+
+
+@pytest.mark.parametrize("words", [("evaluate",), ("predict", "photos"), ("export", "photos"), ("demo",)], ids=str)
+def test_weights_that_name_foreign_code_are_refused_by_every_command(
+    place: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    weights, told = place / "outputs" / "digits" / "model.safetensors", tmp_path / "weights.safetensors"
+    card = vars(read_card(weights)) | {"model": {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}}
+    save_file(load_file(weights), told, ModelCard(**card).metadata())
+    done = used(place, words[0], str(told), *words[1:])
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "model._target_ is 'os.system', expected a class of lockstep.models" in done.err
+    assert {each.name for each in tmp_path.iterdir()} == {"weights.safetensors"}
