@@ -1,4 +1,4 @@
-"""What other programs call: `lockstep.main`, `lockstep.train`, `lockstep.compose` and `lockstep.option`."""
+"""What other programs call: `lockstep.main`, `train`, `compose`, `load` and `option`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.runtime import signals
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # they need torch
+    from lockstep.inference.predictor import Predictor
     from lockstep.training.parts import Parts
 
-__all__ = ["InputError", "LockstepError", "Observer", "Result", "RunInfo", "compose", "main", "option", "train"]
+__all__ = [
+    "InputError",
+    "LockstepError",
+    "Observer",
+    "Result",
+    "RunInfo",
+    "compose",
+    "load",
+    "main",
+    "option",
+    "train",
+]
 
 
 def main(extensions: Sequence[str] = ()) -> None:
@@ -118,3 +130,23 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
         )
     check_job(job)
     return build_parts(job)
+
+
+def load(path: str | Path, *, device: str | None = None, extensions: Sequence[str] = ()) -> Predictor:
+    """A trained model, ready to be used: `lockstep.load("outputs/latest").predict("cat.jpg")`.
+
+    It needs the weights alone: no data, no run folder, no download.
+
+    Args:
+        path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
+        device: `cpu` or `cuda`; None is the GPU if there is one.
+        extensions: names of packages, as they are imported, that the model may come from.
+
+    Raises:
+        InputError: there are no such weights, they do not say what their model is, or it cannot be built here.
+    """
+    from lockstep.config import extensions as known
+    from lockstep.inference.load import load as load_predictor
+
+    known.use(extensions)
+    return load_predictor(path, device=device)

@@ -34,9 +34,11 @@ DOCUMENTS = (
     "docs/extending.md",
     "docs/performance.md",
     "docs/reliability.md",
+    "docs/use.md",
 )
 CI = (ROOT / ".ci" / "run").read_text()
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()
+USE = (ROOT / "docs" / "use.md").read_text()
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,9 @@ def test_a_command_of_the_documents_works(each: Command, checkout: Path, tmp_pat
         write_project(checkout)
     if "latest" in each.text and not (checkout / "outputs" / "latest").exists():
         typed("python train.py steps=1", checkout)  # the test was run on its own
+    if each.text.startswith("lockstep demo "):
+        assert_shows(each.text, checkout)
+        return
     done = typed(shortened(each), checkout)
     assert done.code == 0, done.out + done.err
     assert done.out or "eval" in each.text
@@ -211,6 +216,33 @@ def assert_serves(text: str, folder: Path) -> None:
         finally:
             server.terminate()
     assert runs.startswith(b"[")
+
+
+def assert_shows(text: str, folder: Path) -> None:
+    """The page of a model is where the command says, at a free port."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *shlex.split(text), "--port", "0"], cwd=folder, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            page = urllib.request.urlopen(server.stdout.readline().split()[0], timeout=60).read()
+        finally:
+            server.terminate()
+    assert b"What is on this photo?" in page
+
+
+@pytest.mark.slow
+def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    for each in COMMANDS:
+        if each.document == "docs/use.md" and (each.text.startswith("python train.py") or "pets.onnx" in each.text):
+            assert typed(shortened(each), checkout).code == 0
+    blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        done = command(sys.executable, "-c", block, cwd=checkout)
+        assert done.code == 0, done.err
+        assert done.out
 
 
 def test_what_is_not_run_is_in_the_documents() -> None:

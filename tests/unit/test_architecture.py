@@ -214,8 +214,8 @@ READS: dict[str, str] = {
     "data.datasets.published_files": "an archive in the file that the guarded reader has opened",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
+    "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
-    "api": "the figures of the run that has just ended",
     "cli.prove": "what `lockstep prove` has had written just now",
 }
 

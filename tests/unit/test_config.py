@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from helpers import ROOT, built, composed
 from lockstep.config import components, composition, messages, yaml_io
 from lockstep.config.invocation import ConfigFiles
-from lockstep.config.schema import GROUPS, Job
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError, RankFailed
 from lockstep.core.process_group import Backend
 from lockstep.data.datasets.builtin import Digits
@@ -27,6 +27,9 @@ OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF /
 # What an option does not have a value for.
 MANDATORY = {
     "dataset=folder": ["dataset.path=nowhere"],
+    "dataset=csv": ["dataset.path=nowhere"],
+    "dataset=hf": ["dataset.path=nowhere"],
+    "dataset=webdataset": ["dataset.path=nowhere"],
     "dataset=packed": ["dataset.path=nowhere"],
     "model=timm": ["model.name=resnet18"],
 }
@@ -46,7 +49,12 @@ def failure(*overrides: str) -> Exception:
 def test_every_option_builds_and_gives_its_node_back(option: str) -> None:
     group = option.partition("=")[0]
     node = composed(option, *MANDATORY.get(option, []))[group]
-    component = components.build(group, node)
+    if group in MANY:
+        ((name, component),) = components.build_many(group, node).items()
+        assert name == option.partition("=")[2]
+        node = node[name]
+    else:
+        component = components.build(group, node)
     assert components.node(component) == node
     assert components.build(group, components.node(component)) == component
 

@@ -14,7 +14,7 @@ import pytest
 from helpers import built, composed
 from lockstep.cli.pack import pack
 from lockstep.config import components
-from lockstep.config.schema import GROUPS, CheckpointBlock, Job, TelemetryBlock, TrainBlock
+from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Choice, Duration, Number, Options, PathText, Text, Time
@@ -49,7 +49,7 @@ def test_every_number_and_every_text_of_a_config_has_a_rule() -> None:
         for key, cls, field in keys()
         if re.search(r"\b(int|float|str)\b", str(field.type)) and fields.rule_of(cls, field.name) is None
     }
-    assert without == ASKED_FOR
+    assert without - set(MANY) == ASKED_FOR
 
 
 def outside(rule: Any) -> list[Any]:

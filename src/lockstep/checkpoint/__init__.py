@@ -7,10 +7,12 @@ scaler; loads with `weights_only=True`), `facts.json` (the fingerprint of the ru
 `checkpoints/none-yet`.
 """
 
+from lockstep.checkpoint.header import read_card
 from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
     check_fingerprint,
+    check_tensors,
     difference,
     load,
     load_weights,
@@ -29,6 +31,7 @@ __all__ = [
     "LoadedCheckpoint",
     "candidates",
     "check_fingerprint",
+    "check_tensors",
     "difference",
     "find_corruption",
     "latest_valid",
@@ -38,6 +41,7 @@ __all__ = [
     "manifest_text",
     "mark_saved_or_not",
     "newest_of_run",
+    "read_card",
     "read_facts",
     "restore",
     "weights_file",

@@ -128,8 +128,8 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
 
 
-def weights_file(path: Path) -> Path:
-    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder.
+def weights_file(path: Path, key: str = "init_from") -> Path:
+    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins the errors.
 
     Raises:
         InputError: there is none.
@@ -137,27 +137,36 @@ def weights_file(path: Path) -> Path:
     places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise InputError(f"init_from: there are no weights at {path}, expected a .safetensors file or a run folder")
+        raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder")
     return file
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
+def load_weights(model: nn.Module, path: Path, key: str = "init_from") -> None:
     """Fill `model` with the weights at `path` (as for `weights_file`).
 
     Raises:
         InputError: there is no such file, or its tensors are not those of the model.
     """
-    file = weights_file(path)
+    file = weights_file(path, key)
+    check_tensors(model, file, key)
+    model.load_state_dict(load_file(file))
+
+
+def check_tensors(model: nn.Module, file: Path, key: str = "init_from") -> None:
+    """Compare the tensors in a file with those of `model`, whose memory is not read.
+
+    Raises:
+        InputError: they have other names or shapes, or it is not a safetensors file.
+    """
     try:
         saved = _shapes(file)
     except (UnreadableFile, SafetensorError) as error:
-        raise InputError(f"init_from: {file} cannot be read ({error})") from error
+        raise InputError(f"{key}: {file} cannot be read ({error})") from error
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if own != saved:  # checked before reading the tensors, which may not fit into memory
         different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
-        raise InputError(f"init_from: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
-    model.load_state_dict(load_file(file))
+        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:

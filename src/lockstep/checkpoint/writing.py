@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,24 @@ from lockstep.checkpoint.validation import (
 )
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import sync, write_atomic
 
 RETRY_S = 30.0  # after a save that failed
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a file of weights, and the metadata that says what they are."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str] | None
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file."""
+        save_file(self.tensors, path, self.metadata)
 
 
 @dataclass
@@ -55,6 +68,7 @@ class Checkpointer:
         writes: whether this rank writes.
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
         on_saved: called with the step and the folder of a checkpoint, once it is on the disk.
+        card: what the files of weights say of themselves; None leaves it out.
     """
 
     run_dir: RunDir
@@ -64,13 +78,14 @@ class Checkpointer:
     writes: bool
     every_s: float | None = None
     on_saved: Callable[[int, Path], None] = lambda step, folder: None
+    card: ModelCard | None = None
     saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[tuple[int, Path]] | None = None
     failure: str = ""
     copies: HostCopies = field(default_factory=HostCopies)
     # The best weights so far, in host memory, from their save until they are exported to the run folder.
-    unexported: dict[str, Tensor] | None = None
+    unexported: Weights | None = None
 
     def repair_export(self, best_step: int) -> None:
         """Export the best weights of a run that was killed after saving them and before exporting them."""
@@ -112,17 +127,29 @@ class Checkpointer:
         self.wait()
         self.saved_at = time.monotonic()
         if self.unexported is not None:  # their save failed, and `copies` is about to reuse their memory
-            self.unexported = {name: tensor.clone() for name, tensor in self.unexported.items()}
-        weights = {MODEL: model.state_dict()}
+            copies = {name: tensor.clone() for name, tensor in self.unexported.tensors.items()}
+            self.unexported = replace(self.unexported, tensors=copies)
+        tensors = {MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
-            weights[EMA] = ema.module.state_dict()
+            tensors[EMA] = ema.module.state_dict()
             state["ema_updates"] = int(ema.n_averaged)
-        weights, state = self.copies.of([weights, state])
+        tensors, state = self.copies.of([tensors, state])
+        scored = EMA if ema is not None else MODEL
+        weights = {
+            file: Weights(each, self._metadata(progress, averaged=file == EMA, scored=file == scored))
+            for file, each in tensors.items()
+        }
         if progress["best_step"] == progress["step"]:
-            self.unexported = weights.get(EMA, weights[MODEL])
+            self.unexported = weights[scored]
         facts = {"format": 1, "identity": dict(self.fingerprint), "progress": dict(progress)}
         self.pending = self.pool.submit(self._write, weights, state, facts)
+
+    def _metadata(self, progress: Mapping[str, Any], *, averaged: bool, scored: bool) -> dict[str, str] | None:
+        if self.card is None:
+            return None
+        score = progress["score"] if scored else None
+        return replace(self.card, step=progress["step"], top1=score, averaged=averaged).metadata()
 
     def wait(self) -> None:
         """Wait for the write under way. Warns of the first failure: the previous checkpoint is still there."""
@@ -152,9 +179,7 @@ class Checkpointer:
         if self.failure:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
-    def _write(
-        self, weights: Mapping[str, dict[str, Tensor]], state: dict[str, Any], facts: Facts
-    ) -> tuple[int, Path]:
+    def _write(self, weights: Mapping[str, Weights], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
         """Write a checkpoint; returns its step and its folder."""
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         folder.mkdir(exist_ok=True)
@@ -165,8 +190,8 @@ class Checkpointer:
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
             temporary.mkdir()
-            for file, tensors in weights.items():
-                save_file(tensors, temporary / file)
+            for file, each in weights.items():
+                each.save(temporary / file)
             torch.save(map_tensors(state, with_own_storage), temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary))
@@ -190,7 +215,7 @@ class Checkpointer:
         if progress["best_step"] == progress["step"]:
             write_atomic(self.run_dir.best, name)
         if self.unexported is not None:  # may be of an earlier step whose save failed
-            self._export(partial(save_file, self.unexported))
+            self._export(self.unexported.save)
             self.unexported = None
         self._retire(final)
         return progress["step"], final

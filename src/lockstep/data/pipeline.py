@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,19 @@ from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.shards import BatchGroup, Shard
 from lockstep.data.transforms.mixup import Mix, interval
+
+
+def normalisation(
+    mean: Sequence[float], std: Sequence[float], *, device: torch.device, precision: Precision
+) -> tuple[Tensor, Tensor]:
+    """What a stored pixel is multiplied with, and what is added then, each (1, C, 1, 1) in `precision.sums`.
+
+    `mean` and `std` are of each channel, for pixels from 0 to 1.
+    """
+    means, stds = (
+        torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1) for values in (mean, std)
+    )
+    return 1 / (255 * stds), -means / stds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +71,7 @@ class Pipeline:
         mix: Mix | None = None,
     ) -> Pipeline:
         """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
-        mean, std = (
-            torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1)
-            for values in (source.mean, source.std)
-        )
+        scale, shift = normalisation(source.mean, source.std, device=device, precision=precision)
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
             augment = augment.after_crop
@@ -69,8 +79,8 @@ class Pipeline:
             augment=augment,
             input_shape=source.input_shape,
             eval_crop=source.eval_crop,
-            scale=1 / (255 * std),
-            shift=-mean / std,
+            scale=scale,
+            shift=shift,
             dtype=precision.dtype,
             memory_format=memory_format,
             seed=seed,

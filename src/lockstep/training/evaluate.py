@@ -9,15 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
+from lockstep.core.model_card import VIEWS
 from lockstep.core.protocols import Precision
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
-
-# How many views of an image may be evaluated (`seen_from`).
-VIEWS = (1, 2, 6)
 
 
 @torch.no_grad()
@@ -50,14 +48,9 @@ def evaluate(
     summed = torch.zeros(1, dtype=torch.float64, device=world.device)
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     for images, labels in loader.eval():
-        with precision.autocast(world.device):
-            seen = [
-                weight * model(view.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
-                for weight, view in seen_from(pipeline.eval(images), views)
-            ]
-        logits = torch.stack(seen).sum(0)
+        logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
         summed += loss(logits, labels, labels)
-        hit = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        hit = best_classes(logits) == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
         scores.update(logits, labels)
         between()
@@ -73,6 +66,29 @@ def evaluate(
     if count == 0:
         raise InputError("dataset: no image of the evaluation split can be decoded; see the warnings")
     return {"loss": summed.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
+
+
+def logits_of(
+    model: nn.Module, images: Tensor, *, pipeline: Pipeline, precision: Precision, views: int = 1
+) -> Tensor:
+    """The logits (B, classes) of stored uint8 images (B, C, H, W), averaged over `views`, in `precision.sums`.
+
+    `model` is in evaluation mode. Whatever shows images to a trained model calls this: equal images give equal bits.
+    """
+    with precision.autocast(images.device):
+        seen = [
+            weight * model(view.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
+            for weight, view in seen_from(pipeline.eval(images), views)
+        ]
+    return torch.stack(seen).sum(0)
+
+
+def best_classes(logits: Tensor) -> Tensor:
+    """The five classes with the highest logits (or all, if there are fewer), int64 (B, 5), the prediction first.
+
+    Of equal logits, which 16-bit formats often have, `argmax` may choose another one.
+    """
+    return logits.topk(min(5, logits.shape[1])).indices
 
 
 def seen_from(images: Tensor, views: int) -> list[tuple[float, Tensor]]:

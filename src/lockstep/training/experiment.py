@@ -21,6 +21,7 @@ from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
 from lockstep.training.build_observers import build_observers
+from lockstep.training.model_card import card_of
 from lockstep.training.run_record import NoRecord, run_record
 from lockstep.training.trainer import Trainer
 
@@ -59,6 +60,7 @@ def run(
         keep_best=job.checkpoint.keep_best,
         writes=world.is_main,
         every_s=data.plan.save_every_s,
+        card=card_of(job),
     )
     progress, origin = restore(job, network, checkpointer, loading.result())
     checkpointer.repair_export(progress.best_step)

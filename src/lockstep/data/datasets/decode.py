@@ -68,7 +68,15 @@ class ImageFile(NamedTuple):
             OSError: it cannot be read.
             ValueError: its format is not supported, or its header declares too many pixels.
         """
-        data = _contents(place) if isinstance(place, Path) else place.contents()
+        return cls.of(_contents(place) if isinstance(place, Path) else place.contents())
+
+    @classmethod
+    def of(cls, data: bytes) -> ImageFile:
+        """The same for the content of a file.
+
+        Raises:
+            ValueError: its format is not supported, or its header declares too many pixels.
+        """
         file = _turbo_header(data) or _pillow_header(data)
         _check_size(file, file.height * file.width)
         return file

@@ -39,6 +39,12 @@ def check_labels(labels: Tensor, classes: int, where: str) -> None:
         )
 
 
+def decoding_failure(error: Exception) -> str:
+    """The reason that a decoder's error gives, in one line."""
+    # torchvision puts the line of its C++ source before the reason.
+    return re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
+
+
 @dataclass(frozen=True)
 class ArraySplit:
     """Examples that are in memory: uint8 images (N, C, H, W) and int64 labels (N,)."""
@@ -115,6 +121,4 @@ class FileSplit:
         return torch.from_numpy(decoded)
 
     def _broken(self, index: int, error: Exception) -> BrokenImage:
-        # torchvision puts the line of its C++ source before the reason.
-        reason = re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
-        return BrokenImage(index, str(self.paths[index]), reason)
+        return BrokenImage(index, str(self.paths[index]), decoding_failure(error))

@@ -1,0 +1,39 @@
+"""Reads what a file of weights says of itself, from its header alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import InputError
+from lockstep.core.model_card import LIMIT, ModelCard
+from lockstep.core.safe_read import MB, UnreadableFile, opened, parse_json
+
+LENGTH_BYTES = 8  # of the number before the header, little-endian
+# Quotes of the card are escaped in it, which may double its length; a tensor takes some 100 bytes.
+HEADER_LIMIT = 2 * LIMIT + 32 * MB
+
+
+def read_card(file: Path) -> ModelCard:
+    """The card of a safetensors file.
+
+    Raises:
+        InputError: it is no such file, has no card, or a wrong one.
+    """
+    header = _header(file)
+    try:
+        return ModelCard.parse(header.get("__metadata__") if isinstance(header, dict) else None)
+    except ValueError as error:
+        raise InputError(f"weights: {file} cannot be used: {error}") from error
+
+
+def _header(file: Path) -> Any:
+    with opened(file, links=True) as data:
+        behind = os.fstat(data.fileno()).st_size - LENGTH_BYTES
+        length = int.from_bytes(data.read(LENGTH_BYTES), "little")
+        if not 0 < length <= behind:
+            raise UnreadableFile(file, "is not a safetensors file")
+        if length > HEADER_LIMIT:
+            raise UnreadableFile(file, f"has a header of {length:,} bytes, expected at most {HEADER_LIMIT:,}")
+        return parse_json(file, data.read(length))

@@ -1,0 +1,124 @@
+"""The arguments of the commands other than `train`. Imports no torch, so that --help is fast."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
+RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
+
+
+def arguments() -> argparse.Namespace:
+    """The arguments of the command line; a mistake in them ends the program with code 2."""
+    parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")
+    _evaluate(commands)
+    _predict(commands)
+    _export(commands)
+    demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
+    _model(demo)
+    demo.add_argument("--port", type=int, default=8000, help="to listen on; 0 is any that is free [8000]")
+    new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
+    new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
+    _prove(commands)
+    pack = _pack(commands)
+    given, rest = parser.parse_known_args()
+    if rest and hasattr(given, "rest") and not any(each.startswith("-") for each in rest):
+        vars(given)[given.rest] += rest  # argparse gives up on those that come behind an option
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if given.command == "pack":
+        named = {
+            name for name in ("source", "target", "size", "skip", "val_share") if getattr(given, name) is not None
+        }
+        if not (named >= {"source", "target"} if given.check is None else not named):
+            pack.error("expected SOURCE and TARGET, or --check TARGET alone")
+    return given
+
+
+def _model(command: argparse.ArgumentParser) -> None:
+    """The arguments of every command that uses a trained model."""
+    command.add_argument("run", metavar="RUN", help=RUN)
+    command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute [a GPU if there is one]")
+
+
+def _evaluate(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="evaluate a trained model on every example of a split",
+        description="Evaluate the weights of a run on its own data, or on other data: top-1, top-5, loss, each "
+        "class, calibration. Writes evaluation.json and predictions.csv.",
+    )
+    _model(evaluate)
+    evaluate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="other data: dataset.path=FOLDER")
+    evaluate.set_defaults(rest="overrides")
+    evaluate.add_argument("--split", choices=("val", "train"), default="val", help="which examples [val]")
+    evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run folder, or the current one]")
+
+
+def _predict(commands: Any) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="say what is on image files",
+        description="Print the classes of each image. The exit code is 2 if a file is no image; the others are "
+        "printed all the same.",
+    )
+    _model(predict)
+    predict.add_argument("files", nargs="+", metavar="FILE", help="an image, or a folder with images")
+    predict.add_argument("--format", choices=("table", "csv", "json"), default="table", help="of the output [table]")
+    predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
+
+
+def _export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a trained model as one file for other programs",
+        description="Write a model with its preprocessing as one file: crop, normalisation, resizing, views. It is "
+        "compared with its original on real images, and not written if a logit differs by more than 1e-4.",
+    )
+    export.add_argument("run", metavar="RUN", help=RUN)
+    export.add_argument("images", nargs="*", metavar="FILE", help="images to compare on [the run's evaluation split]")
+    export.set_defaults(rest="images")
+    export.add_argument("--format", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]")
+    export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
+    export.add_argument("--out", metavar="PATH", help="the file to write [beside the weights]")
+
+
+def _prove(commands: Any) -> None:
+    prove = commands.add_parser(
+        "prove",
+        help="show on this machine that a config is the same run under every strategy and world size",
+        description="Train a config for a few steps under every strategy and on every number of ranks that this "
+        "machine allows, kill one run and resume it, and compare losses, weights and samples. The exit code is 0 if "
+        "all agree, 70 if one does not, 2 if the config does not fit.",
+    )
+    prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
+    prove.set_defaults(rest="overrides")
+    prove.add_argument("--steps", type=int, default=20, help="of each run [20]")
+    prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
+
+
+def _pack(commands: Any) -> argparse.ArgumentParser:
+    pack: argparse.ArgumentParser = commands.add_parser(
+        "pack",
+        usage="lockstep pack [--size SIZE] [--skip N] [--val-share SHARE] SOURCE TARGET\n"
+        "       lockstep pack --check TARGET",
+        help="decode a folder of images once, for dataset=packed",
+        description="Decode SOURCE/train/CLASS/* and SOURCE/val/CLASS/* as dataset=folder does, and keep the pixels "
+        "in the new folder TARGET. The exit code is 2 if the source does not fit or TARGET exists, 74 if TARGET "
+        "cannot be written.",
+    )
+    pack.add_argument("source", nargs="?", metavar="SOURCE", help="the folder that holds train/ and val/")
+    pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to make")
+    pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
+    pack.add_argument("--skip", type=int, metavar="N", help="the most broken images to leave out [0]")
+    pack.add_argument(
+        "--val-share",
+        type=float,
+        metavar="SHARE",
+        help="the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share",
+    )
+    pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")
+    return pack

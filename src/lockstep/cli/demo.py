@@ -1,0 +1,22 @@
+"""`lockstep demo`: a page on this machine for trying a model by hand."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from lockstep.core import log
+from lockstep.inference.demo import DemoServer
+from lockstep.inference.load import load
+from lockstep.runtime.signals import StopNow
+
+
+def demo(path: str, *, port: int, device: str | None) -> None:
+    """Serve the page of a model until a signal ends it.
+
+    Raises:
+        InputError: there are no such weights, or the port is taken.
+    """
+    with DemoServer(load(path, device=device), port) as server, suppress(StopNow):
+        log.console.print(f"{server.url} shows what the model says of a photo; Ctrl-C ends it", soft_wrap=True)
+        log.console.file.flush()
+        server.serve_forever()

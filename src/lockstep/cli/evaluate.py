@@ -1,0 +1,93 @@
+"""`lockstep evaluate`: what the weights of a run are worth, on its own data or on other data."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lockstep.cli.run_data import data_of, take_threads
+from lockstep.core import log
+from lockstep.core.data_protocols import Source, Split
+from lockstep.core.errors import InputError
+from lockstep.core.safe_write import write_atomic, write_atomic_parts
+from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split, sample_name
+from lockstep.inference.load import find_weights, load, run_of
+from lockstep.inference.predictor import Predictor
+
+SHOWN = 10  # the most classes in the table
+
+
+def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None) -> None:
+    """Evaluate weights, show the result and write `evaluation.json` and `predictions.csv`.
+
+    Args:
+        path: a run folder, `latest`, a checkpoint or a file of weights.
+        overrides: other data than the run's own: `dataset=...`, `dataset.KEY=...`, `data_root=...`.
+        split: `val` or `train`.
+        device: `cpu` or `cuda`; None is the GPU if there is one.
+        out: the folder to write to; None is the run folder, or the current one for a file of weights alone.
+
+    Raises:
+        InputError: there are no such weights, or the data is not there or not that of the model.
+        StorageError: the files cannot be written.
+    """
+    file = find_weights(path)
+    run = run_of(file)
+    predictor = load(file, device=device)
+    folder = Path(out) if out is not None else run.path if run is not None else Path()
+    if not folder.is_dir():
+        raise InputError(f"--out is {folder}, expected a folder that exists")
+    source = data_of(run, overrides)
+    check_data(predictor, source)
+    examples = source.train() if split == "train" else source.eval()
+    if run is not None:
+        take_threads(run)
+    found = evaluate_split(predictor, examples)
+    _show(found, predictor, split, source)
+    facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
+    write_atomic(folder / "evaluation.json", json.dumps({**facts, **found.facts()}, indent=1, allow_nan=False) + "\n")
+    write_atomic_parts(folder / "predictions.csv", _rows(found, examples))
+    log.console.print(f"wrote {folder / 'evaluation.json'} and {folder / 'predictions.csv'}", soft_wrap=True)
+
+
+def _show(found: Evaluation, predictor: Predictor, split: str, source: Source) -> None:
+    name, what = type(source).__name__, {"val": "evaluation", "train": "training"}[split]
+    lines = [
+        f"{found.count:,} images of the {what} split of {name}, weights of step {predictor.card.step}",
+        f"top-1 {found.top1_percent:.2f} %  top-5 {found.top5_percent:.2f} %  loss {found.loss:.4f}  "
+        f"calibration error {found.calibration_error:.2f} %",
+    ]
+    if split == "val" and predictor.card.top1 is not None:
+        lines.append(f"in training it was {predictor.card.top1:.2f} % top-1")
+    for line in lines:
+        log.console.print(line, soft_wrap=True)
+    rows = [(name, count, top1) for name, count, top1 in found.per_class if top1 is not None]
+    worst = sorted(rows, key=lambda row: row[2])[:SHOWN]
+    log.console.print(f"the {len(worst)} classes with the lowest top-1:", soft_wrap=True)
+    table = Table("class", "images", "top-1")
+    for name, count, top1 in worst:
+        table.add_row(name, f"{count:,}", f"{top1:.2f} %")
+    log.console.print(table)
+
+
+def _rows(found: Evaluation, split: Split) -> Iterator[bytes]:
+    """The lines of `predictions.csv`. A broken image has neither prediction nor probability."""
+    yield _line(["sample", "label", "predicted", "probability"])
+    columns = (split.labels, found.whole, found.predicted, found.probabilities)
+    each: Any
+    for index, each in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        label, whole, predicted, probability = each
+        result = [found.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
+        yield _line([sample_name(split, index), found.names[label], *result])
+
+
+def _line(values: list[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue().encode(errors="backslashreplace")

@@ -1,0 +1,105 @@
+"""`lockstep predict`: what a model says of image files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.data.loading.prefetch import in_order
+from lockstep.inference.images import files_in
+from lockstep.inference.load import load
+from lockstep.inference.predictor import Prediction, Predictor
+from lockstep.runtime.host import cores
+
+FORMATS = ("table", "csv", "json")
+AT_ONCE = 32  # images that are read and shown to the model together
+
+
+def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None) -> None:
+    """Print the `top` classes of each image in `files`, which are images and folders of them.
+
+    Raises:
+        InputError: there are no such weights; or, once the others are printed, a sentence for each file that is no
+            image.
+    """
+    if top < 1:
+        raise InputError(f"--top is {top}, expected 1 or more: --top 5")
+    predictor = load(path, device=device)
+    problems: list[str] = []
+    results = _predictions(predictor, list(_images(files, problems)), problems)
+    for line in {"table": _table, "csv": _csv, "json": _json}[form](results, top):
+        log.console.print(line, soft_wrap=True)
+    if problems:
+        raise InputError("\n".join(problems))
+
+
+def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
+    """The files to read: what is named, and all images in a folder that is named."""
+    for each in files:
+        try:
+            yield from files_in(Path(each))
+        except InputError as error:
+            problems.append(str(error))
+
+
+def _predictions(predictor: Predictor, paths: list[Path], problems: list[str]) -> Iterator[tuple[Path, Prediction]]:
+    """The prediction of each file that can be read, in order; the others become problems."""
+
+    def read(chunk: list[Path]) -> list[tuple[Path, Tensor | InputError]]:
+        return [(path, _read(predictor, path)) for path in chunk]
+
+    chunks = (paths[start : start + AT_ONCE] for start in range(0, len(paths), AT_ONCE))
+    for chunk in in_order(read, chunks, workers=cores(), prefetch=2):
+        problems += [str(found) for _, found in chunk if isinstance(found, InputError)]
+        whole = [(path, found) for path, found in chunk if isinstance(found, Tensor)]
+        if whole:
+            predictions = predictor.predict(torch.cat([found for _, found in whole]))
+            yield from zip((path for path, _ in whole), predictions, strict=True)
+
+
+def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
+    try:
+        return predictor.stored(path)
+    except InputError as error:
+        return error
+
+
+Results = Iterator[tuple[Path, Prediction]]
+
+
+def _table(results: Results, top: int) -> Iterator[str]:
+    for path, prediction in results:
+        classes = ", ".join(f"{name} {100 * probability:.1f} %" for _, name, probability in prediction.top(top))
+        yield f"{path}  {classes}"
+
+
+def _csv(results: Results, top: int) -> Iterator[str]:
+    yield "file,rank,label,class,probability"
+    for path, prediction in results:
+        for rank, (label, name, probability) in enumerate(prediction.top(top), start=1):
+            text = io.StringIO()
+            csv.writer(text, lineterminator="").writerow([path, rank, label, name, f"{probability:.6g}"])
+            yield text.getvalue()
+
+
+def _json(results: Results, top: int) -> Iterator[str]:
+    found: list[dict[str, Any]] = [
+        {
+            "file": str(path),
+            "classes": [
+                {"label": label, "name": name, "probability": probability}
+                for label, name, probability in prediction.top(top)
+            ],
+        }
+        for path, prediction in results
+    ]
+    yield json.dumps(found, indent=1)

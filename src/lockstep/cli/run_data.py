@@ -1,0 +1,54 @@
+"""What a command that uses a trained model takes from its run: the data, and the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.invocation import ConfigFiles
+from lockstep.config.messages import key_of
+from lockstep.core.data_protocols import Source
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.runtime.host import cores
+
+KEYS = ("dataset", "data_root")  # what an override may change
+
+
+def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
+    """The data of a run as changed by the overrides; without a run, that of the overrides.
+
+    A data set that only the run folder names is not downloaded: the folder can be somebody else's.
+
+    Raises:
+        InputError: an override is of something else, or does not fit; or there is neither a run nor `dataset=`.
+    """
+    for each in overrides:
+        if key_of(each).partition(".")[0] not in KEYS:
+            raise InputError(
+                f"{each}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
+            )
+    if run is not None and not overrides:
+        own: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
+        return own
+    other = any(key_of(each) == "dataset" for each in overrides)
+    if run is None and not other:
+        raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
+    keys = ("data_root",) if other else (*KEYS, "experiment")
+    stored = yaml_io.load_list(run.overrides) if run is not None else []
+    kept = [each for each in stored if key_of(each).partition(".")[0] in keys]
+    with composition.composing():
+        config = composition.recompose([*kept, "name=evaluate"], tuple(overrides), ConfigFiles())
+        values = composition.to_dict(config)
+    source: Source = components.build("dataset", values["dataset"])
+    source.prepare()
+    return source
+
+
+def take_threads(run: RunDir) -> None:
+    """Compute with as many threads as the run: the last bits of a sum depend on them."""
+    threads = components.build("launcher", yaml_io.load(run.config).get("launcher")).threads
+    if isinstance(threads, int):
+        torch.set_num_threads(min(threads, cores()))

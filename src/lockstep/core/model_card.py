@@ -1,0 +1,200 @@
+"""What a file of weights says of itself: all that is needed to build its model and to show it an image.
+
+It is one JSON text in the metadata of the safetensors file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import shown
+from lockstep.core.safe_read import MB, checked, is_number, parsed_json
+
+METADATA_KEY = "lockstep"
+FORMAT = 1
+LIMIT = 16 * MB  # characters of the text; nearly all of it are names of classes
+INTERPOLATION = "bilinear"  # with antialiasing: how images are resized to what the model sees
+MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
+VIEWS = (1, 2, 6)  # of an image, over which an evaluation averages
+
+Shape = tuple[int, int, int]
+Node = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """The description of a model and of the images that it was evaluated on.
+
+    Fields:
+        model, precision: the nodes that these components are built from: `_target_` and their fields.
+        classes: how many there are.
+        class_names: by label; empty where they have none.
+        image_shape: (channels, height, width) of a stored uint8 image, before it is cropped.
+        input_shape: the same of what the model sees.
+        eval_crop: the central share of a stored image's side that is evaluated.
+        mean, std: of each channel, for pixels from 0 to 1.
+        eval_views: over how many views of an image the logits are averaged.
+        eval_batch: images of a block of the evaluation; the last bits of a logit depend on it.
+        trained_on: the node of the data set, without paths, and the sha256 of its examples.
+        lockstep: the version that wrote it.
+        step: of the weights.
+        top1: their accuracy in percent on the evaluation split; None if they were not evaluated.
+        averaged: whether they are a moving average.
+        interpolation: how images are resized.
+    """
+
+    model: Node
+    precision: Node
+    classes: int
+    class_names: tuple[str, ...]
+    image_shape: Shape
+    input_shape: Shape
+    eval_crop: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    eval_views: int
+    eval_batch: int
+    trained_on: Node
+    lockstep: str
+    step: int = 0
+    top1: float | None = None
+    averaged: bool = False
+    interpolation: str = INTERPOLATION
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each label: its own, or the label as a text."""
+        return self.class_names or tuple(map(str, range(self.classes)))
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata of a safetensors file.
+
+        Raises:
+            InputError: it would be too long to be read again.
+        """
+        text = json.dumps({"format": FORMAT, **vars(self)}, allow_nan=False)
+        if len(text) > LIMIT:
+            raise InputError(
+                f"dataset: the names of {self.classes:,} classes take {len(text):,} characters, which are kept with "
+                f"the weights, expected at most {LIMIT:,}; shorten them"
+            )
+        return {METADATA_KEY: text}
+
+    @classmethod
+    def parse(cls, metadata: Any) -> ModelCard:
+        """The card in the metadata of a safetensors file, which anybody may have written.
+
+        Raises:
+            ValueError: there is none, or a value of it is not what it should be.
+        """
+        text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
+        if not isinstance(text, str):
+            raise ValueError(
+                "it does not say what its model is; weights of other programs can be trained from with init_from="
+            )
+        if len(text) > LIMIT:
+            raise ValueError(f"its description has {len(text):,} characters, expected at most {LIMIT:,}")
+        try:
+            values = checked(parsed_json(text))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its description is not JSON ({str(error).partition(chr(10))[0]})") from error
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, dict) else values
+            raise ValueError(f"its description has format {shown(found)}, expected {FORMAT}")
+        return cls._of({key: value for key, value in values.items() if key != "format"})
+
+    @classmethod
+    def _of(cls, values: dict[str, Any]) -> ModelCard:
+        names = [field.name for field in dataclasses.fields(cls)]
+        if different := sorted(values.keys() ^ set(names)):
+            state = "lacks" if different[0] in names else "has the unknown key"
+            raise ValueError(f"its description {state} {shown(different[0])}")
+        for key in names:
+            fits, expected = _RULES[key]
+            if not fits(values[key]):
+                raise ValueError(f"its {key} is {shown(values[key])}, expected {expected}")
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        card = cls(**fields)
+        channels = card.input_shape[0]
+        if not card.image_shape[0] == len(card.mean) == len(card.std) == channels:
+            raise ValueError(
+                f"its image_shape, mean and std have {card.image_shape[0]}, {len(card.mean)} and {len(card.std)} "
+                f"channels, expected the {channels} of its input_shape"
+            )
+        if len(card.class_names) not in (0, card.classes):
+            raise ValueError(
+                f"it has {len(card.class_names):,} class_names, expected one for each of {card.classes:,}"
+            )
+        return card
+
+
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _whole(low: int, high: int) -> Rule:
+    return lambda value: _is_whole(value, low, high), f"a whole number from {low:,} to {high:,}"
+
+
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_shape(value: Any) -> bool:
+    most = (MOST_CHANNELS, LONGEST_SIDE, LONGEST_SIDE)
+    return (
+        isinstance(value, list)
+        and len(value) == len(most)
+        and all(_is_whole(size, 1, limit) for size, limit in zip(value, most, strict=True))
+    )
+
+
+def _numbers(low: float, expected: str) -> Rule:
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and all(is_number(each) and low <= each <= 1e6 for each in value)
+
+    return fits, f"a list of {expected}"
+
+
+_SHAPE: Rule = (
+    _is_shape,
+    f"[channels, height, width] of at most {MOST_CHANNELS:,}, {LONGEST_SIDE:,} and {LONGEST_SIDE:,}",
+)
+_NODE: Rule = (
+    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+    "a class, as _target_, with its fields",
+)
+_RULES: Mapping[str, Rule] = {
+    "model": _NODE,
+    "precision": _NODE,
+    "classes": _whole(1, MOST_CLASSES),
+    "class_names": (
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        "a list of texts",
+    ),
+    "image_shape": _SHAPE,
+    "input_shape": _SHAPE,
+    "eval_crop": (lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "mean": _numbers(-1e6, "numbers from -1,000,000 to 1,000,000"),
+    "std": _numbers(1e-6, "numbers from 0.000001 to 1,000,000"),
+    "eval_views": (
+        lambda value: value in VIEWS and not isinstance(value, bool),
+        f"one of {', '.join(map(str, VIEWS))}",
+    ),
+    "eval_batch": _whole(1, 1_000_000),
+    "trained_on": (lambda value: isinstance(value, dict), "a mapping"),
+    "lockstep": (lambda value: isinstance(value, str) and len(value) <= 100, "a version"),
+    "step": _whole(0, 2**62),
+    "top1": (
+        lambda value: value is None or (is_number(value) and 0 <= value <= 100),
+        "a number from 0 to 100 or null",
+    ),
+    "averaged": (lambda value: isinstance(value, bool), "true or false"),
+    "interpolation": (lambda value: value == INTERPOLATION, INTERPOLATION),
+}

@@ -1,0 +1,1 @@
+"""A trained model in use: loaded from its weights alone, evaluated, asked, exported, shown."""

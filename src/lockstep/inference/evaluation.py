@@ -1,0 +1,179 @@
+"""What a trained model is worth on a split: every example once, by the logits of the training's own evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core import log
+from lockstep.core.data_protocols import Source, Split
+from lockstep.core.errors import InputError
+from lockstep.core.world import World
+from lockstep.data.datasets.splits import FileSplit
+from lockstep.data.loading.loaders import Streaming
+from lockstep.data.loading.sampler import blocks
+from lockstep.data.loading.shards import IGNORE_INDEX
+from lockstep.inference.predictor import Predictor
+from lockstep.runtime.host import cores
+from lockstep.training.evaluate import best_classes
+
+BINS = 15  # of the calibration error, as in Guo et al. 2017
+MATRIX_CLASSES = 100  # the most classes whose confusion matrix is kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What came out for each of the N examples of a split. Broken images have the label `IGNORE_INDEX`.
+
+    Fields:
+        names: of the classes.
+        labels, predicted: int64 (N,).
+        probabilities: of the predicted classes, float (N,).
+        top5: whether the label is among the five most probable classes, bool (N,).
+        loss: mean cross-entropy.
+    """
+
+    names: tuple[str, ...]
+    labels: Tensor
+    predicted: Tensor
+    probabilities: Tensor
+    top5: Tensor
+    loss: float
+
+    @property
+    def whole(self) -> Tensor:
+        """Which examples count: bool (N,)."""
+        return self.labels != IGNORE_INDEX
+
+    @property
+    def count(self) -> int:
+        return int(self.whole.sum())
+
+    @property
+    def top1_percent(self) -> float:
+        """The same arithmetic as in training, so the same bits."""
+        return 100 * int((self.predicted == self.labels).sum()) / self.count
+
+    @property
+    def top5_percent(self) -> float:
+        return 100 * int(self.top5.sum()) / self.count
+
+    @property
+    def calibration_error(self) -> float:
+        """The expected calibration error in percent (Guo et al. 2017): how far probability and accuracy differ.
+
+        The mean over `BINS` equal intervals of the predicted probability, weighted by their examples.
+        """
+        probability = self.probabilities[self.whole].double()
+        correct = (self.predicted == self.labels)[self.whole].double()
+        intervals = (probability * BINS).ceil().long().clamp(1, BINS) - 1
+        gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, intervals, probability - correct)
+        return 100 * float(gaps.abs().sum()) / self.count
+
+    @property
+    def per_class(self) -> list[tuple[str, int, float | None]]:
+        """Name, number of examples, and percentage of them that are predicted right, of each class by its label."""
+        examples, hits = self.labels[self.whole], self.labels[self.predicted == self.labels]
+        counts, right = (torch.bincount(each, minlength=len(self.names)).tolist() for each in (examples, hits))
+        return [
+            (name, count, 100 * correct / count if count else None)
+            for name, count, correct in zip(self.names, counts, right, strict=True)
+        ]
+
+    @property
+    def confusion(self) -> Tensor | None:
+        """Examples by label (rows) and prediction (columns), int64 (C, C); None for many classes."""
+        size = len(self.names)
+        if size > MATRIX_CLASSES:
+            return None
+        cells = self.labels[self.whole] * size + self.predicted[self.whole]
+        return torch.bincount(cells, minlength=size * size).view(size, size)
+
+    def facts(self) -> dict[str, Any]:
+        """All of it but the predictions, as plain values."""
+        return {
+            "images": self.count,
+            "skipped": len(self.labels) - self.count,
+            "top1": self.top1_percent,
+            "top5": self.top5_percent,
+            "loss": self.loss,
+            "calibration_error": self.calibration_error,
+            "classes": [{"name": name, "images": count, "top1": top1} for name, count, top1 in self.per_class],
+            "confusion": None if self.confusion is None else self.confusion.tolist(),
+        }
+
+
+def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
+    """Evaluate a model on every example of a split, in the blocks of its training's evaluation.
+
+    Raises:
+        InputError: more images are broken than the split allows, or all of them.
+    """
+    labels = split.labels.clone()
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    loss = torch.zeros(1, dtype=torch.float64, device=predictor.device)
+    for block, images in _blocks(predictor, split, labels):
+        own = labels[block.start : block.stop].to(predictor.device)
+        logits = predictor.logits(images)
+        loss += F.cross_entropy(logits, own, reduction="sum")
+        best = best_classes(logits)
+        probabilities = logits.softmax(1).gather(1, best[:, :1])[:, 0]
+        parts.append((best[:, 0].cpu(), probabilities.cpu(), (best == own[:, None]).any(1).cpu()))
+    predicted, probabilities, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
+    count = int((labels != IGNORE_INDEX).sum())
+    if count == 0:
+        raise InputError("dataset: no image of the split can be decoded; see the warnings")
+    return Evaluation(
+        names=predictor.names,
+        labels=labels,
+        predicted=predicted,
+        probabilities=probabilities,
+        top5=top5,
+        loss=loss.item() / count,
+    )
+
+
+def _blocks(predictor: Predictor, split: Split, labels: Tensor) -> Iterator[tuple[range, Tensor]]:
+    """The images of each block of a split, on the device. The labels of broken images are overwritten."""
+    world = World.solo(predictor.device)
+    reader = Streaming(workers=cores() if split.images is None else 0)
+    own_blocks = blocks(len(split), predictor.card.eval_batch, rank=0, ranks=1)
+    requests = [(0, torch.arange(block.start, block.stop)) for block in own_blocks]
+    skipped = 0
+    for block, (images, broken) in zip(own_blocks, reader.feed(split, world)(requests), strict=True):
+        for index, error in broken.items():
+            skipped += 1
+            if skipped > split.skip:
+                raise error
+            log.show_warning(f"{error.what}: left out, {skipped} of at most {split.skip}")
+            labels[index] = IGNORE_INDEX
+        yield block, images
+
+
+def check_data(predictor: Predictor, source: Source) -> None:
+    """Raise InputError if the images or the classes of a data set are not those that a model was made for."""
+    card = predictor.card
+    if source.classes != card.classes or tuple(source.class_names) != card.class_names:
+        pairs = zip(source.class_names, card.class_names, strict=False)
+        first = next((f": {here!r} here, {there!r} there" for here, there in pairs if here != there), "")
+        raise InputError(
+            f"dataset: it has {source.classes:,} classes, which are not the {card.classes:,} of the model{first}; "
+            "name the data set that the model is for"
+        )
+    here = {"image_shape": source.image_shape, "input_shape": source.input_shape, "eval_crop": source.eval_crop}
+    for name, found in here.items():
+        if (expected := getattr(card, name)) != found:
+            raise InputError(
+                f"dataset: its {name} is {found}, but that of the model is {expected}; give the data set the sizes "
+                "of the training: dataset.decode_size, dataset.input_size, dataset.crop"
+            )
+
+
+def sample_name(split: Split, index: int) -> str:
+    """The path of an example, or its number where the split has no files."""
+    return str(split.paths[index]) if isinstance(split, FileSplit) else str(index)

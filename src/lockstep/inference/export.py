@@ -1,0 +1,148 @@
+"""A trained model as one file for other programs: ONNX, or a program of torch.export.
+
+The file takes stored uint8 images and does all that the evaluation does with them: crop, normalise, resize, average
+over views. It computes in float32, whatever the training did. Nothing is written unless its logits are the model's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.safe_write import storing, sync
+from lockstep.inference.predictor import Predictor
+
+TOLERANCE = 1e-4  # the most that a logit may differ
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+OPSET = 20
+INPUT, OUTPUT, BATCH = "images", "logits", "batch"
+
+
+class _Whole(nn.Module):
+    """From pixels to logits."""
+
+    def __init__(self, predictor: Predictor, *, floats: bool) -> None:
+        super().__init__()
+        self.model, self.predictor, self.floats = predictor.model, predictor, floats
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.predictor.logits(images * 255 if self.floats else images)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of file.
+
+    Fields:
+        suffix: of its name.
+        write: writes a module, traced with example images, and the metadata to a path.
+        read: the function from images to logits in a file.
+    """
+
+    suffix: str
+    write: Callable[[nn.Module, Tensor, dict[str, str], Path], None]
+    read: Callable[[Path], Callable[[Tensor], Tensor]]
+
+
+def _write_torch(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:
+    dynamic = {INPUT: {0: torch.export.Dim(BATCH)}}
+    program = torch.export.export(module, (example,), dynamic_shapes=dynamic)
+    torch.export.save(program, path, extra_files={f"{key}.json": text for key, text in metadata.items()})
+
+
+def _read_torch(path: Path) -> Callable[[Tensor], Tensor]:
+    module: Callable[[Tensor], Tensor] = torch.export.load(path).module()
+    return module
+
+
+def _write_onnx(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:
+    program = torch.onnx.export(
+        module,
+        (example,),
+        dynamo=True,
+        dynamic_shapes={INPUT: {0: BATCH}},
+        input_names=[INPUT],
+        output_names=[OUTPUT],
+        opset_version=OPSET,
+        verbose=False,
+    )
+    assert program is not None
+    program.model.metadata_props.update(metadata)
+    program.save(path, external_data=False)
+
+
+def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
+
+
+FORMATS = {"onnx": Format(".onnx", _write_onnx, _read_onnx), "torch": Format(".pt2", _write_torch, _read_torch)}
+
+
+def check_packages(kind: str) -> None:
+    """Raise InputError if a package is missing that a format needs."""
+    missing = [name for name in ONNX_PACKAGES if kind == "onnx" and importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"--format onnx needs {', '.join(missing)}, which this environment does not have: "
+            f"pip install {' '.join(missing)}"
+        )
+
+
+def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, floats: bool) -> float:
+    """Write a model to `path` and return the largest difference of a logit from the model's own.
+
+    Args:
+        predictor: on the CPU, in float32.
+        stored: the images to compare on, uint8 (B, C, H, W).
+        path: of the file, which is replaced.
+        kind: a key of `FORMATS`.
+        floats: whether its input are float32 pixels from 0 to 1 instead of uint8 ones from 0 to 255.
+
+    Raises:
+        InputError: a package is missing, or the model cannot be exported.
+        LockstepError: the logits differ by more than `TOLERANCE`.
+        StorageError: the file cannot be written.
+    """
+    check_packages(kind)
+    form, module = FORMATS[kind], _Whole(predictor, floats=floats).eval()
+    images = stored.float() / 255 if floats else stored
+    expected = predictor.logits(stored)
+    with storing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        temporary = Path(folder, path.name)
+        with _quiet(), torch.no_grad():
+            try:
+                form.write(module, images[:1].repeat(2, 1, 1, 1), predictor.card.metadata(), temporary)
+                exported = form.read(temporary)
+                # One image and all of them: neither is the number that it was traced with, unless there are two.
+                found = torch.cat([exported(images[:1]), exported(images)])
+            except OSError:
+                raise
+            except Exception as error:  # the exporters raise all kinds
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise InputError(f"--format {kind}: this model cannot be exported ({reason})") from error
+        difference = float((found - torch.cat([expected[:1], expected])).abs().max())
+        if not difference <= TOLERANCE:
+            raise LockstepError(
+                f"--format {kind}: the logits of the exported model differ by {difference:.1e} from the model's own, "
+                f"expected at most {TOLERANCE:g}; nothing was written"
+            )
+        sync(temporary)
+        temporary.replace(path)
+    return difference
+
+
+def _quiet() -> Any:
+    """Without the warnings of the exporters, which are about their own code."""
+    return warnings.catch_warnings(action="ignore")

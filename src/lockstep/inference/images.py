@@ -1,0 +1,130 @@
+"""From what a caller has (a path, bytes, a Pillow image, an array) to an image as the data set would store it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from lockstep.core.errors import InputError
+from lockstep.core.model_card import Shape
+from lockstep.data.datasets.class_folders import SUFFIXES
+from lockstep.data.datasets.decode import Box, ImageFile
+from lockstep.data.datasets.splits import decoding_failure
+from lockstep.data.datasets.to_rgb import to_rgb
+
+# An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
+# tensor (C, H, W).
+ImageLike = str | Path | bytes | Image.Image | NDArray[np.uint8] | Tensor
+RGB = 3
+
+
+def stored_images(images: ImageLike | Iterable[ImageLike], shape: Shape) -> Tensor:
+    """Images as a data set of `shape` (C, H, W) would store them: uint8 (B, C, H, W), on the CPU.
+
+    Tensors may also be a batch (B, C, H, W). An array or a tensor of that shape already is taken as it is. All else
+    goes the way of an image file: its shorter side is resized, the centre kept, colours made grey if C is 1.
+
+    Raises:
+        InputError: one is no image, or the data set has images that no file can hold.
+    """
+    if isinstance(images, Tensor) and images.dim() == 4:
+        images = list(images)
+    if isinstance(images, (str, Path, bytes, Image.Image, np.ndarray, Tensor)):
+        images = [images]
+    stored = [stored_image(image, shape) for image in images]
+    return torch.stack(stored) if stored else torch.empty((0, *shape), dtype=torch.uint8)
+
+
+def stored_image(image: ImageLike, shape: Shape) -> Tensor:
+    """One image as by `stored_images`: uint8 (C, H, W)."""
+    if isinstance(image, (np.ndarray, Tensor)):
+        tensor = _tensor(image)
+        if tuple(tensor.shape) == shape:
+            return tensor
+        image = _pillow(tensor)
+    name = str(image) if isinstance(image, (str, Path)) else "the image"
+    if shape[0] not in (1, RGB):
+        raise InputError(f"{name} is grey or RGB, but the model takes images of {shape[0]} channels; give it tensors")
+    try:
+        file = ImageFile.read(Path(image)) if isinstance(image, (str, Path)) else ImageFile.of(_bytes(image))
+        return _cut(file, shape)
+    except Exception as error:  # the decoders raise all kinds for a damaged file
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
+        raise InputError(f"{name} cannot be read as an image ({reason})") from error
+
+
+def files_in(path: Path) -> list[Path]:
+    """The image files in a folder and the folders below it, sorted; any other path by itself.
+
+    Raises:
+        InputError: it is a folder without images.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(path)
+        for name in names
+        if Path(name).suffix.lower() in SUFFIXES
+    )
+    if not found:
+        raise InputError(f"{path} has no images in it ({', '.join(sorted(SUFFIXES))})")
+    return found
+
+
+def _cut(file: ImageFile, shape: Shape) -> Tensor:
+    channels, height, width = shape
+    if height == width:
+        pixels = file.square(height)
+    else:
+        pixels = file.box(_central_box(file.height, file.width, height / width), (height, width))
+    rgb = torch.from_numpy(np.ascontiguousarray(pixels))
+    return rgb if channels == RGB else _grey(rgb)
+
+
+def _central_box(height: int, width: int, ratio: float) -> Box:
+    """The largest central box whose height is `ratio` of its width, but for rounding."""
+    box_height, box_width = min(height, max(1, round(width * ratio))), min(width, max(1, round(height / ratio)))
+    return ((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+def _grey(rgb: Tensor) -> Tensor:
+    """The luminance of ITU-R 601, in the integers of Pillow: grey of equal colours is that colour."""
+    red, green, blue = rgb.int()
+    return ((red * 19595 + green * 38470 + blue * 7471 + 2**15) >> 16).to(torch.uint8)[None]
+
+
+def _tensor(image: NDArray[np.uint8] | Tensor) -> Tensor:
+    """An array or a tensor as uint8 (C, H, W)."""
+    tensor = torch.from_numpy(np.array(image)) if isinstance(image, np.ndarray) else image.cpu()
+    if isinstance(image, np.ndarray):
+        tensor = tensor[None] if tensor.dim() == 2 else tensor.movedim(-1, 0) if tensor.dim() == 3 else tensor
+    if tensor.dtype != torch.uint8 or tensor.dim() != 3 or 0 in tensor.shape:
+        raise InputError(
+            f"an image is {str(image.dtype).removeprefix('torch.')} of shape {tuple(image.shape)}, expected uint8: "
+            "an array (H, W) or (H, W, C), or a tensor (C, H, W)"
+        )
+    return tensor
+
+
+def _pillow(image: Tensor) -> Image.Image:
+    if len(image) not in (1, RGB):
+        raise InputError(f"an image has {len(image)} channels, expected 1 or {RGB}")
+    return Image.fromarray(image[0].numpy() if len(image) == 1 else image.movedim(0, -1).contiguous().numpy())
+
+
+def _bytes(image: bytes | Image.Image) -> bytes:
+    """A file with an image, so that every image is decoded by the same code."""
+    if isinstance(image, bytes):
+        return image
+    file = BytesIO()
+    Image.fromarray(to_rgb(ImageOps.exif_transpose(image))).save(file, "BMP")
+    return file.getvalue()

@@ -1,0 +1,127 @@
+"""Makes a `Predictor` of a file of weights, which needs no run folder and no data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import checkpoint
+from lockstep.config import components
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.model_card import ModelCard
+from lockstep.core.protocols import Model, Precision
+from lockstep.core.run_dir import LATEST, RunDir, latest
+from lockstep.data.pipeline import Pipeline, normalisation
+from lockstep.data.transforms.augment import NoAugment
+from lockstep.inference.predictor import Predictor
+from lockstep.precision import FP32
+
+KEY = "weights"  # begins the errors
+
+
+def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
+    """The model at `path`, ready to be used.
+
+    Args:
+        path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
+        device: `cpu` or `cuda`; None is the GPU if there is one.
+        precision: the number format to compute in; None is that of the evaluation.
+
+    Raises:
+        InputError: there are no such weights, they do not say what their model is, or it cannot be built here.
+    """
+    file = find_weights(path)
+    card = checkpoint.read_card(file)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        option = _without_download(components.build("model", card.model))
+        precision = precision or _precision(card, target)
+        model = _filled(option, card, precision, file)
+    except InputError as error:
+        if str(error).startswith(f"{KEY}: "):
+            raise
+        raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
+    untouched: Any = NoAugment()
+    scale, shift = normalisation(card.mean, card.std, device=target, precision=precision)
+    return Predictor(
+        card=card,
+        model=model.to(target).to(memory_format=option.memory_format).eval(),
+        precision=precision,
+        pipeline=Pipeline(
+            augment=untouched,
+            input_shape=card.input_shape,
+            eval_crop=card.eval_crop,
+            scale=scale,
+            shift=shift,
+            dtype=precision.dtype,
+            memory_format=option.memory_format,
+            seed=0,
+        ),
+    )
+
+
+def find_weights(path: str | Path) -> Path:
+    """The file of weights that a user means: by itself, or in a run folder, a checkpoint, or the newest run.
+
+    Raises:
+        InputError: there is none.
+    """
+    place = Path(path)
+    if place.name == LATEST and not place.is_dir():
+        root = place.parent if len(place.parts) > 1 else Path("outputs")
+        newest = latest(root)
+        if newest is None:
+            raise InputError(f"{KEY}: no run has been started in {root}; name a run folder or a file of weights")
+        here = Path.cwd()
+        place = newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
+    return checkpoint.weights_file(place, KEY)
+
+
+def run_of(file: Path) -> RunDir | None:
+    """The run that a file of weights lies in, as its best weights or in a checkpoint; None if it lies elsewhere."""
+    folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
+    return next(map(RunDir, folders), None)
+
+
+def _without_download(option: Model) -> Model:
+    """The same model without published weights, which its own would replace."""
+    changed: Any = option
+    return dataclasses.replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
+
+
+def _precision(card: ModelCard, device: torch.device) -> Precision:
+    """The number format of the card, or float32 where the device lacks it and the weights are float32."""
+    precision: Precision = components.build("precision", card.precision)
+    try:
+        precision.check(device.type)
+    except InputError as error:
+        if precision.storage != FP32.storage:
+            raise
+        log.show_warning(f"{error}; the model is used in float32 here")
+        return FP32()
+    return precision
+
+
+def _filled(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
+    """The model with its weights, on the CPU."""
+    try:
+        # A few bytes can describe a model of any size, so compare it with the tensors before it takes memory.
+        with torch.device("meta"):
+            sketch = option.build(card.classes, card.input_shape)
+    except InputError:
+        raise
+    except Exception:  # the code of an extension that reads a number from a tensor, which has none there
+        sketch = None
+    if sketch is not None:
+        checkpoint.check_tensors(sketch, file, KEY)
+    with torch.random.fork_rng(devices=[]):
+        model = precision.convert(option.build(card.classes, card.input_shape))
+    checkpoint.load_weights(model, file, KEY)
+    if broken := [name for name, tensor in model.state_dict().items() if not bool(torch.isfinite(tensor).all())]:
+        raise InputError(f"{KEY}: {file} has numbers that are not finite in {len(broken)} tensors, e.g. {broken[0]}")
+    return model

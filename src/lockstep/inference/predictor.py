@@ -1,0 +1,118 @@
+"""A trained model with all that it needs to be used. Evaluation, prediction, export and the demo go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.model_card import ModelCard
+from lockstep.core.protocols import Precision
+from lockstep.data.pipeline import Pipeline
+from lockstep.inference.images import ImageLike, stored_images
+from lockstep.training.evaluate import best_classes, logits_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a model says of an image.
+
+    Fields:
+        label: the most probable class.
+        names: of all classes, by label.
+        probabilities: float (classes,) on the CPU, by label; they add up to 1.
+    """
+
+    label: int
+    names: tuple[str, ...]
+    probabilities: Tensor
+
+    @property
+    def name(self) -> str:
+        """The name of the most probable class."""
+        return self.names[self.label]
+
+    @property
+    def probability(self) -> float:
+        """Its probability."""
+        return float(self.probabilities[self.label])
+
+    def top(self, k: int) -> list[tuple[int, str, float]]:
+        """The `k` most probable classes (or all, if there are fewer): label, name and probability."""
+        order = self.probabilities.clone()
+        order[self.label] += 1  # of equal ones it is the first
+        best = order.topk(min(k, len(order))).indices.tolist()
+        return [(label, self.names[label], float(self.probabilities[label])) for label in best]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictor:
+    """A trained model on its device, with the preprocessing of its evaluation.
+
+    Fields:
+        card: what its weights say of it.
+        model: the module, in evaluation mode: normalised images (B, C, h, w) to logits (B, classes).
+        precision: the number format that it was evaluated in.
+        pipeline: from stored uint8 images (B, C, H, W) to what the model takes.
+    """
+
+    card: ModelCard
+    model: nn.Module
+    precision: Precision
+    pipeline: Pipeline
+
+    @property
+    def device(self) -> torch.device:
+        return self.pipeline.scale.device
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each class, by label."""
+        return self.card.names
+
+    def stored(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
+        """Images as the data set stored its own, uint8 (B, C, H, W) on the CPU; see `stored_images`."""
+        return stored_images(images, self.card.image_shape)
+
+    def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
+        """What `model` takes for these images, float (B, C, h, w) on the device: cropped, normalised, resized.
+
+        Raises:
+            InputError: one is no image.
+        """
+        pixels = self.pipeline.eval(self.stored(images).to(self.device))
+        return pixels.to(self.precision.dtype, memory_format=self.pipeline.memory_format)
+
+    @torch.no_grad()
+    def logits(self, stored: Tensor) -> Tensor:
+        """The logits (B, classes) of stored images, uint8 (B, C, H, W): to the bit what an evaluation computes."""
+        return logits_of(
+            self.model,
+            stored.to(self.device),
+            pipeline=self.pipeline,
+            precision=self.precision,
+            views=self.card.eval_views,
+        )
+
+    def predict(self, images: ImageLike | Iterable[ImageLike]) -> list[Prediction]:
+        """What the model says of each image.
+
+        Args:
+            images: one or many of: the path of a file, its bytes, a Pillow image, a uint8 array (H, W) or (H, W, C),
+                a uint8 tensor (C, H, W); or a batch of them (B, C, H, W).
+
+        Raises:
+            InputError: one is no image.
+        """
+        predictions: list[Prediction] = []
+        stored = self.stored(images)
+        for block in stored.split(self.card.eval_batch) if len(stored) else ():
+            logits = self.logits(block)
+            labels, probabilities = best_classes(logits)[:, 0].tolist(), logits.softmax(1).cpu()
+            predictions += [
+                Prediction(label=label, names=self.names, probabilities=row)
+                for label, row in zip(labels, probabilities, strict=True)
+            ]
+        return predictions

@@ -1,0 +1,55 @@
+"""What the files of weights of a job say of themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import lockstep
+from lockstep.config import components
+from lockstep.config.schema import Job
+from lockstep.core.component import Component
+from lockstep.core.fields import PathText, rule_of
+from lockstep.core.model_card import ModelCard
+
+# Fields of a model that a file of weights says nothing of: how training computes it, and where it started.
+OF_TRAINING = frozenset({"compile", "compile_mode", "pretrained"})
+
+
+def card_of(job: Job) -> ModelCard:
+    """The card of a resolved job, before its first step.
+
+    Raises:
+        InputError: the names of its classes are too long to be kept with the weights.
+    """
+    data = job.dataset
+    examples = json.dumps(data.fingerprint(), sort_keys=True)
+    card = ModelCard(
+        model=_node(job.model, OF_TRAINING),
+        precision=_node(job.precision),
+        classes=data.classes,
+        class_names=tuple(data.class_names),
+        image_shape=data.image_shape,
+        input_shape=data.input_shape,
+        eval_crop=data.eval_crop,
+        mean=data.mean,
+        std=data.std,
+        eval_views=job.train.eval_views,
+        eval_batch=int(job.train.eval_batch),
+        trained_on={**_node(data, _paths(data)), "sha256": hashlib.sha256(examples.encode()).hexdigest()},
+        lockstep=lockstep.__version__,
+    )
+    card.metadata()  # raises now, not at the first save
+    return card
+
+
+def _node(component: Component, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:
+    return {key: value for key, value in components.node(component).items() if key not in leave_out}
+
+
+def _paths(component: Component) -> frozenset[str]:
+    """The fields that are paths: weights travel, and are not to tell of the machine that made them."""
+    names = (field.name for field in dataclasses.fields(component))
+    return frozenset(name for name in names if isinstance(rule_of(type(component), name), PathText))

@@ -1,0 +1,204 @@
+"""`lockstep demo`: the page in a real browser, and what its server refuses."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import lockstep
+from browser import CHROMIUM, DRIVER, browser
+from helpers import NARROW, train_here
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.inference.demo import LARGEST, DemoServer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos of two classes, one of which has a name that would be markup on a page, and a run on them."""
+    folder = tmp_path_factory.mktemp("demo")
+    for split, (label, level) in ((s, c) for s in ("train", "val") for c in (("<b>cat & dog", 60), ("zebra", 190))):
+        for number in range(8):
+            path = folder / "photos" / split / label / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.random.default_rng(number).integers(level - 50, level + 50, (240, 320, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)
+    data = ("dataset=folder", f"dataset.path={folder / 'photos'}", "dataset.decode_size=24", "dataset.input_size=16")
+    train_here(folder / "run", *data, NARROW, "steps=20", "batch=8", "augment=none", "optimizer.lr=0.01")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[DemoServer]:
+    with DemoServer(lockstep.load(RunDir(place / "run").path, device="cpu"), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(
+    server: DemoServer, method: str, path: str, body: bytes | None = None, **headers: str | None
+) -> tuple[int, Any]:
+    """The status of an answer and its content, for the headers of the page itself, changed by `headers`."""
+    own: dict[str, str | None] = {"Host": server.url[7:-1]}
+    if method == "POST":
+        own |= {
+            "Origin": server.url[:-1],
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(len(body or b"")),
+        }
+    given = {**own, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    for name, value in given.items():
+        if value is not None:
+            connection.putheader(name, value)
+    connection.endheaders(body)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    json_type = answer.headers["Content-Type"] == "application/json"
+    return answer.status, json.loads(content) if json_type else content.decode()
+
+
+def photo(place: Path, label: str) -> Path:
+    return place / "photos" / "val" / label / "3.png"
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromium-driver are not installed")
+def test_a_photo_that_is_dropped_is_shown_with_its_classes(place: Path, server: DemoServer, tmp_path: Path) -> None:
+    texts = "return [...document.querySelectorAll('#classes .name')].map((each) => each.textContent)"
+    with browser(tmp_path / "profile") as page:
+        page.open(server.url)
+        about = page.until("return document.getElementById('about').textContent")
+        assert about.startswith("DigitNet, 2 classes, sees 3x16x16, ")
+        page.choose("#file", photo(place, "zebra"))
+        assert page.until(f"const found = (() => {{ {texts} }})(); return found.length && found") == [
+            "zebra",
+            "<b>cat & dog",
+        ]
+        page.until("return document.getElementById('photo').naturalWidth === 320")
+        page.screenshot(Path(os.environ.get("SCREENSHOTS", tmp_path)) / "demo.png")
+        (tmp_path / "torn.png").write_bytes(b"torn")
+        page.choose("#file", tmp_path / "torn.png")
+        error = page.until("return document.getElementById('error').textContent")
+        assert "cannot be read as an image" in error
+        assert page.run(texts) == []
+        drop = (
+            "const sent = new DataTransfer(); const canvas = document.createElement('canvas');"
+            "canvas.width = canvas.height = 40; const ink = canvas.getContext('2d');"
+            "ink.fillStyle = 'rgb(60, 60, 60)'; ink.fillRect(0, 0, 40, 40);"
+            "canvas.toBlob((blob) => { sent.items.add(new File([blob], 'dark.png'));"
+            "document.getElementById('drop').dispatchEvent(new DragEvent('drop', { dataTransfer: sent })); });"
+        )
+        page.run(drop)
+        assert page.until(f"const found = (() => {{ {texts} }})(); return found.length && found")[0] == "<b>cat & dog"
+        assert page.run("return document.querySelectorAll('#classes b').length") == 0
+        assert page.run("return document.getElementById('error').hidden")
+        blocked = [each for each in page.messages() if "400" not in each and "favicon" not in each]
+        assert blocked == [], "the content policy is the page's own"
+
+
+def test_the_answer_is_what_the_predictor_says(place: Path, server: DemoServer) -> None:
+    content = photo(place, "zebra").read_bytes()
+    status, answer = asked(server, "POST", "/predict", content)
+    (prediction,) = server.predictor.predict(content)
+    assert status == 200
+    assert answer == {
+        "classes": [{"name": name, "probability": share} for _, name, share in prediction.top(5)],
+    }
+
+
+REFUSED: dict[str, tuple[str, str, bytes | None, dict[str, str | None], int]] = {
+    "another name": ("GET", "/", None, {"Host": "evil.example"}, 403),
+    "another port": ("GET", "/", None, {"Host": "127.0.0.1:1"}, 403),
+    "no name": ("GET", "/", None, {"Host": None}, 403),
+    "another page": ("GET", "/../../etc/passwd", None, {}, 404),
+    "another call": ("POST", "/", b"x", {}, 404),
+    "another site": ("POST", "/predict", b"x", {"Origin": "http://evil.example"}, 403),
+    "no site": ("POST", "/predict", b"x", {"Origin": None}, 403),
+    "a form": ("POST", "/predict", b"x", {"Content_Type": "text/plain"}, 415),
+    "no length": ("POST", "/predict", None, {"Content_Length": None}, 411),
+    "a wrong length": ("POST", "/predict", None, {"Content_Length": "-1"}, 411),
+    "chunks": ("POST", "/predict", b"x", {"Transfer_Encoding": "chunked"}, 411),
+    "too much": ("POST", "/predict", None, {"Content_Length": str(LARGEST + 1)}, 413),
+    "no photo": ("POST", "/predict", b"no photo", {}, 400),
+    "nothing": ("POST", "/predict", b"", {}, 400),
+    "another method": ("DELETE", "/", None, {}, 501),
+}
+
+
+@pytest.mark.parametrize(("method", "path", "body", "headers", "status"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_asked_by_the_page_itself_is_refused(
+    server: DemoServer, method: str, path: str, body: bytes | None, headers: dict[str, str | None], status: int
+) -> None:
+    found, answer = asked(server, method, path, body, **headers)
+    assert found == status
+    assert status == 501 or set(answer) == {"error"}
+
+
+def test_the_page_allows_only_its_own_script_and_each_answer_another_word(server: DemoServer) -> None:
+    words = set()
+    for _ in range(2):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        policy, text = answer.headers["Content-Security-Policy"], answer.read().decode()
+        word = re.search(r"script-src 'nonce-([\w-]{16,})'", policy)
+        assert word is not None
+        assert text.count(f'nonce="{word[1]}"') == 2
+        assert "default-src 'none'" in policy
+        words.add(word[1])
+        connection.close()
+    assert len(words) == 2
+
+
+def test_a_port_that_is_taken_is_one_sentence(server: DemoServer) -> None:
+    with pytest.raises(InputError, match=r"--port is \d+, which cannot be listened on \(.*\): --port 0"):
+        DemoServer(server.predictor, server.server_port)
+    with pytest.raises(InputError, match="--port is 70000, which cannot be listened on"):
+        DemoServer(server.predictor, 70000)
+
+
+def test_the_server_listens_on_the_loopback_address_alone(server: DemoServer) -> None:
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_says_its_address_and_ends_with_a_signal(place: Path, number: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "demo", str(place / "run"), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            address = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline())
+            assert address is not None
+            socket.create_connection(("127.0.0.1", int(address[1])), timeout=30).close()
+            process.send_signal(number)
+            assert process.communicate(timeout=60) == ("", "")
+        finally:
+            process.kill()
+        assert process.returncode == 0

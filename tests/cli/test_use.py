@@ -1,0 +1,231 @@
+"""`lockstep evaluate` and `lockstep predict` on runs that were just made."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from helpers import NARROW, Done, forked, records, train_here
+from lockstep.checkpoint import read_card
+from lockstep.core.model_card import ModelCard
+from lockstep.core.run_dir import RunDir
+from lockstep.inference.evaluation import Evaluation
+
+SIZES = ((40, 30), (30, 44), (33, 33))
+
+
+def photo(path: Path, number: int, level: int) -> None:
+    """A noisy photograph of one brightness."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(level - 50, level + 50, (*SIZES[number % 3], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with photos of cats and dogs, a run on them in `outputs/pets`, and one on digits beside it."""
+    folder = tmp_path_factory.mktemp("use")
+    for split, count in (("train", 8), ("val", 6)):
+        for number in range(count):
+            photo(folder / "photos" / split / "cat" / f"{number}.png", number, 60)
+            photo(folder / "photos" / split / "dog" / f"{number}.jpg", 10 + number, 190)
+    pets = train_here(
+        folder / "outputs" / "pets",
+        *("dataset=folder", f"dataset.path={folder / 'photos'}", "dataset.decode_size=24", "dataset.input_size=16"),
+        *(NARROW, "steps=6", "batch=8", "augment=none"),
+    )
+    train_here(folder / "outputs" / "digits", NARROW, "steps=30", "batch=128", "train.ema=0.5")
+    pets.mark_latest(folder / "outputs")
+    return folder
+
+
+def used(place: Path, *words: str) -> Done:
+    return forked("lockstep", *words, cwd=place)
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("name", ["pets", "digits"])
+def test_an_evaluation_is_that_of_the_run_to_the_bit(place: Path, name: str) -> None:
+    run = RunDir(place / "outputs" / name)
+    done = used(place, "evaluate", f"outputs/{name}", "--device", "cpu")
+    assert done.code == 0, done.err
+    found = json.loads((run.path / "evaluation.json").read_text())
+    best = run.read_summary()["best_step"]
+    logged = next(line for line in records(run) if line["step"] == best and "loss/val" in line)
+    assert found["top1"] == run.read_summary()["best"]
+    assert f"top-1 {found['top1']:.2f} %" in done.out
+    if name == "pets":  # the others are averaged, and the log has the loss of the model itself
+        assert (found["loss"], found["top5"]) == (logged["loss/val"], logged["acc/val_top5"])
+
+
+def test_the_predictions_add_up_to_the_evaluation(place: Path) -> None:
+    assert used(place, "evaluate", "latest").code == 0
+    folder = place / "outputs" / "pets"
+    found, lines = (
+        json.loads((folder / "evaluation.json").read_text()),
+        rows((folder / "predictions.csv").read_text()),
+    )
+    assert [line["sample"] for line in lines] == sorted(map(str, (place / "photos" / "val").rglob("*.*")))
+    right = sum(line["label"] == line["predicted"] for line in lines)
+    assert found["top1"] == 100 * right / len(lines)
+    assert [each["name"] for each in found["classes"]] == ["cat", "dog"]
+    assert sum(map(sum, found["confusion"])) == found["images"] == len(lines) == 12
+    assert sum(each["images"] * each["top1"] / 100 for each in found["classes"]) == pytest.approx(right)
+
+
+def test_the_training_split_and_other_data_are_evaluated_too(place: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        photo(tmp_path / "train" / "cat" / f"{number}.png", number, 60)
+        photo(tmp_path / "train" / "dog" / f"{number}.png", number, 190)
+        photo(tmp_path / "val" / "dog" / f"{number}.png", number, 190)
+    words = ("evaluate", "outputs/pets", "--out", str(tmp_path))
+    assert "16 images of the training split" in used(place, *words, "--split", "train").out
+    done = used(place, *words, "--split", "val", f"dataset.path={tmp_path}")
+    assert "3 images of the evaluation split" in done.out, done.err
+    assert json.loads((tmp_path / "evaluation.json").read_text())["classes"][0] == {
+        "name": "cat",
+        "images": 0,
+        "top1": None,
+    }
+
+
+def test_a_file_of_weights_alone_is_evaluated_on_data_that_is_named(place: Path, tmp_path: Path) -> None:
+    shutil.copy(place / "outputs" / "pets" / "model.safetensors", tmp_path / "pets.safetensors")
+    done = used(tmp_path, "evaluate", "pets.safetensors")
+    assert (done.code, done.out) == (2, "")
+    assert "a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER" in done.err
+    data = ("dataset=folder", f"dataset.path={place / 'photos'}")
+    done = used(tmp_path, "evaluate", "pets.safetensors", *data)
+    assert "dataset: its image_shape is (3, 256, 256), but that of the model is (3, 24, 24)" in done.err
+    done = used(tmp_path, "evaluate", "pets.safetensors", *data, "dataset.decode_size=24", "dataset.input_size=16")
+    assert done.code == 0, done.err
+    assert {each.name for each in tmp_path.iterdir()} == {"pets.safetensors", "evaluation.json", "predictions.csv"}
+
+
+def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "photos", tmp_path / "photos")
+    (tmp_path / "photos" / "val" / "cat" / "3.png").write_bytes(b"torn")
+    words = ("evaluate", "outputs/pets", "--out", str(tmp_path), f"dataset.path={tmp_path / 'photos'}")
+    done = used(place, *words)
+    assert done.code == 2
+    assert "cat/3.png, cannot be decoded" in done.err
+    assert not (tmp_path / "evaluation.json").exists()
+    assert used(place, *words, "dataset.skip=1").code == 0
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (found["images"], found["skipped"]) == (11, 1)
+    torn = next(line for line in rows((tmp_path / "predictions.csv").read_text()) if "3.png" in line["sample"])
+    assert (torn["label"], torn["predicted"], torn["probability"]) == ("cat", "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("outputs/pets", "epochs=3"), "epochs=3: an evaluation takes other data only"),
+        (("outputs/pets", "dataset=digits"), "dataset: it has 10 classes, which are not the 2 of the model"),
+        (("outputs/digits", "--out", "nowhere"), "--out is nowhere, expected a folder that exists"),
+        (("outputs", "--split", "val"), "weights: there are no weights at outputs"),
+        (("nowhere/latest",), "weights: no run has been started in nowhere"),
+        (("outputs/pets", "dataset.pth=x"), "dataset.pth: there is no such key"),
+        (("outputs/pets", "--splitt", "val"), "unrecognized arguments: --splitt"),
+    ],
+    ids=["another key", "other classes", "no folder", "no run", "no latest", "no such key", "no such flag"],
+)
+def test_what_cannot_be_evaluated_is_one_sentence(place: Path, words: tuple[str, ...], sentence: str) -> None:
+    done = used(place, "evaluate", *words)
+    assert done.code == 2
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+
+
+def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) -> None:
+    assert used(place, "evaluate", "outputs/pets", "--device", "cpu").code == 0
+    evaluated = {
+        line["sample"]: line["predicted"]
+        for line in rows((place / "outputs" / "pets" / "predictions.csv").read_text())
+    }
+    files = str(place / "photos" / "val")
+    table = used(place, "predict", "latest", files)
+    assert table.code == 0, table.err
+    assert {line.split("  ")[0]: line.split("  ")[1].split()[0] for line in table.out.splitlines()} == evaluated
+    lines = rows(used(place, "predict", "latest", files, "--format", "csv", "--top", "1").out)
+    assert {line["file"]: line["class"] for line in lines} == evaluated
+    found: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
+    assert {each["file"]: each["classes"][0]["name"] for each in found} == evaluated
+    assert all(sum(name["probability"] for name in each["classes"]) == pytest.approx(1) for each in found)
+
+
+def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "torn.jpg").write_bytes(b"\xff\xd8\xff torn")
+    (tmp_path / "empty").mkdir()
+    photo(tmp_path / "good\x1b[31m.png", 1, 60)
+    done = used(place, "predict", "latest", str(tmp_path), str(tmp_path / "empty"), "nowhere.png")
+    assert done.code == 2
+    assert done.out.count("\n") == 1
+    assert "good\\x1b[31m.png  " in done.out
+    sentences = done.err.splitlines()
+    assert len(sentences) == 3
+    assert all(each.startswith("lockstep: ") for each in sentences)
+    assert "nowhere.png cannot be read as an image (No such file or directory)" in done.err
+
+
+def test_a_wrong_top_is_one_sentence(place: Path) -> None:
+    done = used(place, "predict", "latest", "photos", "--top", "0")
+    assert (done.code, done.err) == (2, "lockstep: --top is 0, expected 1 or more: --top 5\n")
+
+
+def test_the_calibration_error_is_that_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probabilities, labels = torch.rand(500, generator=generator), torch.randint(3, (500,), generator=generator)
+    found = Evaluation(
+        names=("a", "b", "c"),
+        labels=labels,
+        predicted=torch.zeros_like(labels),
+        probabilities=probabilities,
+        top5=torch.ones(500, dtype=torch.bool),
+        loss=0.0,
+    )
+    expected = 0.0
+    for number in range(15):
+        inside = (probabilities > number / 15) & (probabilities <= (number + 1) / 15)
+        if inside.any():
+            gap = (labels[inside] == 0).double().mean() - probabilities[inside].double().mean()
+            expected += float(abs(gap) * inside.sum() / 500)
+    assert found.calibration_error == pytest.approx(100 * expected, abs=1e-9)
+
+
+def test_a_command_of_use_has_no_effect_on_a_run_but_its_two_files(place: Path) -> None:
+    folder = place / "outputs" / "digits"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert used(place, "evaluate", "outputs/digits").code == 0
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    added = {folder / "evaluation.json", folder / "predictions.csv"}
+    assert after.keys() == before.keys() | added
+    assert all(after[path] == content for path, content in before.items() if path not in added)
+
+
+@pytest.mark.parametrize("words", [("evaluate",), ("predict", "photos"), ("export", "photos"), ("demo",)], ids=str)
+def test_weights_that_name_foreign_code_are_refused_by_every_command(
+    place: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    weights, told = place / "outputs" / "digits" / "model.safetensors", tmp_path / "weights.safetensors"
+    card = vars(read_card(weights)) | {"model": {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}}
+    save_file(load_file(weights), told, ModelCard(**card).metadata())
+    done = used(place, words[0], str(told), *words[1:])
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "model._target_ is 'os.system', expected a class of lockstep.models" in done.err
+    assert {each.name for each in tmp_path.iterdir()} == {"weights.safetensors"}

@@ -1,0 +1,315 @@
+"""A trained model in use: weights that say what they are, and predictions that are the evaluation's own."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+import lockstep
+from helpers import NARROW, records, train_here
+from lockstep import checkpoint
+from lockstep.config.components import load_job
+from lockstep.core.errors import InputError
+from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
+from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets.splits import FileSplit
+from lockstep.inference.predictor import Predictor
+from lockstep.training.evaluate import best_classes
+
+
+def photos(root: Path, count: int = 6) -> str:
+    """Small photographs of two classes, of several formats and shapes; returns the overrides for them."""
+    sizes = itertools.cycle([(40, 30), (30, 44), (33, 33)])
+    for split, label, number in itertools.product(("train", "val"), ("cat", "dog"), range(count)):
+        path = root / split / label / f"{number}.{'jpg' if number % 2 else 'png'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        level = 60 if label == "cat" else 190
+        pixels = np.random.default_rng(number).integers(level - 50, level + 50, (*next(sizes), 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return f"dataset=folder dataset.path={root} dataset.decode_size=24 dataset.input_size=16"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on the digits."""
+    return train_here(tmp_path_factory.mktemp("digits") / "run", NARROW, "steps=20", "batch=128")
+
+
+@pytest.fixture(scope="module")
+def of_photos(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run on photographs, with a crop."""
+    folder = tmp_path_factory.mktemp("photos")
+    words = photos(folder / "photos").split()
+    return train_here(folder / "run", *words, "dataset.crop=0.9", NARROW, "steps=4", "batch=8", "augment=none")
+
+
+def own_scores(predictor: Predictor, run: RunDir) -> tuple[float, float]:
+    """The loss and top-1 of the run's evaluation split, from the predictor's logits alone."""
+    split, block = load_job(run.config).dataset.eval(), predictor.card.eval_batch
+    loss, hits = 0.0, 0
+    for start in range(0, len(split), block):
+        labels = split.labels[start : start + block]
+        logits = predictor.logits(split.fetch(list(range(start, start + len(labels)))))
+        loss += F.cross_entropy(logits, labels, reduction="sum").double().item()
+        hits += int((best_classes(logits)[:, 0] == labels).sum())
+    return loss / len(split), 100 * hits / len(split)
+
+
+CONFIGS = {
+    "default": "",
+    "six views of a larger input": "train.eval_views=6 dataset.input_size=12",
+    "batch norm and whitening, averaged": "model=whitenet model.widths=[8,8,8] dataset.input_size=12 train.ema=0.5",
+    "bf16": "precision=bf16",
+    "bf16 throughout": "precision=bf16_pure",
+    "fp64, channels last": "precision=fp64 model.channels_last=true",
+    "a model of timm with dropout": "model=timm model.name=resnet10t dataset.input_size=32 model.drop_rate=0.5",
+}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
+def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: Path, overrides: str) -> None:
+    words = [*([] if "model=" in overrides else [NARROW]), *overrides.split()]
+    run = train_here(tmp_path / "run", *words, "steps=4", "batch=64", "train.eval_every=2", "seed=3")
+    shutil.move(run.weights, tmp_path / "alone.safetensors")
+    predictor = lockstep.load(tmp_path / "alone.safetensors", device="cpu")
+    loss, top1 = own_scores(predictor, run)
+    best = next(line for line in records(run) if line["step"] == predictor.card.step and "loss/val" in line)
+    assert top1 == run.read_summary()["best"] == predictor.card.top1
+    assert predictor.card.averaged == ("ema" in overrides)
+    if not predictor.card.averaged:  # the loss in the log is that of the model, not of its average
+        assert loss == best["loss/val"]
+
+
+@pytest.mark.numerics
+def test_files_are_preprocessed_as_the_evaluation_does(of_photos: RunDir) -> None:
+    predictor = lockstep.load(of_photos.path, device="cpu")
+    split = load_job(of_photos.config).dataset.eval()
+    assert isinstance(split, FileSplit)
+    assert torch.equal(predictor.stored(list(split.paths)), split.fetch(list(range(len(split)))))
+    assert predictor.preprocess(split.paths[0]).shape == (1, 3, 16, 16)
+    assert own_scores(predictor, of_photos)[1] == of_photos.read_summary()["best"]
+    assert predictor.names == ("cat", "dog")
+
+
+def test_a_path_its_bytes_a_pillow_image_and_an_array_are_the_same_image(of_photos: RunDir) -> None:
+    predictor = lockstep.load(of_photos.path, device="cpu")
+    path = Path(load_job(of_photos.config).dataset.path, "val", "dog", "0.png")
+    array = np.asarray(Image.open(path))
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    forms: list[Any] = [path, str(path), path.read_bytes(), Image.open(path), array, tensor, tensor[None]]
+    expected = predictor.predict(path)[0].probabilities
+    for form in forms:
+        (prediction,) = predictor.predict(form)
+        assert torch.equal(prediction.probabilities, expected)
+    assert len(predictor.predict([path, array, tensor])) == 3
+    assert predictor.predict([]) == []
+
+
+def test_a_prediction_has_the_class_its_name_and_all_probabilities(of_photos: RunDir) -> None:
+    (prediction,) = lockstep.load(of_photos.path, device="cpu").predict(np.full((30, 30, 3), 190, np.uint8))
+    assert prediction.probabilities.sum().item() == pytest.approx(1)
+    assert prediction.name == ("cat", "dog")[prediction.label]
+    assert prediction.probability == max(prediction.probabilities.tolist())
+    assert [name for _, name, _ in prediction.top(9)] == sorted(
+        ("cat", "dog"), key=lambda name: -prediction.probabilities[("cat", "dog").index(name)]
+    )
+
+
+def test_a_photograph_becomes_grey_for_a_model_of_grey_images(digits: RunDir) -> None:
+    predictor = lockstep.load(digits.path, device="cpu")
+    colours = Image.effect_noise((20, 20), 90).convert("RGB").resize((8, 8))
+    (stored,) = predictor.stored(colours)
+    assert torch.equal(stored[0], torch.from_numpy(np.array(colours.convert("L"))))
+    assert predictor.names == tuple("0123456789")
+
+
+@pytest.mark.parametrize(
+    ("image", "sentence"),
+    [
+        ("nowhere.png", r"nowhere.png cannot be read as an image \(No such file or directory\)"),
+        (b"no image", r"the image cannot be read as an image \(cannot identify image file, expected one of JPEG"),
+        (np.zeros((4, 4, 3), np.float32), r"an image is float32 of shape \(4, 4, 3\), expected uint8"),
+        (torch.zeros(4, 4, dtype=torch.uint8), r"an image is uint8 of shape \(4, 4\), expected uint8: an array"),
+        (torch.zeros(2, 4, 4, dtype=torch.uint8), "an image has 2 channels, expected 1 or 3"),
+    ],
+    ids=["missing", "no image", "floats", "two dimensions", "two channels"],
+)
+def test_what_is_no_image_is_one_sentence(digits: RunDir, image: Any, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence):
+        lockstep.load(digits.path, device="cpu").predict(image)
+
+
+def test_the_weights_say_what_they_are_and_where_they_come_from_but_no_path(of_photos: RunDir) -> None:
+    card = checkpoint.read_card(of_photos.weights)
+    assert card.model["_target_"] == "lockstep.models.DigitNet"
+    assert (card.classes, card.class_names) == (2, ("cat", "dog"))
+    assert (card.image_shape, card.input_shape, card.eval_crop) == ((3, 24, 24), (3, 16, 16), 0.9)
+    assert card.trained_on["_target_"] == "lockstep.data.datasets.Folder"
+    assert (card.step, card.top1) == (of_photos.read_summary()["best_step"], of_photos.read_summary()["best"])
+    assert card.lockstep == lockstep.__version__
+    assert str(of_photos.path.parent).encode() not in of_photos.weights.read_bytes()
+
+
+def test_a_checkpoint_loads_too_and_knows_whether_it_is_the_average(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", NARROW, "steps=3", "batch=64", "train.ema=0.5", "train.eval_every=3")
+    (folder,) = run.checkpoints.glob("step-*")
+    assert lockstep.load(folder).card.averaged is False
+    assert lockstep.load(folder).card.top1 is None, "the score is that of the average"
+    assert lockstep.load(folder / "ema.safetensors").card.averaged is True
+    assert (folder / "ema.safetensors").read_bytes() == run.weights.read_bytes()
+    assert set(load_file(run.weights)) == set(lockstep.load(run.path).model.state_dict())
+
+
+def test_a_model_with_published_weights_is_not_downloaded_again(
+    digits: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("a download")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refused)
+    run = train_here(
+        tmp_path / "run", "model=timm", "model.name=resnet10t", "dataset.input_size=32", "steps=1", "device=cpu"
+    )
+    monkeypatch.setattr("timm.models._builder.load_pretrained", refused)
+    told = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}
+    told["model"]["pretrained"] = True
+    save_file(load_file(run.weights), run.weights, ModelCard(**told).metadata())
+    assert lockstep.load(run.path).predict(np.zeros((8, 8), np.uint8))
+
+
+def changed(run: RunDir, **values: Any) -> dict[str, str]:
+    """The metadata of the weights of a run with other values in its card."""
+    with run.weights.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    card = json.loads(header["__metadata__"][METADATA_KEY])
+    return {METADATA_KEY: json.dumps({**card, **values})}
+
+
+NAN = float("nan")
+HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
+    "no card": (None, "it does not say what its model is; weights of other programs can be trained from"),
+    "no JSON": ("{", "its description is not JSON"),
+    "no mapping": ("[]", r"its description has format \[\], expected 1"),
+    "deep": ("[" * 50 + "]" * 50, "its description is not JSON"),
+    "twice": ('{"format": 1, "format": 1}', "a key is there twice"),
+    "newer": ({"format": 2}, "its description has format 2, expected 1"),
+    "unknown key": ({"command": "rm"}, "its description has the unknown key 'command'"),
+    "foreign code": ({"model": {"_target_": "os.system"}}, "model._target_ is 'os.system', expected a class of"),
+    "other code of ours": (
+        {"model": {"_target_": "lockstep.api.main"}},
+        "model._target_ is 'lockstep.api.main', expected a class of lockstep.models",
+    ),
+    "a class of another group": (
+        {"model": {"_target_": "lockstep.precision.FP32"}},
+        "model._target_ is 'lockstep.precision.FP32'",
+    ),
+    "no class": ({"model": {"width": 8}}, "its model is .*, expected a class, as _target_"),
+    "unknown field": ({"model": {"_target_": "lockstep.models.DigitNet", "depth": 1}}, "model.depth is not a key of"),
+    "a file of timm": (
+        {"model": {"_target_": "lockstep.models.Timm", "options": {"checkpoint_path": "/etc/passwd"}}},
+        "model.options.checkpoint_path does not shape the network",
+    ),
+    "foreign precision": ({"precision": {"_target_": "builtins.exec"}}, "precision._target_ is 'builtins.exec'"),
+    "NaN sizes": ({"input_shape": [1, NAN, 8]}, r"its input_shape is \[1, nan, 8\], expected \[channels, height"),
+    "huge sizes": ({"image_shape": [1, 10**9, 8]}, "its image_shape is .*, expected"),
+    "a huge model": (
+        {"model": {"_target_": "lockstep.models.DigitNet", "width": 16384, "dropout": 0.1}},
+        "is of another model: 8 tensors differ|is of another model",
+    ),
+    "huge classes": ({"classes": 10**12}, "its classes is 1000000000000, expected a whole number from 1"),
+    "true classes": ({"classes": True}, "its classes is True, expected a whole number"),
+    "names of others": ({"class_names": ["a"]}, "it has 1 class_names, expected one for each of 10"),
+    "names of numbers": ({"class_names": [1] * 10}, "its class_names is .*, expected a list of texts"),
+    "zero std": ({"std": [0]}, r"its std is \[0\], expected a list of numbers from"),
+    "infinite mean": ({"mean": [float("inf")]}, r"its mean is \[inf\], expected"),
+    "too many means": ({"mean": [0.5] * 3}, "its image_shape, mean and std have 1, 3 and 1 channels, expected the 1"),
+    "three views": ({"eval_views": 3}, "its eval_views is 3, expected one of 1, 2, 6"),
+    "NaN crop": ({"eval_crop": NAN}, "its eval_crop is nan, expected a number above 0"),
+    "cubic": ({"interpolation": "bicubic"}, "its interpolation is 'bicubic', expected bilinear"),
+    "a text of a step": ({"step": "9"}, "its step is '9', expected a whole number"),
+}
+
+
+@pytest.mark.parametrize(("values", "sentence"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_description_is_one_sentence(
+    digits: RunDir, tmp_path: Path, values: dict[str, Any] | str | None, sentence: str
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    metadata = {METADATA_KEY: values} if isinstance(values, str) else values and changed(digits, **values)
+    save_file(load_file(digits.weights), file, metadata)
+    with pytest.raises(InputError, match=sentence) as caught:
+        lockstep.load(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def with_header(file: Path, header: bytes, length: int | None = None) -> None:
+    file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
+
+
+def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+
+    def refused(sentence: str) -> None:
+        with pytest.raises(InputError, match=sentence):
+            lockstep.load(file)
+
+    refused("weights: there are no weights at .*, expected a .safetensors file or a run folder")
+    file.write_bytes(b"")
+    refused("is not a safetensors file")
+    with_header(file, b"{}", length=2**62)
+    refused("is not a safetensors file")
+    with_header(file, b"\xff\xfe")
+    refused("is not UTF-8 text")
+    with file.open("wb") as sparse:
+        sparse.write((100 * 2**20).to_bytes(8, "little"))
+        sparse.truncate(2**40)
+    refused("has a header of 104,857,600 bytes, expected at most")
+    save_file({}, file, {METADATA_KEY: " " * (LIMIT + 1)})
+    refused(f"its description has {LIMIT + 1:,} characters, expected at most {LIMIT:,}")
+    tensors = {**load_file(digits.weights)}
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] * NAN}, file, changed(digits))
+    refused(f"has numbers that are not finite in 1 tensors, e.g. {name}")
+    tensors.pop(name)
+    save_file(tensors, file, changed(digits))
+    refused(f"is of another model: 1 tensors differ, e.g. {name}")
+
+
+def test_names_of_classes_that_are_too_long_are_refused_before_the_first_step(digits: RunDir) -> None:
+    card = vars(checkpoint.read_card(digits.weights))
+    with pytest.raises(InputError, match=r"the names of 10 classes take .* characters, .* expected at most"):
+        ModelCard(**{**card, "class_names": ("a" * LIMIT,)}).metadata()
+
+
+def test_latest_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train_here(tmp_path / "outputs" / "one", NARROW, "steps=1")
+    run.mark_latest(tmp_path / "outputs")
+    monkeypatch.chdir(tmp_path)
+    for text in ("latest", "outputs/latest", "outputs/one", "outputs/one/model.safetensors", str(run.path)):
+        assert lockstep.load(text).card.step == 1
+    (tmp_path / "outputs" / "latest").unlink()
+    with pytest.raises(InputError, match="no run has been started in outputs"):
+        lockstep.load("latest")
+
+
+def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) -> None:
+    file = io.BytesIO()
+    Image.new("I;16", (9, 9), 2**15).save(file, "PNG")
+    predictor = lockstep.load(digits.path)
+    assert predictor.stored(file.getvalue()).unique().tolist() == [128]
+    assert predictor.stored(Image.open(file)).unique().tolist() == [128]
