@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,17 +78,19 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.config import composition
     from lockstep.config import extensions as known
     from lockstep.config.invocation import Invocation
+    from lockstep.core.safe_write import storing
     from lockstep.job.launch import launch
     from lockstep.job.prepare import prepare
     from lockstep.job.run_folder import job_lock
     from lockstep.telemetry.sinks import read_figures
 
-    words = (*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else []))
     known.use(extensions)
-    command = shlex.join(["lockstep", "train", *words])
-    invocation = Invocation(overrides=words, command=command, sweep=False, number=0, folder=None, hydra="{}\n")
-    values = composition.composed(list(words))
+    values = composition.composed([*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])])
+    invocation = Invocation.current()
     with job_lock(invocation) as lock:
+        if invocation.folder is not None:  # a command has it from Hydra
+            with storing(invocation.folder):
+                invocation.folder.mkdir(parents=True, exist_ok=True)
         with composition.composing():  # for a resume, which composes the run's own overrides
             prepared = prepare(values, invocation, lock)
         with prepared as run_dir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,14 @@ try:
 except lockstep.LockstepError as error:
     print("ended:", error)
 """
-RESUMED = "import lockstep; print(lockstep.train(['resume=run', f'steps={STEPS}']).summary['status'])"
+RESUMED = "import lockstep; print(lockstep.train(['resume=run', 'steps={STEPS}']).summary['status'])"
 
 
 def client(notebook: Any, folder: Path) -> NotebookClient:
     """A client whose kernel is an interpreter of these tests."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # a kernel in a test does not show what its processes print
     manager = AsyncKernelManager(kernel_cmd=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     return NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(folder)}})
-
-
-@pytest.fixture(autouse=True)
-def _as_outside_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that finds itself in a test does not show what its processes print."""
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")
 
 
 def printed(cell: Any) -> str:

@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -111,5 +112,9 @@ def composed(overrides: list[str]) -> dict[str, Any]:
             config = compose("config", overrides=overrides, return_hydra_config=True)
         except HydraException as error:
             raise translate(error) or error from error
+        if config.hydra.mode == RunMode.MULTIRUN:
+            raise InputError(
+                "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"
+            )
         HydraConfig.instance().set_config(config)  # the name of a job is made of Hydra's choices
         return to_dict(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
