@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,53 +61,62 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class _Averaged:
+    """A score that torchmetrics knows by `name`, averaged over the classes."""
+
+    average: Average = Average.macro
+
+    name: ClassVar[str]
+
+    def build(self, classes: int) -> Score:
+        return _make(self.name, num_classes=classes, average=self.average.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
-    average: Average = Average.macro
-
-    def build(self, classes: int) -> Score:
-        return _make("Precision", num_classes=classes, average=self.average.value)
+    name: ClassVar[str] = "Precision"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recall:
+class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
-    average: Average = Average.macro
-
-    def build(self, classes: int) -> Score:
-        return _make("Recall", num_classes=classes, average=self.average.value)
+    name: ClassVar[str] = "Recall"
 
 
 @dataclass(frozen=True, kw_only=True)
-class F1:
+class F1(_Averaged):
     """The harmonic mean of precision and recall."""
 
-    average: Average = Average.macro
-
-    def build(self, classes: int) -> Score:
-        return _make("F1Score", num_classes=classes, average=self.average.value)
+    name: ClassVar[str] = "F1Score"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AUROC:
+class _ClassAveraged:
+    """The same for a score that is defined for one class against the others."""
+
+    average: ClassAverage = ClassAverage.macro
+
+    name: ClassVar[str]
+
+    def build(self, classes: int) -> Score:
+        return _make(self.name, num_classes=classes, average=self.average.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AUROC(_ClassAveraged):
     """The area under the ROC curve of each class against the others."""
 
-    average: ClassAverage = ClassAverage.macro
-
-    def build(self, classes: int) -> Score:
-        return _make("AUROC", num_classes=classes, average=self.average.value)
+    name: ClassVar[str] = "AUROC"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragePrecision:
+class AveragePrecision(_ClassAveraged):
     """The area under the curve of precision over recall of each class."""
 
-    average: ClassAverage = ClassAverage.macro
-
-    def build(self, classes: int) -> Score:
-        return _make("AveragePrecision", num_classes=classes, average=self.average.value)
+    name: ClassVar[str] = "AveragePrecision"
 
 
 class Norm(Enum):

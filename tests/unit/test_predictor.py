@@ -24,7 +24,9 @@ from lockstep.config.components import load_job
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
 from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.splits import FileSplit
+from lockstep.inference.evaluation import evaluate_split
 from lockstep.inference.predictor import Predictor
 from lockstep.training.evaluate import best_classes
 
@@ -313,3 +315,9 @@ def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) ->
     predictor = lockstep.load(digits.path)
     assert predictor.stored(file.getvalue()).unique().tolist() == [128]
     assert predictor.stored(Image.open(file)).unique().tolist() == [128]
+
+
+def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
+    run = train_here(tmp_path / "run", NARROW, "steps=4", "loss=bce", "loss.label_smoothing=0.1")
+    found = evaluate_split(lockstep.load(run.path, device="cpu"), Digits().eval())
+    assert found.loss == next(line["loss/val"] for line in records(run) if "loss/val" in line)

@@ -31,7 +31,7 @@ class ModelCard:
     """The description of a model and of the images that it was evaluated on.
 
     Fields:
-        model, precision: the nodes that these components are built from: `_target_` and their fields.
+        model, precision, loss: the nodes that these components are built from: `_target_` and their fields.
         classes: how many there are.
         class_names: by label; empty where they have none.
         image_shape: (channels, height, width) of a stored uint8 image, before it is cropped.
@@ -50,6 +50,7 @@ class ModelCard:
 
     model: Node
     precision: Node
+    loss: Node
     classes: int
     class_names: tuple[str, ...]
     image_shape: Shape
@@ -173,6 +174,7 @@ _NODE: Rule = (
 _RULES: Mapping[str, Rule] = {
     "model": _NODE,
     "precision": _NODE,
+    "loss": _NODE,
     "classes": _whole(1, MOST_CLASSES),
     "class_names": (
         lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
@@ -19,6 +19,7 @@ from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.sampler import blocks
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.inference.predictor import Predictor
+from lockstep.losses import SummedLoss
 from lockstep.runtime.host import cores
 from lockstep.training.evaluate import best_classes
 
@@ -35,7 +36,7 @@ class Evaluation:
         labels, predicted: int64 (N,).
         probabilities: of the predicted classes, float (N,).
         top5: whether the label is among the five most probable classes, bool (N,).
-        loss: mean cross-entropy.
+        loss: the mean of the loss that the model was trained with, in evaluation mode.
     """
 
     names: tuple[str, ...]
@@ -116,11 +117,13 @@ def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
     """
     labels = split.labels.clone()
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    loss = torch.zeros(1, dtype=torch.float64, device=predictor.device)
+    criterion = components.build("loss", predictor.card.loss).build(predictor.card.classes, split.labels)
+    loss = SummedLoss(criterion, tolerates_broken=True).to(predictor.device).eval()
+    summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
     for block, images in _blocks(predictor, split, labels):
         own = labels[block.start : block.stop].to(predictor.device)
         logits = predictor.logits(images)
-        loss += F.cross_entropy(logits, own, reduction="sum")
+        summed += loss(logits, own, own)
         best = best_classes(logits)
         probabilities = logits.softmax(1).gather(1, best[:, :1])[:, 0]
         parts.append((best[:, 0].cpu(), probabilities.cpu(), (best == own[:, None]).any(1).cpu()))
@@ -134,7 +137,7 @@ def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
         predicted=predicted,
         probabilities=probabilities,
         top5=top5,
-        loss=loss.item() / count,
+        loss=summed.item() / count,
     )
 
 

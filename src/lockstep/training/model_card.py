@@ -29,6 +29,7 @@ def card_of(job: Job) -> ModelCard:
     card = ModelCard(
         model=_node(job.model, OF_TRAINING),
         precision=_node(job.precision),
+        loss=_node(job.loss),
         classes=data.classes,
         class_names=tuple(data.class_names),
         image_shape=data.image_shape,
