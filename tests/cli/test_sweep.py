@@ -60,7 +60,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs(seeds: tuple[Path, Done]) -> None
 def test_ranks_are_told_the_run_folder_and_parse_no_command_line(seeds: tuple[Path, Done]) -> None:
     root, _ = seeds
     for run in root.glob("sweeps/*/0*"):
-        assert "ranks  2 by DDP" in (run / "train.log").read_text()
+        assert "ranks  2 processes on the CPU by DDP" in (run / "train.log").read_text()
         assert sorted(each.name for each in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
         # What only a parser of the command line could know is in the folder already, resolved.
         assert "${" not in (run / "config.yaml").read_text()

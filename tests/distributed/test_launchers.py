@@ -22,7 +22,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = start(folder, *ELASTIC, f"steps={STEPS}")
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
-    assert "ranks  2 by DDP" in out
+    assert "ranks  2 processes on the CPU by DDP" in out
     return folder
 
 

@@ -181,7 +181,7 @@ def task(source: Source, where: World | None = None, **given: Any) -> LoaderCont
 def test_auto_keeps_small_data_on_the_device_and_streams_large_data() -> None:
     kind, reason = Auto(resident_gb=1.0).choose(task(Digits()))
     assert isinstance(kind, Resident)
-    assert reason == "0.50 GB fit in 1.0 GB"
+    assert reason == "500 MB fit in 1.0 GB"
     kind, reason = Auto(resident_gb=1.0).choose(task(Digits(), gigabytes=21.6))
     assert kind == Streaming(workers=0)
     assert reason == "21.6 GB do not fit in 1.0 GB; images in memory"

@@ -13,6 +13,11 @@ from lockstep.core.world import World
 GB = 1e9
 
 
+def amount(gigabytes: float) -> str:
+    """A number of bytes to be read: `0.3 MB`, `512 MB`, `4.2 GB`."""
+    return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.{1 if gigabytes < 0.01 else 0}f} MB"
+
+
 def cores() -> int:
     """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,31 +14,32 @@ from lockstep.config.program_words import program_words, words_of
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.telemetry.display import clock
 from lockstep.telemetry.loggers import TensorBoard
-from lockstep.training.fingerprint import describe, train_longer
+from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.trainer import Progress
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
     """What TensorBoard's HParams page shows of a job. Every job has the same keys."""
     return {
-        "model": describe(job.model),
-        "dataset": describe(job.dataset, frozenset({"root", "path"})),
-        "augment": describe(job.augment),
+        "model": named(job.model),
+        "dataset": named(job.dataset, frozenset({"root", "path"})),
+        "augment": named(job.augment),
         "strategy": type(job.strategy).__name__,
         "precision": type(job.precision).__name__,
         "optimizer": type(job.optimizer).__name__,
         "lr": job.optimizer.lr,
         "weight_decay": job.optimizer.weight_decay,
-        "schedule": describe(job.schedule),
+        "schedule": named(job.schedule),
         "batch": job.batch,
         "micro_batches": job.train.micro_batches,
         "epochs": job.epochs,
-        "loss": describe(job.loss),
+        "loss": named(job.loss),
         "mixup": job.train.mixup,
         "cutmix": job.train.cutmix,
         "clip_norm": job.train.clip_norm or 0.0,
@@ -53,11 +54,35 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def _ranks(job: Job, world: World) -> str:
+    """The processes, where they compute and in which number format."""
+    words = [f"{world.size} process{'es' * (world.size != 1)} on {_device(world)}"]
+    if world.size > 1:
+        words[0] += f" by {type(job.strategy).__name__}"
+    if world.device.type == "cpu":
+        threads = torch.get_num_threads()
+        words.append(f"{threads} thread{'s' * (threads != 1)}{' each' * (world.size > 1)}")
+    return ", ".join([*words, _number_format(job.precision)])
+
+
 def _device(world: World) -> str:
-    if world.device.type == "cuda":
-        name = torch.cuda.get_device_name(world.device)
-        return f"{world.local_size} x {name}" if world.local_size > 1 else name
-    return f"CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)} per rank, no GPU figures"
+    if world.device.type == "cpu":
+        return "the CPU"
+    gpus = f"{world.local_size} x " if world.local_size > 1 else ""
+    return f"{gpus}{torch.cuda.get_device_name(world.device)}"
+
+
+def _number_format(precision: Precision) -> str:
+    """A number format in the field's words: `float32`, `float32 with TF32`, `float32 and bfloat16`."""
+    formats = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((precision.storage, precision.dtype))]
+    return " and ".join(formats) + " with TF32" * (precision.matmul == "high")
+
+
+def _count(parameters: int) -> str:
+    """A number of parameters: `850`, `5 k`, `25.6 M`."""
+    if parameters < 1000:
+        return str(parameters)
+    return f"{parameters / 1e3:.0f} k" if parameters < 1e6 else f"{parameters / 1e6:.1f} M"
 
 
 def banner(
@@ -81,13 +106,13 @@ def banner(
     rows = {
         "run": _shown(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
-        "model": f"{describe(job.model)}, {parameters / 1e6:.2f} M parameters",
-        "data": f"{describe(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
+        "model": f"{named(job.model)}, {_count(parameters)} parameters",
+        "data": f"{named(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
         f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}",
-        "input": f"{job.loader} ({loader_reason}), {describe(job.augment)}",
-        "ranks": f"{world.size} by {type(job.strategy).__name__}, {type(job.precision).__name__}, {_device(world)}",
-        "optimizer": f"{describe(job.optimizer)}, lr {job.optimizer.lr:g}, {describe(job.schedule)}",
-        "loss": describe(job.loss),
+        "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}",
+        "ranks": _ranks(job, world),
+        "optimizer": f"{named(job.optimizer)}, lr {job.optimizer.lr:g}, {named(job.schedule)}",
+        "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs:g} epochs of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }
@@ -110,8 +135,12 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
     )
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say(f"   look at it   tensorboard --logdir {folder}")
-    words = shlex.join([*_command_words(run_dir), f"resume={folder}", train_longer(job)])
-    log.say(f"   train longer {words}")
+    log.say(f"   train longer {resume_command(run_dir)} {train_longer(job)}")
+
+
+def resume_command(run_dir: RunDir) -> str:
+    """The command that goes on with a run, to be typed."""
+    return shlex.join([*_command_words(run_dir), f"resume={_shown(run_dir.path)}"])
 
 
 def _command_words(run_dir: RunDir) -> list[str]:

@@ -17,6 +17,7 @@ from lockstep.core.world import World
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import micro_batch_search
+from lockstep.training.banner import resume_command
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
@@ -95,7 +96,7 @@ def run(
     gpu: dict[str, float] = {}
     with (
         closing(lambda: gpu.update(gpu_monitor.close()), checkpointer.close, telemetry.close),
-        explaining(job, world, trainer, record),
+        explaining(job, run_dir, world, trainer, record),
     ):
         trainer.fit()
         telemetry.outcome = "completed"
@@ -114,7 +115,7 @@ def configure_torch(job: Job, world: World) -> None:
 
 
 @contextmanager
-def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
+def explaining(job: Job, run_dir: RunDir, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
     """Explain an error of training: keep the batch behind bad numbers, find the micro-batches that would fit.
 
     Raises:
@@ -122,10 +123,10 @@ def explaining(job: Job, world: World, trainer: Trainer, record: NoRecord) -> It
     """
     try:
         yield
-    except Stopped:
+    except Stopped as error:
         trainer.telemetry.outcome = "stopped"
         record.keep_progress(trainer.progress)
-        raise
+        raise Stopped(f"{error}; `{resume_command(run_dir)}` goes on") from error
     except NumericalError as error:
         record.keep_progress(trainer.progress)
         record.keep_incident(error, trainer)

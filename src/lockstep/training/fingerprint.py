@@ -13,6 +13,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
+from lockstep.models import Timm
 from lockstep.strategy import Strict
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
@@ -27,6 +28,13 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
         if field.name not in leave_out and getattr(component, field.name) != _default(field)
     ]
     return f"{type(component).__name__}({', '.join(shown)})"
+
+
+def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
+    """The same to be read: without empty parentheses, and a model of timm by timm's name."""
+    if isinstance(component, Timm):
+        return describe(component, leave_out | {"name"}).replace("Timm", component.name, 1).removesuffix("()")
+    return describe(component, leave_out).removesuffix("()")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

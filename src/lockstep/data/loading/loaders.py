@@ -27,7 +27,7 @@ from lockstep.data.datasets.packed import MappedSplit
 from lockstep.data.loading.prefetch import in_order, read_images, useful_threads
 from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.loading.worker_tuning import reading_rate, workers_needed
-from lockstep.runtime.host import GB, cores, free_memory
+from lockstep.runtime.host import GB, amount, cores, free_memory
 
 # The most values (pixels times channels) of images that are gathered and augmented together. On a CPU, as many as
 # stay in its cache: as float32 they are 4 MB. On a GPU a call costs more than many values do, so they may take a
@@ -41,7 +41,7 @@ class Resident:
     """The whole split is on the device as uint8; a batch is one gather there."""
 
     def __str__(self) -> str:
-        return "resident"
+        return "all images in memory"
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         return self, "as configured"
@@ -99,7 +99,7 @@ class Streaming:
         return 1  # workers read ahead anyway
 
     def __str__(self) -> str:
-        return f"streaming, {self.workers} worker{'s' * (self.workers != 1)}"
+        return f"images read as they are needed, {self.workers} worker{'s' * (self.workers != 1)}"
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, and why. `workers=auto` is decided by a measurement."""
@@ -146,7 +146,7 @@ class Auto(Streaming):
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         objection = self._against_resident(context)
         if not objection:
-            return Resident(), f"{context.gigabytes:.2f} GB fit in {self._room(context):.1f} GB"
+            return Resident(), f"{amount(context.gigabytes)} fit in {amount(self._room(context))}"
         streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(context)
         return streaming, f"{objection}; {rates}"
 

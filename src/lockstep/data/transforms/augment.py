@@ -27,6 +27,9 @@ TRIES, FIRST_TRY = 10, 2**20
 class NoAugment:
     """Images as they are."""
 
+    def __str__(self) -> str:
+        return "none"
+
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return images
 
@@ -54,6 +57,11 @@ class CropFlip:
     reflect: bool = False
     flip: float = ranged(0.5, least=0, most=1)
     alternate: bool = False
+
+    def __str__(self) -> str:
+        return _listed(
+            f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}" * bool(self.pad), _mirrored(self.flip)
+        )
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         height, width = images.shape[-2:]
@@ -100,6 +108,9 @@ class RandomResizedCrop:
     scale: list[float] = ranged([0.08, 1.0], above=0, most=1)
     ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
     flip: float = ranged(0.5, least=0, most=1)
+
+    def __str__(self) -> str:
+        return _listed("random resized crop", _mirrored(self.flip))
 
     def __post_init__(self) -> None:
         for name, bounds, usual in (("scale", self.scale, "[0.08,1]"), ("ratio", self.ratio, "[0.75,1.33]")):
@@ -148,6 +159,15 @@ class RandomResizedCrop:
         return _Mirror(flip=self.flip)
 
 
+def _listed(*parts: str) -> str:
+    return ", ".join(part for part in parts if part) or "none"
+
+
+def _mirrored(share: float) -> str:
+    """What a mirrored share of the images is called; nothing for none."""
+    return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Mirror:
     """What a random resized crop does after its box: the mirror."""
@@ -172,6 +192,9 @@ class RandAugment(CropFlip):
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=STRONGEST)
 
+    def __str__(self) -> str:
+        return _listed(super().__str__(), f"RandAugment of {self.ops} at {self.magnitude}")
+
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
 
@@ -186,6 +209,9 @@ class RandAugmentResized(RandomResizedCrop):
 
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=STRONGEST)
+
+    def __str__(self) -> str:
+        return _listed(super().__str__(), f"RandAugment of {self.ops} at {self.magnitude}")
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         cropped = super().apply(images, draws, size).round().to(torch.uint8)
