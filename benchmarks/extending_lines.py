@@ -150,10 +150,8 @@ def lines(source: str) -> int:
     tree = ast.parse(source)
     left_out: set[int] = set()
     for node in ast.walk(tree):
-        text = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if text or isinstance(node, ast.Import | ast.ImportFrom):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.stmt) and (docstring or isinstance(node, ast.Import | ast.ImportFrom)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     numbered = enumerate(source.splitlines(), start=1)
     return sum(bool(re.match(r"\s*[^#\s]", line)) for number, line in numbered if number not in left_out)

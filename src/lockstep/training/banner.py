@@ -102,7 +102,7 @@ def banner(
     """Show in a dozen lines what is about to run, and what differs from the defaults."""
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-    epochs = plan.total_steps / plan.steps_per_epoch
+    epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     rows = {
         "run": _shown(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
@@ -113,7 +113,7 @@ def banner(
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer)}, lr {job.optimizer.lr:g}, {named(job.schedule)}",
         "loss": named(job.loss),
-        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs:g} epochs of "
+        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} epochs of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }
     if origin:
