@@ -45,6 +45,11 @@ def refusal(output_root: Path, *overrides: str) -> str:
 
 
 KEYS = [
+    ("resume=lastest", "lastest is neither a run folder nor a checkpoint; name one with resume=PATH. Did you mean"),
+    ("dataset=CIFAR10", "Did you mean 'cifar10', 'cifar100'?"),
+    ("strategy=DDP", "strategy=DDP: there is no strategy of that name. Did you mean 'ddp', 'dp'?"),
+    ("model=vit_base", "Did you mean 'vit_base_"),
+    ("model=ResNet18", "Did you mean 'resnet18'"),
     ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
     ("modle=resnet18", "modle: there is no such key in the config. Did you mean 'model'?"),
     ("lr=0.1", "lr: there is no such key in the config. Did you mean 'optimizer.lr'?"),
@@ -63,7 +68,7 @@ KEYS = [
 OPTIONS = [
     ("model=resnet5od", "model=resnet5od: there is no model of that name. Did you mean 'resnet50d'"),
     ("dataset=cifar", "dataset=cifar: there is no dataset of that name. Did you mean 'cifar10', 'cifar100'?"),
-    ("dataset=zzzz", "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, digits, fake"),
+    ("dataset=zzzz", "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, csv, digits, fake"),
     ("strategy=dpp", "strategy=dpp: there is no strategy of that name. Did you mean 'dp', 'ddp'?"),
     ("experiment=zzzz", "experiment=zzzz: there is no experiment of that name."),
     ("model=null", "a config group takes the name of one of its options: GROUP=NAME"),
@@ -267,6 +272,23 @@ def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -
         messages.check_word(word)
     assert says in str(raised.value)
     assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--epochs", "5"], "epochs=5"),
+        (["model=linear", "--batch-size=32"], "batch_size=32"),
+        (["-epochs", "batch=3"], "epochs=VALUE"),
+    ],
+)
+def test_a_key_that_is_written_as_a_flag_is_shown_as_it_should_be(words: list[str], key: str) -> None:
+    with pytest.raises(InputError) as raised:
+        messages.check_flags(words)
+    assert str(raised.value).endswith(
+        f"is no flag of this program; a key is written without dashes, KEY=VALUE: {key}"
+    )
+    messages.check_flags(["--cfg", "job", "--package", "model", "-m", "batch=1", "--config-dir=x"])
 
 
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:

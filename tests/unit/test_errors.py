@@ -35,6 +35,10 @@ def test_a_failed_rank_brings_its_traceback() -> None:
 def test_a_misspelt_word_is_met_with_those_close_to_it() -> None:
     options = ["momentum", "moment", "weight_decay", "lr"]
     assert did_you_mean("momentun", options) == " Did you mean 'momentum', 'moment'?"
+    assert did_you_mean("ADAM-W", ["adam", "adam_w", "adam_wide"]).startswith(" Did you mean 'adam_w', 'adam_wide'")
+    assert did_you_mean("vit_base", ["gcvit_base", "vit_base_patch16_224"]).startswith(
+        " Did you mean 'vit_base_patch"
+    )
     assert did_you_mean("weigth_decay", options, prefix="optimizer.") == " Did you mean 'optimizer.weight_decay'?"
     assert did_you_mean("xyz", options) == ""
     assert did_you_mean("lr", []) == ""

@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lockstep.config import composition, extensions
+from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
 from lockstep.core.launched import is_launched
@@ -32,7 +33,9 @@ def main(packages: Sequence[str] = ()) -> None:
     composition.register()
     with program.command_line():
         extensions.use(packages)
-        composition.showed_help() or train()
+        if not composition.showed_help():
+            check_flags(sys.argv[1:])
+            train()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")

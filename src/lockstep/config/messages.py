@@ -6,7 +6,7 @@ Knows no config of ours: keys and options come with the exceptions.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -34,6 +34,27 @@ UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticErro
 def key_of(override: str) -> str:
     """The key or group of an override: `epochs` for `++epochs=3`."""
     return override.lstrip("+~").partition("=")[0].strip()
+
+
+def check_flags(words: Sequence[str]) -> None:
+    """Refuse a flag that Hydra does not have: usually a key as other programs write it, `--epochs 5`.
+
+    Raises:
+        InputError: there is one.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    unknown = [word for word in get_args_parser().parse_known_args(list(words))[1] if word.startswith("-")]
+    if not unknown:
+        return
+    name, _, value = unknown[0].lstrip("-").partition("=")
+    behind = words[words.index(unknown[0]) + 1 :][:1]
+    if not value and behind and not behind[0].startswith("-") and "=" not in behind[0]:
+        value = behind[0]
+    raise InputError(
+        f"{unknown[0]} is no flag of this program; a key is written without dashes, KEY=VALUE: "
+        f"{name.replace('-', '_')}={value or 'VALUE'}"
+    )
 
 
 def check_word(text: str) -> None:

@@ -81,10 +81,17 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 
 
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
-    """` Did you mean 'a', 'b'?` for the options closest to `word`, each with `prefix`; empty if none is close."""
+    """` Did you mean 'a', 'b'?` for the options closest to `word`, each with `prefix`; empty if none is close.
+
+    Those that begin with it come first, the shortest before others. Capital letters and dashes make no difference.
+    """
     import difflib  # only a mistake needs it
 
-    close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.65)
+    plain = {option.lower().replace("-", "_"): option for option in options}
+    wanted = word.lower().replace("-", "_")
+    longer = sorted((name for name in plain if name.startswith(wanted)), key=len) if len(wanted) >= 3 else []
+    close = [*longer, *difflib.get_close_matches(wanted, plain, n=3, cutoff=0.65)]
+    close = [plain[name] for name in dict.fromkeys(close)][:3]
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
 
 
