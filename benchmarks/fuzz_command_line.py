@@ -276,6 +276,7 @@ def short_of_training() -> Iterator[None]:
         raise RuntimeError("no network")
 
     program.leave = sys.exit  # type: ignore[assignment]
+    program.finish = lambda: sys.exit(0)
     validate.available_memory = lambda: ROOM
     Published._fetch = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None
     assert command(sys.executable, "-m", "ruff", "check", "--isolated", "--ignore=I001", ".", cwd=project).code == 0
     done = command(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
     assert done.code == 0, done.out
-    assert "4 passed" in done.out
+    assert "5 passed" in done.out
 
 
 def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: Path, tmp_path: Path) -> None:

@@ -152,9 +152,14 @@ def test_no_option_of_a_group_is_a_class_from_elsewhere(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for group in schema.GROUPS:
         (tmp_path / group).mkdir()
-        (tmp_path / group / "sent.yaml").write_text(yaml.safe_dump(payload(mark)))
+        many = group in schema.MANY
+        node = {"sent": payload(mark)} if many else payload(mark)
+        (tmp_path / group / "sent.yaml").write_text(yaml.safe_dump(node))
         ended = train("--config-dir", str(tmp_path), f"{group}=sent", f"output_root={tmp_path / 'runs'}")
-        assert f"{group}._target_ is 'shutil.copyfile'" in refused(ended, mark)
+        assert f"{group}{'.sent' * many}._target_ is 'shutil.copyfile'" in refused(ended, mark)
+    (tmp_path / "logger" / "bare.yaml").write_text(yaml.safe_dump(payload(mark)))
+    ended = train("--config-dir", str(tmp_path), "logger=bare", f"output_root={tmp_path / 'runs'}")
+    assert "logger is " in refused(ended, mark)
 
 
 @pytest.mark.parametrize("scheme", ["pkg://", "structured://", "pkg://sent.", "PKG://"])

@@ -68,7 +68,10 @@ KEYS = [
 OPTIONS = [
     ("model=resnet5od", "model=resnet5od: there is no model of that name. Did you mean 'resnet50d'"),
     ("dataset=cifar", "dataset=cifar: there is no dataset of that name. Did you mean 'cifar10', 'cifar100'?"),
-    ("dataset=zzzz", "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, csv, digits, fake"),
+    (
+        "dataset=zzzz",
+        "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, csv, digits",
+    ),
     ("strategy=dpp", "strategy=dpp: there is no strategy of that name. Did you mean 'dp', 'ddp'?"),
     ("experiment=zzzz", "experiment=zzzz: there is no experiment of that name."),
     ("model=null", "a config group takes the name of one of its options: GROUP=NAME"),

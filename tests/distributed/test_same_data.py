@@ -26,7 +26,8 @@ from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits, Fake
-from lockstep.data.datasets.folder import CropFrom, Folder, crops_files
+from lockstep.data.datasets.files import CropFrom, crops_files
+from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.splits import Crop
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
@@ -75,7 +76,9 @@ def mixed_digits(_: Path) -> Data:
 
 def boxes_of_files(folder: Path) -> Data:
     """JPEG files of many sizes, boxes cut from them while they are read, mixed."""
-    (folder / "train" / "a").mkdir(parents=True)
+    for split in ("train", "val"):
+        (folder / split / "a").mkdir(parents=True)
+    Image.new("RGB", (32, 32)).save(folder / "val" / "a" / "only.png")
     noise = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
     for number in range(PLAN.examples):
         image = Image.fromarray(noise[: 24 + number, : 128 - number])

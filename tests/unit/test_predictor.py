@@ -64,7 +64,7 @@ def own_scores(predictor: Predictor, run: RunDir) -> tuple[float, float]:
     for start in range(0, len(split), block):
         labels = split.labels[start : start + block]
         logits = predictor.logits(split.fetch(list(range(start, start + len(labels)))))
-        loss += F.cross_entropy(logits, labels, reduction="sum").double().item()
+        loss += F.cross_entropy(logits, labels, reduction="none").sum().double().item()
         hits += int((best_classes(logits)[:, 0] == labels).sum())
     return loss / len(split), 100 * hits / len(split)
 

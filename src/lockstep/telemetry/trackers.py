@@ -12,8 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from filelock import FileLock
-
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Text, pathname, ruled
 from lockstep.core.observer import Observer, Outcome, RunInfo
@@ -123,6 +121,7 @@ class MLflowRun(Observer):
     """The run at MLflow. Every figure is written once, however often the run is killed and goes on."""
 
     def __init__(self, experiment: str, folder: Path, run: RunInfo) -> None:
+        from filelock import FileLock
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
