@@ -194,7 +194,7 @@ def test_mlflow_has_every_figure_of_a_stopped_run_once_and_shows_it(tmp_path: Pa
     experiment = client.get_experiment_by_name("lockstep")
     (stored,) = client.search_runs([experiment.experiment_id])
     assert (stored.info.run_name, stored.info.status) == ("run", "FINISHED")
-    assert stored.data.params["model"] == "Linear()"
+    assert stored.data.params["model"] == "Linear"
     for tag in ("loss/train", "acc/val_top1"):
         points = [(point.step, point.value) for point in client.get_metric_history(stored.info.run_id, tag)]
         assert sorted(points) == [(line["step"], line[tag]) for line in records(run) if tag in line]

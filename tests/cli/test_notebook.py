@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from nbclient.exceptions import CellExecutionError
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the kernel's, of the libraries that it uses
 
 ROOT = Path(__file__).parents[2]
+MANAGERS: list[AsyncKernelManager] = []  # of this test
 LONG = """
 import lockstep
 try:
@@ -31,7 +35,20 @@ def client(notebook: Any, folder: Path) -> NotebookClient:
     """A client whose kernel is an interpreter of these tests."""
     os.environ.pop("PYTEST_CURRENT_TEST", None)  # a kernel in a test does not show what its processes print
     manager = AsyncKernelManager(kernel_cmd=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+    MANAGERS.append(manager)
     return NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(folder)}})
+
+
+@pytest.fixture(autouse=True)
+def _sockets() -> Iterator[None]:
+    """What a kernel's client leaves open is closed before the next test, which would be told of it."""
+    yield
+    for manager in MANAGERS:
+        manager.context.destroy(linger=0)
+    MANAGERS.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 def printed(cell: Any) -> str:
