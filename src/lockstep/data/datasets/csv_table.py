@@ -14,7 +14,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import Text, pathname, ranged, ruled
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import classes_of, missing_split
+from lockstep.data.datasets.labels import classes_of, first_unknown, missing_split
 from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
 
 DELIMITERS = ",;\t"
@@ -76,10 +76,11 @@ class CSV(FileSource):
         others = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in others.most_common(OTHERS_SHOWN))
         notes = (f"{self.path}: left out lines of other splits ({shown})",) if others else ()
-        unknown = next((row for row in splits[self.val_split] if row.label not in classes), None)
-        if unknown is not None:
-            raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")
-        return self._listing(train, classes, notes), self._listing(splits[self.val_split], classes)
+        val = splits[self.val_split]
+        if (unknown := first_unknown((row.label for row in val), classes)) is not None:
+            row = val[unknown]
+            raise self._wrong(row.line, f"has the label {row.label!r}, which no training example has")
+        return self._listing(train, classes, notes), self._listing(val, classes)
 
     def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
         assert self.val_share is not None

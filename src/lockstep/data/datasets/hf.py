@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Text, pathname, ranged, ruled
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import classes_of, missing_split
+from lockstep.data.datasets.labels import as_labels, classes_of, first_unknown, missing_split
 from lockstep.data.datasets.members import Members
 
 
@@ -127,17 +126,16 @@ class HF(FileSource):
         return tuple(declared) if declared else classes_of(names)
 
     def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Members:
-        numbers = {name: label for label, name in enumerate(classes)}
-        unknown = next((row for row, name in enumerate(names) if name not in numbers), None)
-        if unknown is not None:
+        if (unknown := first_unknown(names, classes)) is not None:
             raise InputError(
                 f"dataset: row {unknown} of {split} in {self.path} is of class {names[unknown]!r}, which no training "
                 "example is of"
             )
-        labels = torch.tensor([numbers[name] for name in names], dtype=torch.int64)
         where = f"{split} in {Path(self.path)}"
 
         def member(row: int) -> TableRow:
             return TableRow(table, where, self.image_column, row)
 
-        return Members(member, np.arange(len(names)), labels, classes, f"{split}, {len(table):,} rows")
+        return Members(
+            member, np.arange(len(names)), as_labels(names, classes), classes, f"{split}, {len(table):,} rows"
+        )

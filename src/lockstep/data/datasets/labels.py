@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from lockstep.core.errors import InputError
 
@@ -13,6 +16,18 @@ def classes_of(labels: Iterable[str]) -> tuple[str, ...]:
     if all(name.isdecimal() and name.isascii() for name in names):
         return tuple(sorted(names, key=lambda name: (int(name), name)))
     return tuple(sorted(names))
+
+
+def first_unknown(names: Iterable[str], classes: Iterable[str]) -> int | None:
+    """The position of the first name that is no class; None if all are."""
+    known = frozenset(classes)
+    return next((position for position, name in enumerate(names) if name not in known), None)
+
+
+def as_labels(names: Iterable[str], classes: Sequence[str]) -> Tensor:
+    """The labels of examples, int64 (N,), by the names of their classes."""
+    labels = {name: label for label, name in enumerate(classes)}
+    return torch.tensor([labels[name] for name in names], dtype=torch.int64)
 
 
 def missing_split(key: str, wanted: str, found: Iterable[str], where: object) -> InputError:

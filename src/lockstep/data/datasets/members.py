@@ -67,10 +67,12 @@ class Members(Sequence[Member]):
         Raises:
             InputError: every class has one example.
         """
-        order = sorted(range(len(self)), key=lambda number: names[number])
+        labels = self.labels.tolist()
+        by_class: list[dict[str, int]] = [{} for _ in self.classes]
+        for number in sorted(range(len(self)), key=lambda number: names[number]):
+            by_class[labels[number]][names[number]] = number
         evaluated = np.zeros(len(self), dtype=bool)
-        for label in range(len(self.classes)):
-            own = {names[number]: number for number in order if self.labels[number] == label}
+        for own in by_class:
             evaluated[[own[name] for name in hold_out(list(own), share)[1]]] = True
         if not evaluated.any():
             raise InputError(f"dataset.val_share is {share:g}, but every class has one image; expected two or more")

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Text, pathname, ranged, ruled
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.class_folders import SUFFIXES, left_out_note
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import classes_of
+from lockstep.data.datasets.labels import as_labels, classes_of, first_unknown
 from lockstep.data.datasets.members import Members
 
 LABEL_BYTES = 1000
@@ -84,11 +83,9 @@ class WebDataset(FileSource):
         val_shards = sorted(Path(self.path).glob(self.val_shards))
         if self.val_share is None:
             val = self._examples("val_shards", self.val_shards, left_out)
-            unknown = next((example for example in val if example.label not in classes), None)
-            if unknown is not None:
-                raise InputError(
-                    f"dataset: {unknown.image} is of class {unknown.label!r}, which no training example is of"
-                )
+            if (unknown := first_unknown((example.label for example in val), classes)) is not None:
+                image, _, label = val[unknown]
+                raise InputError(f"dataset: {image} is of class {label!r}, which no training example is of")
             notes = left_out_note(self.path, left_out)
             return _members(train, classes, notes), _members(val, classes)
         if val_shards:
@@ -151,8 +148,8 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def _members(examples: list[Example], classes: tuple[str, ...], notes: Iterable[str] = ()) -> Members:
-    numbers = {name: label for label, name in enumerate(classes)}
-    labels = torch.tensor([numbers[example.label] for example in examples], dtype=torch.int64)
-    digest = hashlib.sha256("\0".join(f"{each.key} {each.image.size}" for each in examples).encode()).hexdigest()[:16]
+    labels = as_labels((example.label for example in examples), classes)
+    stored = "\0".join(f"{example.key} {example.image.size}" for example in examples)
+    digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
     images = [example.image for example in examples]
     return Members(images.__getitem__, np.arange(len(images)), labels, classes, digest, tuple(notes))
