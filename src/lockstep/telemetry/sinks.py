@@ -51,7 +51,7 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
 }
 EVENTS = "events.out.tfevents.*"
 FLUSH_S = 10
-STAMPS = ("step", "time")  # of a line of `metrics.jsonl`, besides its scalars
+STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 
 
 class _TextSink(Observer):
@@ -95,13 +95,21 @@ class JsonLines(_TextSink):
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
 
 
-def _step_of(line: str) -> int:
-    """The step of a line of `metrics.jsonl`; raises ValueError or RecursionError if it is not one of ours."""
+def _parsed(line: str) -> tuple[int, dict[Any, Any]]:
+    """The step and the scalars of a line of `metrics.jsonl`.
+
+    Raises:
+        ValueError, RecursionError: it is not one of ours.
+    """
     match parsed_json(line):
         case {"step": int(step), **scalars} if is_number(step):
             if all(value is None or is_number(value) for value in scalars.values()):
-                return step
+                return step, scalars
     raise ValueError("not a line of figures")
+
+
+def _step_of(line: str) -> int:
+    return _parsed(line)[0]
 
 
 def truncate_after(path: Path, after: int, step: Callable[[str], int], header: str = "") -> tuple[TextIO, int]:
@@ -166,12 +174,11 @@ def read_figures(path: Path, until: float = math.inf) -> Iterator[tuple[int, dic
     """The steps up to `until` in a `metrics.jsonl`, if there is one, with their scalars that are finite."""
     for line in read_lines(path) if path.exists() else ():
         try:
-            step = _step_of(line or "")
+            step, scalars = _parsed(line or "")
         except (ValueError, RecursionError):
             continue
         if step <= until:
-            figures = json.loads(line or "")
-            yield step, {tag: figures[tag] for tag in figures if tag not in STAMPS and figures[tag] is not None}
+            yield step, {tag: value for tag, value in scalars.items() if tag != STAMP and value is not None}
 
 
 class Table(_TextSink):
