@@ -137,8 +137,8 @@ class Checkpointer:
         tensors, state = self.copies.of([tensors, state])
         scored = EMA if ema is not None else MODEL
         weights = {
-            file: Weights(each, self._metadata(progress, averaged=file == EMA, scored=file == scored))
-            for file, each in tensors.items()
+            file: Weights(own, self._metadata(progress, averaged=file == EMA, scored=file == scored))
+            for file, own in tensors.items()
         }
         if progress["best_step"] == progress["step"]:
             self.unexported = weights[scored]
@@ -190,8 +190,8 @@ class Checkpointer:
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
             temporary.mkdir()
-            for file, each in weights.items():
-                each.save(temporary / file)
+            for file, content in weights.items():
+                content.save(temporary / file)
             torch.save(map_tensors(state, with_own_storage), temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary))

@@ -48,26 +48,28 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     examples = source.train() if split == "train" else source.eval()
     if run is not None:
         take_threads(run)
-    found = evaluate_split(predictor, examples)
-    _show(found, predictor, split, source)
+    evaluation = evaluate_split(predictor, examples)
+    _show(evaluation, predictor, split, source)
     facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
-    write_atomic(folder / "evaluation.json", json.dumps({**facts, **found.facts()}, indent=1, allow_nan=False) + "\n")
-    write_atomic_parts(folder / "predictions.csv", _rows(found, examples))
+    write_atomic(
+        folder / "evaluation.json", json.dumps({**facts, **evaluation.facts()}, indent=1, allow_nan=False) + "\n"
+    )
+    write_atomic_parts(folder / "predictions.csv", _rows(evaluation, examples))
     log.console.print(f"wrote {folder / 'evaluation.json'} and {folder / 'predictions.csv'}", soft_wrap=True)
 
 
-def _show(found: Evaluation, predictor: Predictor, split: str, source: Source) -> None:
+def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Source) -> None:
     name, what = type(source).__name__, {"val": "evaluation", "train": "training"}[split]
     lines = [
-        f"{found.count:,} images of the {what} split of {name}, weights of step {predictor.card.step}",
-        f"top-1 {found.top1_percent:.2f} %  top-5 {found.top5_percent:.2f} %  loss {found.loss:.4f}  "
-        f"calibration error {found.calibration_error:.2f} %",
+        f"{evaluation.count:,} images of the {what} split of {name}, weights of step {predictor.card.step}",
+        f"top-1 {evaluation.top1_percent:.2f} %  top-5 {evaluation.top5_percent:.2f} %  loss {evaluation.loss:.4f}  "
+        f"calibration error {evaluation.calibration_error:.2f} %",
     ]
     if split == "val" and predictor.card.top1 is not None:
         lines.append(f"in training it was {predictor.card.top1:.2f} % top-1")
     for line in lines:
         log.console.print(line, soft_wrap=True)
-    rows = [(name, count, top1) for name, count, top1 in found.per_class if top1 is not None]
+    rows = [(name, count, top1) for name, count, top1 in evaluation.per_class if top1 is not None]
     worst = sorted(rows, key=lambda row: row[2])[:SHOWN]
     log.console.print(f"the {len(worst)} classes with the lowest top-1:", soft_wrap=True)
     table = Table("class", "images", "top-1")
@@ -76,15 +78,15 @@ def _show(found: Evaluation, predictor: Predictor, split: str, source: Source) -
     log.console.print(table)
 
 
-def _rows(found: Evaluation, split: Split) -> Iterator[bytes]:
+def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
     """The lines of `predictions.csv`. A broken image has neither prediction nor probability."""
     yield _line(["sample", "label", "predicted", "probability"])
-    columns = (split.labels, found.whole, found.predicted, found.probabilities)
-    each: Any
-    for index, each in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        label, whole, predicted, probability = each
-        result = [found.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
-        yield _line([sample_name(split, index), found.names[label], *result])
+    columns = (split.labels, evaluation.whole, evaluation.predicted, evaluation.probabilities)
+    cells: Any
+    for index, cells in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        label, whole, predicted, probability = cells
+        result = [evaluation.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
+        yield _line([sample_name(split, index), evaluation.names[label], *result])
 
 
 def _line(values: list[str]) -> bytes:

@@ -25,20 +25,20 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     Raises:
         InputError: an override is of something else, or does not fit; or there is neither a run nor `dataset=`.
     """
-    for each in overrides:
-        if key_of(each).partition(".")[0] not in KEYS:
+    for override in overrides:
+        if key_of(override).partition(".")[0] not in KEYS:
             raise InputError(
-                f"{each}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
+                f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
             )
     if run is not None and not overrides:
         own: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
         return own
-    other = any(key_of(each) == "dataset" for each in overrides)
+    other = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not other:
         raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
     keys = ("data_root",) if other else (*KEYS, "experiment")
     stored = yaml_io.load_list(run.overrides) if run is not None else []
-    kept = [each for each in stored if key_of(each).partition(".")[0] in keys]
+    kept = [override for override in stored if key_of(override).partition(".")[0] in keys]
     with composition.composing():
         config = composition.recompose([*kept, "name=evaluate"], tuple(overrides), ConfigFiles())
         values = composition.to_dict(config)

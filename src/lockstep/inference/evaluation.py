@@ -80,7 +80,7 @@ class Evaluation:
     def per_class(self) -> list[tuple[str, int, float | None]]:
         """Name, number of examples, and percentage of them that are predicted right, of each class by its label."""
         examples, hits = self.labels[self.whole], self.labels[self.predicted == self.labels]
-        counts, right = (torch.bincount(each, minlength=len(self.names)).tolist() for each in (examples, hits))
+        counts, right = (torch.bincount(labels, minlength=len(self.names)).tolist() for labels in (examples, hits))
         return [
             (name, count, 100 * correct / count if count else None)
             for name, count, correct in zip(self.names, counts, right, strict=True)
@@ -169,10 +169,10 @@ def check_data(predictor: Predictor, source: Source) -> None:
             "name the data set that the model is for"
         )
     here = {"image_shape": source.image_shape, "input_shape": source.input_shape, "eval_crop": source.eval_crop}
-    for name, found in here.items():
-        if (expected := getattr(card, name)) != found:
+    for name, size in here.items():
+        if (expected := getattr(card, name)) != size:
             raise InputError(
-                f"dataset: its {name} is {found}, but that of the model is {expected}; give the data set the sizes "
+                f"dataset: its {name} is {size}, but that of the model is {expected}; give the data set the sizes "
                 "of the training: dataset.decode_size, dataset.input_size, dataset.crop"
             )
 

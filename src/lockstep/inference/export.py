@@ -126,13 +126,13 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
                 form.write(module, images[:1].repeat(2, 1, 1, 1), predictor.card.metadata(), temporary)
                 exported = form.read(temporary)
                 # One image and all of them: neither is the number that it was traced with, unless there are two.
-                found = torch.cat([exported(images[:1]), exported(images)])
+                results = torch.cat([exported(images[:1]), exported(images)])
             except OSError:
                 raise
             except Exception as error:  # the exporters raise all kinds
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise InputError(f"--format {kind}: this model cannot be exported ({reason})") from error
-        difference = float((found - torch.cat([expected[:1], expected])).abs().max())
+        difference = float((results - torch.cat([expected[:1], expected])).abs().max())
         if not difference <= TOLERANCE:
             raise LockstepError(
                 f"--format {kind}: the logits of the exported model differ by {difference:.1e} from the model's own, "

@@ -69,15 +69,15 @@ def files_in(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    found = sorted(
+    images = sorted(
         Path(folder, name)
         for folder, _, names in os.walk(path)
         for name in names
         if Path(name).suffix.lower() in SUFFIXES
     )
-    if not found:
+    if not images:
         raise InputError(f"{path} has no images in it ({', '.join(sorted(SUFFIXES))})")
-    return found
+    return images
 
 
 def _cut(file: ImageFile, shape: Shape) -> Tensor:
