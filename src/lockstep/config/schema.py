@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.durations import LONGEST
 from lockstep.core.fields import Text, choice, duration, pathname, ranged, ruled
+from lockstep.core.model_card import INTERPOLATIONS
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
@@ -71,6 +72,15 @@ class TrainBlock:
 
 
 @dataclass(frozen=True)
+class InputBlock:
+    """`input.*`: how the pixels of the data set become what the model sees."""
+
+    mean: list[float] | None = ranged(None, least=-1e6, most=1e6)
+    std: list[float] | None = ranged(None, least=1e-6, most=1e6)
+    interpolation: str = choice("auto", "auto", *INTERPOLATIONS)
+
+
+@dataclass(frozen=True)
 class CheckpointBlock:
     """`checkpoint.*`: when a checkpoint is written and how many are kept."""
 
@@ -97,9 +107,9 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    What may be `auto` is a number from the moment that it can be known: `launcher.ranks`, `launcher.threads` and
-    `train.eval_batch` once the job is resolved, `batch` when the folder is made, `train.micro_batches` and the loader
-    when a rank has the data.
+    What may be `auto` is a number from the moment that it can be known: `launcher.ranks`, `launcher.threads`,
+    `optimizer.lr`, `train.eval_batch` and those of `input` once the job is resolved, `batch` when the folder is made,
+    `train.micro_batches` and the loader when a rank has the data.
     """
 
     epochs: int = ranged(20, least=1, most=LONGEST)
@@ -114,6 +124,7 @@ class Job:
     resume: str | None = pathname(None)
     init_from: str | None = pathname(None)
     train: TrainBlock = field(default_factory=TrainBlock)
+    input: InputBlock = field(default_factory=InputBlock)
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
     model: Model = _group()
@@ -128,6 +139,11 @@ class Job:
     loss: Loss = _group()
     metric: dict[str, Metric] = field(default_factory=dict)
     logger: dict[str, Logger] = field(default_factory=dict)
+
+    @property
+    def starts_trained(self) -> bool:
+        """Whether the model starts from trained weights, and not from random ones."""
+        return self.init_from is not None or bool(getattr(self.model, "pretrained", False))
 
     def micro_batch(self, ranks: int) -> int:
         """The most examples of one forward pass on one of so many ranks; `auto` micro-batches count as one."""

@@ -279,7 +279,9 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     resumed = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
     if resumed is None and job.resume is not None:
         resumed = Path(job.resume)
-    if resumed is not None:
+    if resumed is None:
+        job.model.prepare()
+    else:
         checkpoint.check_fingerprint(fingerprint(job, examples), resumed)
         step = checkpoint.read_facts(resumed)["progress"]["step"]
         ended = folder is None or _ended(RunDir(folder))

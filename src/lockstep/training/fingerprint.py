@@ -72,6 +72,8 @@ def fingerprint(job: Job, examples: int) -> dict[str, Any]:
         "class_names": list(job.dataset.class_names),
         **job.dataset.fingerprint(),
         "input_shape": list(job.dataset.input_shape),
+        "normalisation": [list(job.input.mean or ()), list(job.input.std or ())],
+        "interpolation": job.input.interpolation,
         "crop_from": "file" if crops_files(job.dataset) else "square",
         "examples": examples,
         "batch": job.batch,

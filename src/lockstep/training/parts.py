@@ -57,7 +57,7 @@ class Parts:
 
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1."""
-        set_learning_rate(self.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
+        set_learning_rate(self.optimizer, float(self.job.optimizer.lr) * self.job.schedule.factor(step, self.plan))
 
 
 def build_parts(job: Job) -> Parts:

@@ -60,6 +60,7 @@ class RunRecord(NoRecord):
             origin=origin,
             step=progress.step,
             notes=self._notes(job, data, network),
+            composed=yaml_io.load(self.run_dir.composed),
         )
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
