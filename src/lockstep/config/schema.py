@@ -65,6 +65,8 @@ class TrainBlock:
     cutout: int = ranged(0, least=0, most=16_384)
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
+    freeze: list[str] = ruled([], Text())
+    freeze_until: int | str | None = duration(None)
     eval_every: int | str = duration("1ep")
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
     eval_views: int = choice(1, 1, 2, 6)

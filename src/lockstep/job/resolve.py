@@ -45,6 +45,9 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
+    if isinstance(strategy, DDP) and job.train.freeze_until is not None and not strategy.static_graph:
+        # While layers are frozen DDP waits for no gradient of theirs, and later it does: the graph changes.
+        strategy = replace(strategy, static_graph=False, find_unused_parameters=True)
     return replace(
         job,
         device=device,

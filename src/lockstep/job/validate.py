@@ -31,8 +31,9 @@ from lockstep.models import ResNet34, Timm
 from lockstep.models.nets import CompileMode
 from lockstep.precision import BF16Pure
 from lockstep.runtime.host import GB, available_memory, cores
-from lockstep.strategy import DataParallel, Strict
+from lockstep.strategy import DDP, DataParallel, Strict
 from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
+from lockstep.training.freezing import freeze_until
 
 # The most ranks on a CPU, and threads of all ranks: a number for any machine, and one per core for large ones.
 RANKS, RANKS_A_CORE = 64, 4
@@ -55,6 +56,15 @@ def check_effects(job: Job) -> None:
     if job.init_from is not None and getattr(model, "pretrained", False):
         raise InputError(
             "init_from takes the place of the weights that model.pretrained=true asks for; leave out one of them"
+        )
+    if job.train.freeze_until is not None and not job.train.freeze:
+        raise InputError(
+            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
+            "train.freeze=[backbone], or leave out train.freeze_until"
+        )
+    if job.train.freeze_until is not None and isinstance(job.strategy, DDP) and job.strategy.static_graph:
+        raise InputError(
+            "strategy.static_graph is true, but train.freeze_until changes the graph; leave out strategy.static_graph"
         )
     if isinstance(job.augment, CropFlip) and job.augment.reflect and job.augment.pad == 0:
         raise InputError(
@@ -273,6 +283,7 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
     check_memory(job, plan)
+    freeze_until(job, plan)  # raises if it does not fit
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
     # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.

@@ -103,7 +103,9 @@ class OptimizerOption(ABC):
             from timm.optim import param_groups_layer_decay
 
             groups = param_groups_layer_decay(model, weight_decay=self.weight_decay, layer_decay=self.layer_decay)
-            if self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+            head = set(head_parameters(model))
+            inner = any(each.requires_grad and name not in head for name, each in model.named_parameters())
+            if inner and self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
                 raise InputError(
                     f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "
                     "use optimizer.layer_decay=null, or a model of timm"

@@ -94,6 +94,7 @@ def banner(
     plan: Plan,
     overrides: Sequence[str],
     parameters: int,
+    frozen: str,
     examples: tuple[int, int],
     loader_reason: str,
     origin: str,
@@ -112,7 +113,7 @@ def banner(
     rows = {
         "run": _shown(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
-        "model": f"{named(job.model)}, {_count(parameters)} parameters",
+        "model": f"{named(job.model)}, {_count(parameters)} parameters" + f", {frozen}" * bool(frozen),
         "data": f"{named(job.dataset, frozenset({'root'}) | usual.sizes)}, {examples[0]:,} to train on, "
         f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}{usual.input_reason}",
         "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}",

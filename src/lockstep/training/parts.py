@@ -18,6 +18,7 @@ from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network
+from lockstep.training.freezing import Freezing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Parts:
         plan: in steps.
         model: on the device.
         optimizer: of the model's parameters, at the base learning rate.
+        freezing: which of the model is not trained in which step.
         criterion: logits (b, classes) and targets to the loss of each example, (b,).
     """
 
@@ -37,6 +39,7 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     criterion: nn.Module
+    freezing: Freezing
     loader: Loader
     pipeline: Pipeline
 
@@ -56,7 +59,8 @@ class Parts:
             yield self.pipeline.eval(images).to(self.pipeline.dtype), labels
 
     def set_learning_rate(self, step: int) -> None:
-        """Give the optimizer its learning rates for a step, counted from 1."""
+        """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
+        self.freezing.begin(step)
         set_learning_rate(self.optimizer, float(self.job.optimizer.lr) * self.job.schedule.factor(step, self.plan))
 
 
@@ -78,6 +82,7 @@ def build_parts(job: Job) -> Parts:
         model=network.model,
         optimizer=network.optimizer,
         criterion=loss.loss,
+        freezing=network.freezing,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
     )

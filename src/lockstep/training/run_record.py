@@ -55,6 +55,7 @@ class RunRecord(NoRecord):
             plan=data.plan,
             overrides=yaml_io.load_list(self.run_dir.overrides),
             parameters=network.parameters,
+            frozen=str(network.freezing),
             examples=(len(data.train), len(data.val)),
             loader_reason=data.loader_reason,
             origin=origin,
