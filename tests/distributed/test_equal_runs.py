@@ -46,6 +46,7 @@ TUNED = (
     "train.freeze=[conv1,bn1,layer1]",
     "optimizer.layer_decay=0.7",
     "optimizer.head_lr=0.1",
+    "train.sampling=balanced",
 )
 FROZEN = {"frozen": (*TUNED, "train.micro_batches=2"), "thawed": (*TUNED, "train.freeze_until=2")}
 LOSSES = {

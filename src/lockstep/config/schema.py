@@ -65,6 +65,7 @@ class TrainBlock:
     cutout: int = ranged(0, least=0, most=16_384)
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
+    sampling: str = choice("shuffled", "shuffled", "balanced")
     freeze: list[str] = ruled([], Text())
     freeze_until: int | str | None = duration(None)
     eval_every: int | str = duration("1ep")

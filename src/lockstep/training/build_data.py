@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.datasets.splits import Crop, FileSplit, interpolated
+from lockstep.data.loading.balanced import balanced_order
 from lockstep.data.loading.prefetch import sample
 from lockstep.data.loading.shards import Loader
 from lockstep.data.loading.shared_memory import share_listings
@@ -81,6 +83,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
     Raises:
         InputError: more images cannot be decoded than may be left out.
     """
+    balanced = job.train.sampling == "balanced"
     values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
     return Loader(
         world=world,
@@ -95,6 +98,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         partners=data.pipeline.mix is not None,
         stride=job.loader.stride(data.plan.batch // world.size, values, world),
         order_device=job.loader.order_device(world),
+        order_of=partial(balanced_order, job.seed, labels=data.train.labels) if balanced else None,
         skip=data.train.skip,
     )
 

@@ -77,6 +77,7 @@ def fingerprint(job: Job, examples: int) -> dict[str, Any]:
         "crop_from": "file" if crops_files(job.dataset) else "square",
         "examples": examples,
         "batch": job.batch,
+        "sampling": job.train.sampling,
         "seed": job.seed,
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "loss": type(job.loss).__name__,
