@@ -48,7 +48,10 @@ TUNED = (
     "optimizer.head_lr=0.1",
     "train.sampling=balanced",
 )
-FROZEN = {"frozen": (*TUNED, "train.micro_batches=2"), "thawed": (*TUNED, "train.freeze_until=2")}
+FROZEN = {
+    "frozen": (*TUNED, "train.freeze=[backbone]", "train.micro_batches=2"),
+    "thawed": (*TUNED, "train.freeze_until=2"),
+}
 LOSSES = {
     "weights": (WEIGHTS, "loss.label_smoothing=0.1"),
     "balanced": ("loss.balanced=true", "train.mixup=0.4", "train.micro_batches=2"),

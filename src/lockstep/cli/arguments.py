@@ -91,9 +91,9 @@ def _lr_find(commands: Any) -> None:
     find = commands.add_parser(
         "lr-find",
         help="try rising learning rates for a few steps, and suggest one",
-        description="Train a job for a few steps while its learning rate rises from --low to --high, on one device, and "
-        "write the loss over the rate as a picture. No run folder is made. Suggested is a tenth of the rate at which the "
-        "loss is lowest (Smith 2017, the learning rate range test).",
+        description="Train a job for a few steps while its learning rate rises from --low to --high, on one device, "
+        "and write the loss over the rate as a picture. No run folder is made. Suggested is a tenth of the rate at "
+        "which the loss is lowest (Smith 2017, the learning rate range test).",
     )
     find.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
     find.set_defaults(rest="overrides")

@@ -33,8 +33,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if not Path(out).parent.is_dir():
         raise InputError(f"--out is {out}, expected a file in a folder that exists")
-    with composition.composing():
-        values = composition.composed([*overrides, "launcher.ranks=1"])
+    values = composition.composed([*overrides, "launcher.ranks=1"])
     job = resolve(components.build_job(values), sweep=False)
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
     check_job(job)

@@ -57,6 +57,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
         model=model,
         replica=replica,
         forward_keys=draws.of,
+        begin_forward=draws.begin,
         optimizer=optimizer,
         freezing=freezing,
         scaler=precision.scaler(world.device),

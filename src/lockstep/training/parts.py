@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import Job
+from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
@@ -30,6 +31,8 @@ class Parts:
         plan: in steps.
         model: on the device.
         optimizer: of the model's parameters, at the base learning rate.
+        begin_forward: called before a forward pass over other examples than a whole batch of `batches`, so that the
+            model's random layers draw the numbers of these examples.
         freezing: which of the model is not trained in which step.
         criterion: logits (b, classes) and targets to the loss of each example, (b,).
     """
@@ -40,6 +43,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     criterion: nn.Module
     freezing: Freezing
+    begin_forward: Callable[[MicroBatch], None]
     loader: Loader
     pipeline: Pipeline
 
@@ -51,6 +55,7 @@ class Parts:
         """
         for shard in self.pipeline.train(self.loader.train(after=after)):
             images, targets = self.pipeline.mixed(shard)
+            self.begin_forward(shard)
             yield shard.step, images, targets
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -83,6 +88,7 @@ def build_parts(job: Job) -> Parts:
         optimizer=network.optimizer,
         criterion=loss.loss,
         freezing=network.freezing,
+        begin_forward=network.begin_forward,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
     )

@@ -51,18 +51,19 @@ def range_test(parts: Parts, low: float, high: float) -> RangeTest:
     scaler = job.precision.scaler(parts.pipeline.scale.device)
     test, average = RangeTest(rates=[], losses=[]), 0.0
     parts.model.train()
-    for step, images, targets in parts.batches():
-        rate = low * (high / low) ** ((step - 1) / max(1, total - 1))
-        parts.freezing.begin(step)
+    for shard in parts.pipeline.train(parts.loader.train(after=0)):
+        rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
+        parts.freezing.begin(shard.step)
         set_learning_rate(parts.optimizer, rate)
         loss = 0.0
-        pieces = zip(images.chunk(parts.plan.micro_batches), targets.chunk(parts.plan.micro_batches), strict=True)
-        for piece, goals in pieces:
-            with job.precision.autocast(piece.device):
-                logits = parts.model(piece).to(job.precision.sums)
-                share = parts.criterion(logits, goals).sum() / len(images)
+        for micro, _ in shard.micro_batches(parts.plan.micro_batches):
+            images, targets = parts.pipeline.mixed(micro)
+            parts.begin_forward(micro)
+            with job.precision.autocast(images.device):
+                logits = parts.model(images).to(job.precision.sums)
+                share = parts.criterion(logits, targets).sum() / shard.count
             scaler.scale(share).backward()
-            loss += float(share)
+            loss += float(share.detach())
         scaler.unscale_(parts.optimizer)
         if job.train.clip_norm is not None:
             nn.utils.clip_grad_norm_(parts.model.parameters(), job.train.clip_norm)
@@ -70,7 +71,7 @@ def range_test(parts: Parts, low: float, high: float) -> RangeTest:
         scaler.update()
         parts.optimizer.zero_grad(set_to_none=True)
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        smoothed = average / (1 - SMOOTHING**step)
+        smoothed = average / (1 - SMOOTHING**shard.step)
         if not math.isfinite(smoothed) or (test.losses and smoothed > EXPLODED * min(test.losses)):
             break
         test.rates.append(rate)
