@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Text, pathname, ruled
+from lockstep.core.fields import pathname, ruled
 from lockstep.core.observer import Observer, Outcome, RunInfo
+from lockstep.core.rules import Text
 from lockstep.core.safe_write import storing
 from lockstep.telemetry.sinks import read_figures
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Text, pathname, ranged, ruled
+from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.labels import classes_of, first_unknown, missing_split
