@@ -73,11 +73,11 @@ def logits_of(
     `model` is in evaluation mode. Whatever shows images to a trained model calls this: equal images give equal bits.
     """
     with precision.autocast(images.device):
-        counts = [
+        logits = [
             weight * model(view.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
             for weight, view in weighted_views(pipeline.eval(images), views)
         ]
-    return torch.stack(counts).sum(0)
+    return torch.stack(logits).sum(0)
 
 
 def best_classes(logits: Tensor) -> Tensor:
