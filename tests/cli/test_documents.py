@@ -164,8 +164,8 @@ def typed(text: str, folder: Path) -> Done:
 
     Where it would do no more than start one of ours, that is a copy of an interpreter that has imported torch.
     """
-    if re.match(r"(python train\.py|lockstep)\b[^$|<>;&*]*$", text):
-        return forked(*shlex.split(text.removeprefix("python ")), cwd=folder)
+    if ours := re.match(r"(?:cd (\w+) && )?(python \w+\.py\b[^$|<>;&*]*|lockstep\b[^$|<>;&*]*)$", text):
+        return forked(*shlex.split(ours[2].removeprefix("python ")), cwd=folder / (ours[1] or "."))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")
 

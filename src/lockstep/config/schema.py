@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.durations import LONGEST
-from lockstep.core.fields import Text, choice, duration, pathname, ranged, ruled
+from lockstep.core.fields import choice, duration, pathname, ranged, ruled
 from lockstep.core.model_card import INTERPOLATIONS
+from lockstep.core.rules import Text
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source

@@ -13,8 +13,9 @@ from torch import nn
 
 from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import Options, ranged, ruled
+from lockstep.core.fields import ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
+from lockstep.core.rules import Options
 from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network
 from lockstep.models.published import published_weights

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import Options, ranged, ruled
+from lockstep.core.fields import ranged, ruled
 from lockstep.core.head import head_parameters
+from lockstep.core.rules import Options
 
 ParamGroups = list[dict[str, Any]]
 # What `optimizer.lr=auto` is multiplied with where a model starts from trained weights (Kolesnikov et al. 2020, "Big
