@@ -46,7 +46,7 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     folder = Path(out) if out is not None else run.path if run is not None else Path()
     if not folder.is_dir():
         raise InputError(f"--out is {folder}, expected a folder that exists")
-    card = TrainedInput.of_card(predictor.card, file.name)
+    card = TrainedInput.of_card(predictor.card)
     source = with_sizes(data_of(run, overrides), card)
     check_data(predictor, source)
     examples = interpolated(source.train() if split == "train" else source.eval(), card.interpolation)

@@ -12,7 +12,6 @@ class TrainedInput:
     """The images of a model's earlier training.
 
     Fields:
-        name: of the weights, for sentences.
         size: side in pixels of what the model saw.
         crop: the central share of a stored image's side that was evaluated.
         mean, std: of each channel, for pixels from 0 to 1.
@@ -20,7 +19,6 @@ class TrainedInput:
         stored: side in pixels of a stored image; None where it is not known.
     """
 
-    name: str
     size: int
     crop: float
     mean: tuple[float, ...]
@@ -29,9 +27,8 @@ class TrainedInput:
     stored: int | None = None
 
     @classmethod
-    def of_card(cls, card: ModelCard, name: str) -> TrainedInput:
+    def of_card(cls, card: ModelCard) -> TrainedInput:
         return cls(
-            name=name,
             size=max(card.input_shape[1:]),
             crop=card.eval_crop,
             mean=card.mean,

@@ -164,10 +164,10 @@ def _optimizer(job: Job) -> Optimizer:
 
 def _trained_input(job: Job) -> TrainedInput | None:
     """What the weights were trained on that the model starts from; None without such, or where nothing says it."""
-    if job.init_from is not None:
+    if job.init_from is not None and not getattr(job.model, "pretrained", False):  # not both, which is refused
         file = checkpoint.weights_file(Path(job.init_from).expanduser())
         if (card := checkpoint.find_card(file)) is not None:
-            return TrainedInput.of_card(card, file.name)
+            return TrainedInput.of_card(card)
     return job.model.trained_input() if job.starts_trained else None
 
 

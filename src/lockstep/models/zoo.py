@@ -105,7 +105,6 @@ class Timm(Network):
         if facts is None or not (facts.hf_hub_id or facts.url):
             return None
         return TrainedInput(
-            name=f"{facts.architecture or self.name}.{facts.tag}" if facts.tag else self.name,
             size=max(facts.input_size[1:]),
             crop=min(1.0, facts.crop_pct or 1.0),
             mean=tuple(facts.mean),
