@@ -23,8 +23,8 @@ RUN = (
     "batch=240",
     "precision=fp64",
     "optimizer=sgd",
-    "train.eval_every=1",
-    "checkpoint.every=1",
+    "train.eval_every=2",
+    "checkpoint.every=100%",
 )
 
 
