@@ -40,6 +40,18 @@ class Strategy(Component, Protocol):
         step.
         """
 
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        """Raise InputError where the strategy cannot work with these parts of a job."""
+
+    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Cut the parameters of a model over the ranks, in place, where the strategy does that. Collective.
+
+        Called for the wrapped model, and for the copy that averages its weights.
+        """
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        """The optimizer over the parameters of a wrapped model."""
+
     def grad_divisor(self, world: World) -> int:
         """By what `reduce` divides the sum of the ranks' gradients."""
 

@@ -7,6 +7,8 @@ scales the loss by the number that the strategy divides the ranks' sum by (`grad
 from lockstep.strategy.allreduce import AllReduce, AllReduceHooks
 from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
+from lockstep.strategy.fsdp import FSDP
 from lockstep.strategy.strict import Strict
+from lockstep.strategy.zero import ZeRO
 
-__all__ = ["DDP", "AllReduce", "AllReduceHooks", "Auto", "DataParallel", "Single", "Strict"]
+__all__ = ["DDP", "FSDP", "AllReduce", "AllReduceHooks", "Auto", "DataParallel", "Single", "Strict", "ZeRO"]

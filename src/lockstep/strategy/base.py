@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
 
@@ -31,6 +32,15 @@ class Single:
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return model
+
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        """Every optimizer works, in any number format."""
+
+    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Nothing to do: each rank has all parameters."""
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        return optimizer.build(model)
 
     def grad_divisor(self, world: World) -> int:
         return world.size

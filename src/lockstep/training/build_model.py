@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,14 +47,20 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
     blank = blank.to(memory_format=job.model.memory_format)
     draws = key_draws(model, blank[:1], job.seed)
+    average = copy.deepcopy(model) if job.train.ema is not None else None
     replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
+    strategy.shard(model, world, precision)
+    ema = None
+    if average is not None and job.train.ema is not None:
+        strategy.shard(average, world, precision)
+        ema = make_ema(model, job.train.ema, average)
     return Network(
         model=model,
         replica=replica,
         forward_keys=draws.of,
-        optimizer=job.optimizer.build(model),
+        optimizer=strategy.build_optimizer(job.optimizer, model, world),
         scaler=precision.scaler(world.device),
-        ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
+        ema=ema,
         notes=draws.notes,
         flops=flops,
         peak=peak if flops else 0.0,

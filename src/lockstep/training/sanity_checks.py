@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import LockstepError, NumericalError
+from lockstep.core.sharding import has_shards, own_part
 from lockstep.core.world import World
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,17 +16,20 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(model: nn.Module) -> Tensor:
     """The sum of all parameters' bits, read as integers: an int64 scalar on their device. One bit changes it."""
-    sums = [each.detach().view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in model.parameters()]
+    tensors = [own_part(each.detach()) for each in model.parameters()]
+    sums = [each.view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in tensors]
     return torch.stack(sums).sum()
 
 
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
     """Compare the weights of all ranks. Collective; every rank gets the same result.
 
+    Of weights that are cut over the ranks there is one copy, and nothing to compare.
+
     Raises:
         LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
     """
-    if world.size == 1:
+    if world.size == 1 or has_shards(model):
         return
     prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     prints[world.rank] = checksum(model)
@@ -47,7 +51,9 @@ def check_finite(model: nn.Module, world: World, step: int) -> None:
 
     Collective, because running statistics may differ between ranks. Waits for the device.
     """
-    tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
+    tensors = [
+        own_part(each.detach()) for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()
+    ]
     broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()
     if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)

@@ -19,7 +19,7 @@ from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
-from lockstep.optim.optimizers import gradient_norm, set_learning_rate
+from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, WindowState
 from lockstep.training.evaluate import evaluate
@@ -133,7 +133,7 @@ class Trainer:
         network.scaler.unscale_(network.optimizer)
         scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
         if self.clip_norm is not None:
-            scalars["optim/grad_norm"] = nn.utils.clip_grad_norm_(network.model.parameters(), self.clip_norm)
+            scalars["optim/grad_norm"] = clip_gradients(network.model, self.clip_norm)
         elif self.plan.due("log", shard.step):
             scalars["optim/grad_norm"] = gradient_norm(network.model)
         network.scaler.step(network.optimizer)
