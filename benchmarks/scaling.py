@@ -75,7 +75,7 @@ class Stepper:
     def step(self) -> None:
         with self.strategy.accumulate(self.replica, True):
             F.cross_entropy(self.replica(self.images), self.labels).backward()
-        self.strategy.reduce(self.replica)
+        self.strategy.reduce(self.replica, 1)
         self.optimizer.step()
         self.optimizer.zero_grad()
 

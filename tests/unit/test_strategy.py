@@ -67,7 +67,7 @@ def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
     for last in (False, True):
         with strategy.accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
-    strategy.reduce(replica)
+    strategy.reduce(replica, 1)
 
 
 @pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
@@ -97,7 +97,7 @@ def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
         with AllReduceHooks().accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
         pending.append(len(replica.pending))
-    AllReduceHooks().reduce(replica)
+    AllReduceHooks().reduce(replica, 1)
     assert pending == [0, 2]
     assert replica.pending == []
 

@@ -8,7 +8,19 @@ from lockstep.strategy.allreduce import AllReduce, AllReduceHooks
 from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
 from lockstep.strategy.fsdp import FSDP
+from lockstep.strategy.local_sgd import LocalSGD
 from lockstep.strategy.strict import Strict
 from lockstep.strategy.zero import ZeRO
 
-__all__ = ["DDP", "FSDP", "AllReduce", "AllReduceHooks", "Auto", "DataParallel", "Single", "Strict", "ZeRO"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "AllReduce",
+    "AllReduceHooks",
+    "Auto",
+    "DataParallel",
+    "LocalSGD",
+    "Single",
+    "Strict",
+    "ZeRO",
+]
