@@ -37,7 +37,7 @@ NORMED = (
     "steps=4",
     "precision=fp64",
 )
-STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero")
+STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate")
 # Shards with other classes have other weights; the last global batch has two examples.
 WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"
 LOSSES = {

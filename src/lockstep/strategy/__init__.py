@@ -4,6 +4,7 @@ Each is a frozen value without state. The result is always the gradient of the g
 scales the loss by the number that the strategy divides the ranks' sum by (`grad_divisor`).
 """
 
+from lockstep.strategy.accelerate import Accelerate
 from lockstep.strategy.allreduce import AllReduce, AllReduceHooks
 from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
@@ -15,6 +16,7 @@ from lockstep.strategy.zero import ZeRO
 __all__ = [
     "DDP",
     "FSDP",
+    "Accelerate",
     "AllReduce",
     "AllReduceHooks",
     "Auto",
