@@ -1,7 +1,9 @@
 """Memory of the strategies: bytes of each rank for a model of 100 M parameters, over gloo, on this machine.
 
-    python benchmarks/memory.py --json memory.json
-    python benchmarks/memory.py --ranks 2 --width 512
+    OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py --json memory.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py --ranks 2 --width 512
+
+Ranks are forked, which a process with NumPy's threads cannot be: hence the variable.
 
 Each strategy takes two steps of AdamW on a batch of blank images, in a gang of ranks of its own. *Counted* are the
 bytes of this rank's parameters, gradients and optimizer state behind the second backward pass, when all three are

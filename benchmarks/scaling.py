@@ -1,7 +1,9 @@
 """Ranks: milliseconds per step of Lockstep's strategies and of plain and hand-tuned DDP, over gloo, on this machine.
 
-    python benchmarks/scaling.py --json scaling.json
-    python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
+    OPENBLAS_NUM_THREADS=1 python benchmarks/scaling.py --json scaling.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
+
+Ranks are forked, which a process with NumPy's threads cannot be: hence the variable.
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
 per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages

@@ -94,8 +94,8 @@ class FSDP(Distributed):
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model whose parameters are gathered together.
 
-    They are the largest ones within one of timm's groups (`group_matcher`), or within a child of a model that has no
-    groups. A single small layer is none: it is gathered with the rest of the model.
+    They are the largest ones within one of timm's groups (`group_matcher`), or the children of a model that has no
+    groups, and of its lists of modules. A single small layer is none: it is gathered with the rest of the model.
     """
     groups = _groups(model)
 
@@ -123,7 +123,9 @@ def _groups(model: nn.Module) -> dict[str, int | str]:
         matcher = cast(Any, model).group_matcher(coarse=False)
         groups: dict[str, int | str] = group_parameters(model, matcher, reverse=True)
         return groups
-    return {name: ".".join(name.split(".")[:2]) for name, _ in model.named_parameters()}
+    lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
+    paths = {name: name.split(".") for name, _ in model.named_parameters()}
+    return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}
 
 
 def _size(module: nn.Module) -> int:
