@@ -49,7 +49,7 @@ def _write(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], 
     )
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(on_host, folder / "model.safetensors")
-    before = [each.name for each in checkpoint.candidates(run_dir.checkpoints)]
+    before = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
         "step": step,

@@ -16,8 +16,8 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(model: nn.Module) -> Tensor:
     """The sum of all parameters' bits, read as integers: an int64 scalar on their device. One bit changes it."""
-    tensors = [own_part(each.detach()) for each in model.parameters()]
-    sums = [each.view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in tensors]
+    tensors = [own_part(parameter.detach()) for parameter in model.parameters()]
+    sums = [tensor.view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums).sum()
 
 
@@ -33,10 +33,10 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
         return
     prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     prints[world.rank] = checksum(model)
-    found = world.sum(prints).tolist()
+    sums_of_ranks = world.sum(prints).tolist()
     # A Counter keeps the order of insertion, so main wins a tie.
-    right = Counter(found).most_common(1)[0][0]
-    wrong = [str(rank) for rank, each in enumerate(found) if each != right]
+    right = Counter(sums_of_ranks).most_common(1)[0][0]
+    wrong = [str(rank) for rank, sums in enumerate(sums_of_ranks) if sums != right]
     if wrong:
         several = len(wrong) > 1
         raise LockstepError(
@@ -51,10 +51,8 @@ def check_finite(model: nn.Module, world: World, step: int) -> None:
 
     Collective, because running statistics may differ between ranks. Waits for the device.
     """
-    tensors = [
-        own_part(each.detach()) for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()
-    ]
-    broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()
+    tensors = [own_part(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+    broken = torch.stack([~tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]).sum()
     if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)
 

@@ -102,7 +102,6 @@ class Trainer:
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                self.telemetry.heard(self.consensus.busy)
                 self.stopping |= stop
                 in_sync = self.plan.in_sync(step)
                 if self.stopping and in_sync and step < self.plan.total_steps:
