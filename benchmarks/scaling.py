@@ -1,10 +1,13 @@
 """Ranks: milliseconds per step of Lockstep's strategies and of plain and hand-tuned DDP, over gloo, on this machine.
 
-    python benchmarks/scaling.py --json scaling.json
-    python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
+    OPENBLAS_NUM_THREADS=1 python benchmarks/scaling.py --json scaling.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
+
+Ranks are forked, which a process with NumPy's threads cannot be: hence the variable.
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
-per rank, in turns. `alone` sends nothing: no contender can be faster. `DDP` is DistributedDataParallel as it comes,
+per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
+weights in every eighth step. `DDP` is DistributedDataParallel as it comes,
 `tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
 The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
 all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.
@@ -34,11 +37,23 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import BasicNet, Timm
-from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Single
+from lockstep.optim import SGD
+from lockstep.precision import FP32
+from lockstep.strategy import DDP, FSDP, Accelerate, AllReduce, AllReduceHooks, LocalSGD, Single, ZeRO
 from lockstep.strategy.ddp import NO_BUFFERS
 from measure import Rows, in_turns, parser, scaled, show, write
 
 BATCH, CLASSES = 128, 10
+PLAN = Plan(
+    examples=BATCH,
+    batch=BATCH,
+    total_steps=10**9,
+    micro_batches=1,
+    log_every=1,
+    eval_every=1,
+    save_every=1,
+    sync_every=8,
+)
 Replicate = Callable[[nn.Module], nn.Module]
 
 
@@ -63,6 +78,7 @@ class Stepper:
     def __init__(
         self, net: str, world: World, strategy: Strategy, replicate: Callable[[nn.Module], nn.Module]
     ) -> None:
+        self.ema, self.taken = None, 0
         make, shape, self.steps = NETS[net]
         torch.manual_seed(world.rank)
         mine = max(1, BATCH // world.size)
@@ -70,14 +86,17 @@ class Stepper:
         torch.manual_seed(0)
         self.model = make()
         self.replica, self.world, self.strategy = replicate(self.model), world, strategy
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+        strategy.shard(self.model, world, FP32())
+        self.optimizer = strategy.build_optimizer(SGD(lr=1e-3), self.model, world)
 
     def step(self) -> None:
         with self.strategy.accumulate(self.replica, True):
             F.cross_entropy(self.replica(self.images), self.labels).backward()
-        self.strategy.reduce(self.replica)
+        self.taken += 1
+        self.strategy.reduce(self.replica, self.taken)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.strategy.end_step(self, self.taken, PLAN)
 
     def __call__(self) -> float:
         self.world.barrier()
@@ -90,12 +109,11 @@ class Stepper:
 
 def contenders(net: str, world: World) -> dict[str, Stepper]:
     """Everyone who takes turns on a network."""
-    plan = Plan(examples=BATCH, batch=BATCH, total_steps=1, micro_batches=1, log_every=1, eval_every=1, save_every=1)
     example = torch.zeros(2, *NETS[net][1])
     made = partial(Stepper, net, world)
 
     def lockstep(strategy: Strategy) -> Stepper:
-        return made(strategy, lambda model: strategy.wrap(model, world, plan, (example,)))
+        return made(strategy, lambda model: strategy.wrap(model, world, PLAN, (example,)))
 
     found = {"alone": made(Single(), lambda model: model)}
     if world.size > 1:
@@ -106,6 +124,10 @@ def contenders(net: str, world: World) -> dict[str, Stepper]:
             "ddp": lockstep(DDP(sync_batchnorm=False)),
             "allreduce": lockstep(AllReduce(sync_batchnorm=False)),
             "allreduce_hooks": lockstep(AllReduceHooks(sync_batchnorm=False)),
+            "accelerate": lockstep(Accelerate(sync_batchnorm=False)),
+            "fsdp": lockstep(FSDP(sync_batchnorm=False)),
+            "zero": lockstep(ZeRO(sync_batchnorm=False)),
+            "local_sgd": lockstep(LocalSGD(sync_batchnorm=False, local_steps=PLAN.sync_every)),
         }
     return found
 

@@ -35,7 +35,7 @@ def prove(*arguments: str, cwd: Path) -> Done:
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_and_a_strict_one_are_those_they_are_compared_with(tmp_path: Path) -> None:
-    some = "single,ddp 2,ddp 2 killed,strict 1,strict 2"
+    some = "single,ddp 2,fsdp 2,ddp 2 killed,fsdp 2 killed,strict 1,strict 2"
     words = ("prove", "--ranks", "2", "--steps", "6")
     done = forked("-c", SOME, some, *words, cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err
@@ -80,6 +80,8 @@ def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> 
         names
     )
     assert {"single", "dp", "strict 1", "strict 2", "strict 4"} < set(names)
+    sharded = cases([2], micro_batches=None, others=("fsdp", "zero"))
+    assert [case.name for case in sharded if case.killed] == ["ddp 2 killed", "fsdp 2 killed", "zero 2 killed"]
     assert [case.name for case in planned if case.killed] == [f"ddp {size} killed" for size in (2, 3, 4)]
     assert {"single x 3", "ddp 2 x 3", "ddp 3 x 3", "ddp 4 x 3"} < set(names)
     assert not any("x" in case.name for case in cases([2], micro_batches=None))

@@ -37,7 +37,7 @@ NORMED = (
     "steps=4",
     "precision=fp64",
 )
-STRATEGIES = ("ddp", "allreduce", "allreduce_hooks")
+STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate")
 # Shards with other classes have other weights; the last global batch has two examples.
 WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"
 # Frozen batch norms keep their statistics; layers are thawed after two steps, and others have rates of their own.
@@ -79,6 +79,8 @@ def cases(folder: Path) -> dict[str, Case]:
         for hook in ("none", "fp16", "bf16", "powersgd")
     }
     found |= {f"loss-{name}": (*BASE, *PLAIN, *words, "strategy=ddp") for name, words in LOSSES.items()}
+    found["local-1"] = (*COMMON, *PLAIN, "strategy=local_sgd", "strategy.local_steps=1")
+    found["local-from"] = (*COMMON, *PLAIN, "strategy=local_sgd", "strategy.local_from=100%")
     tuned = ("strategy.bucket_mb=0.1", "strategy.gradient_as_bucket_view=false", "strategy.static_graph=false")
     found["tuned"] = (*COMMON, *PLAIN, "strategy=ddp", *tuned, "strategy.find_unused_parameters=true")
     return {name: Case(folder / name, overrides) for name, overrides in found.items()}
@@ -185,6 +187,17 @@ def test_a_communication_hook_changes_the_gradients_by_rounding_only(
     # A step along a gradient of at most 5 lowers the loss, which stays above 1, by 0.05 * 5**2 at the most, and a
     # rounding to bfloat16 changes that by 2**-9: in four steps by 0.01. PowerSGD sends plain gradients for ten.
     assert difference == 0 if hook == "powersgd" else 0 < difference < 0.01
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", ["local-1", "local-from"])
+def test_local_sgd_that_averages_gradients_at_each_step_is_the_run_of_ddp(
+    runs: dict[int, dict[str, Path]], name: str, ranks: int
+) -> None:
+    # Log points wait for an average, so the weights at the end are compared.
+    expected, found = weights(runs[1]["plain"]), weights(runs[ranks][name])
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
 
 
 def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, dict[str, Path]]) -> None:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import timm
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from helpers import ROOT
+from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
-from lockstep.strategy import DDP, AllReduce, AllReduceHooks, Auto, DataParallel, Single, Strict
+from lockstep.optim import SGD, Adam, AdamW, Muon, Timm
+from lockstep.precision import BF16, FP16, FP32, FP64, BF16Pure
+from lockstep.strategy import (
+    DDP,
+    FSDP,
+    Accelerate,
+    AllReduce,
+    AllReduceHooks,
+    Auto,
+    DataParallel,
+    LocalSGD,
+    Single,
+    Strict,
+)
 from lockstep.strategy.allreduce import HookedReplica
 from lockstep.strategy.ddp import CommHook
+from lockstep.strategy.fsdp import blocks
 from lockstep.strategy.strict import TreeReplica
+from lockstep.strategy.zero import assign
 
 
 def plan(micro_batches: int = 1) -> Plan:
@@ -62,12 +82,103 @@ def test_auto_takes_all_gpus_or_one_rank() -> None:
     assert Single().ranks(8) == 1
 
 
+def table_of_compositions() -> dict[str, list[str]]:
+    """The table of docs/distributed.md: the cells of each strategy."""
+    text = (ROOT / "docs" / "distributed.md").read_text()
+    lines = text.partition("| strategy | equal to")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+OPTIMIZERS = {"sgd": SGD(), "adam": Adam(), "adamw": AdamW(), "muon": Muon(), "timm": Timm()}
+
+
+@pytest.mark.parametrize("name", table_of_compositions())
+def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: str) -> None:
+    *_, accumulation, optimizers, precisions, _ = table_of_compositions()[name]
+    strategy: Strategy = components.build_option("strategy", name)
+
+    def taken(**parts: object) -> bool:
+        try:
+            strategy.check_parts(**{"optimizer": AdamW(), "precision": FP32(), "micro_batches": 1, **parts})
+        except InputError:
+            return False
+        return True
+
+    documented = set(OPTIMIZERS) if optimizers == "all" else set(re.findall(r"`(\w+)`", optimizers))
+    assert {key for key, optimizer in OPTIMIZERS.items() if taken(optimizer=optimizer)} == documented
+    assert taken(precision=FP16()) == ("`fp16`" not in precisions)
+    assert all(taken(precision=precision) for precision in (FP64(), BF16(), FP32(), BF16Pure()))
+    assert taken(micro_batches="auto") == ("auto" not in accumulation)
+
+
+def test_low_precision_needs_a_format_of_16_bits() -> None:
+    FSDP(low_precision=True).check_parts(AdamW(), BF16(), 1)
+    with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or leave out strategy\.low_"):
+        FSDP(low_precision=True).check_parts(AdamW(), FP32(), 1)
+    (note,) = FSDP(low_precision=True).notes(nn.Linear(2, 2), world(2), plan())
+    assert "norms and residuals in 16 bits" in note
+
+
+def test_local_steps_are_said_to_be_another_run() -> None:
+    several, normed = LocalSGD(local_steps=4).notes(nn.BatchNorm1d(2), world(2), plan())
+    assert "strategy.local_steps=4: ranks train on their own" in several
+    assert "strategy.sync_batchnorm=false makes it local" in normed
+    assert LocalSGD(local_steps=1).notes(nn.Linear(2, 2), world(2), plan()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "override"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "precision=bf16"),
+        ("ACCELERATE_USE_FSDP", "true", "strategy=fsdp"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "train.micro_batches=N"),
+    ],
+)
+def test_what_accelerate_launch_asks_for_besides_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, override: str
+) -> None:
+    Accelerate().check(2, "cpu")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"asks for {name}={value}, but .* use {override}"):
+        Accelerate().check(2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "blocks_of_it"),
+    [
+        ("test_vit", [f"blocks.{number}" for number in range(6)]),
+        ("test_resnet", ["conv1", *(f"layer{number}" for number in range(1, 5))]),
+    ],
+)
+def test_the_blocks_of_a_timm_model_are_its_groups(model: str, blocks_of_it: list[str]) -> None:
+    built = timm.create_model(model, num_classes=10)
+    names = {module: name for name, module in built.named_modules()}
+    assert [names[block] for block in blocks(built)] == blocks_of_it
+
+
+def test_without_groups_blocks_are_children_and_large_layers() -> None:
+    block, large = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(512, 512)
+    model = nn.Sequential(nn.ModuleList([block]), nn.Linear(2, 2), large)
+    assert list(blocks(model)) == [block, large]
+
+
+def test_parameters_go_to_the_rank_that_has_least() -> None:
+    parameters = [torch.zeros(size) for size in (1, 5, 3, 4)]
+    assert list(assign(parameters, 2).values()) == [
+        0,
+        0,
+        1,
+        1,
+    ]
+
+
 def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
     """Forward and backward of two micro-batches of one example, and the reduction behind them."""
     for last in (False, True):
         with strategy.accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
-    strategy.reduce(replica)
+    strategy.reduce(replica, 1)
 
 
 @pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
@@ -97,7 +208,7 @@ def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
         with AllReduceHooks().accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
         pending.append(len(replica.pending))
-    AllReduceHooks().reduce(replica)
+    AllReduceHooks().reduce(replica, 1)
     assert pending == [0, 2]
     assert replica.pending == []
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.reading import (
     restore,
     weights_file,
 )
-from lockstep.checkpoint.staging import HostCopies
+from lockstep.checkpoint.staging import HostCopies, gathered
 from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text, read_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 
@@ -36,6 +36,7 @@ __all__ = [
     "difference",
     "find_card",
     "find_corruption",
+    "gathered",
     "latest_valid",
     "load",
     "load_newest",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core import log
+from lockstep.core.sharding import ShardedOptimizer, part_like
 
 STATE_AND_GROUPS = frozenset({"state", "param_groups"})
 
@@ -38,9 +39,13 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     Raises:
         ValueError, TypeError, LookupError, AttributeError: the state is not one of this optimizer for this model.
     """
+    every_name = _names(optimizer, model)
+    optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
     names = _names(optimizer, model)
     examples, counters = _expected_state(optimizer)
-    state = _check_state(saved["state"], dict(zip(names, examples, strict=True)))
+    elsewhere = set(every_name) - set(names)  # other ranks step these, and have their state
+    saved_here = {name: entries for name, entries in saved["state"].items() if name not in elsewhere}
+    state = _check_state(saved_here, dict(zip(names, examples, strict=True)))
     groups_before = {name: group for group in saved["param_groups"] for name in group["params"]}
     numbered = optimizer.state_dict()
     for group in numbered["param_groups"]:
@@ -115,7 +120,7 @@ def _check_value(name: str, example: Any, saved: Any) -> Any:
         ValueError: the saved value does not have the example's type or shape.
     """
     same = type(saved) is type(example)
-    if isinstance(example, Tensor) and same:
+    if isinstance(example, Tensor) and isinstance(saved, Tensor):
         same = saved.shape == example.shape and saved.layout == example.layout
         same = same and saved.is_floating_point() == example.is_floating_point()
     elif isinstance(example, (list, tuple)) and same:
@@ -123,7 +128,7 @@ def _check_value(name: str, example: Any, saved: Any) -> Any:
     if not same:
         raise ValueError(f"the optimizer's {name} is {_described(saved)}, expected {_described(example)}")
     if isinstance(example, Tensor):
-        return example.copy_(saved)
+        return example.copy_(part_like(example, saved))
     if isinstance(example, (list, tuple)):
         return type(example)(_check_value(name, *pair) for pair in zip(example, saved, strict=True))
     return saved

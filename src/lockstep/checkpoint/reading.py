@@ -30,6 +30,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.head import head_parameters
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
+from lockstep.core.sharding import load_whole
 
 SHOWN = 4  # the most differences between two runs that an error lists
 
@@ -231,10 +232,10 @@ def restore(
         raise InputError(f"resume: {loaded.path} has no averaged weights; use train.ema=null")
     try:
         restore_optimizer(optimizer, model, loaded.state["optimizer"])
-        model.load_state_dict(loaded.model)
+        load_whole(model, loaded.model)
         _restore_scaler(scaler, loaded.state["scaler"])
         if ema is not None and loaded.ema is not None:
-            ema.module.load_state_dict(loaded.ema)
+            load_whole(ema.module, loaded.ema)
             ema.n_averaged.fill_(loaded.state["ema_updates"])
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"resume: {loaded.path} does not fit this model ({error})") from error

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.sharding import is_sharded, whole
+
 ALIGNMENT = 16  # bytes; more than any dtype needs
 
 
@@ -43,6 +45,21 @@ class HostCopies:
         if tensors and tensors[0].is_cuda:
             torch.cuda.current_stream(tensors[0].device).synchronize()
         return copies
+
+
+def gathered(tree: Any, *, keep: bool) -> Any:
+    """`tree`, of dicts and lists, with each tensor that is cut over the ranks whole, in host memory. Collective.
+
+    One tensor at a time is whole on a device, and only ranks that `keep` the result hold more than one.
+    """
+
+    def gather(tensor: Tensor) -> Tensor:
+        if not is_sharded(tensor):
+            return tensor
+        full = whole(tensor)
+        return full.cpu() if keep else tensor
+
+    return map_tensors(tree, gather)
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.staging import HostCopies, map_tensors, with_own_storage
+from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
@@ -121,7 +121,16 @@ class Checkpointer:
         scaler: torch.amp.GradScaler,
         progress: Mapping[str, Any],
     ) -> None:
-        """Copy the state to host memory, then write it in the background. Waits for the previous write."""
+        """Copy the state to host memory, then write it in the background. Waits for the previous write.
+
+        Collective where the state is cut over the ranks.
+        """
+        tensors = {MODEL: model.state_dict()}
+        state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
+        if ema is not None:
+            tensors[EMA] = ema.module.state_dict()
+            state["ema_updates"] = int(ema.n_averaged)
+        tensors, state = gathered([tensors, state], keep=self.writes)
         if not self.writes:
             return
         self.wait()
@@ -129,11 +138,6 @@ class Checkpointer:
         if self.unexported is not None:  # their save failed, and `copies` is about to reuse their memory
             copies = {name: tensor.clone() for name, tensor in self.unexported.tensors.items()}
             self.unexported = replace(self.unexported, tensors=copies)
-        tensors = {MODEL: model.state_dict()}
-        state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
-        if ema is not None:
-            tensors[EMA] = ema.module.state_dict()
-            state["ema_updates"] = int(ema.n_averaged)
         tensors, state = self.copies.of([tensors, state])
         scored = EMA if ema is not None else MODEL
         weights = {

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,15 +27,20 @@ from torch import Tensor
 
 from lockstep.checkpoint import MODEL, latest_valid
 from lockstep.config import components, composition
+from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.protocols import Strategy
 from lockstep.core.run_dir import RunDir
+from lockstep.precision import FP64
 from lockstep.runtime.signals import PARENT
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 # So many micro-batches more than the user's config has are tried too: uneven on most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
+# Those whose state is cut over the ranks are killed and resumed too.
+KILLED = frozenset({"fsdp", "zero"})
 # Of every run, behind the user's overrides.
 COMMON = (
     "precision=fp64",
@@ -84,7 +89,8 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     """
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
-    planned = cases(_sizes(ranks), micro_batches=_several(overrides))
+    job = components.build_job(composition.composed([*overrides, "name=prove"]))
+    planned = cases(_sizes(ranks), micro_batches=_several(job), others=_strategies(job))
     common = [*COMMON, f"steps={steps}"]
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
@@ -106,10 +112,13 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     shutil.rmtree(folder)
 
 
-def cases(sizes: list[int], *, micro_batches: int | None) -> list[Case]:
+def cases(
+    sizes: list[int], *, micro_batches: int | None, others: Sequence[str] = ("allreduce", "allreduce_hooks")
+) -> list[Case]:
     """What is run on how many ranks (`sizes`, all above one), each behind the run it is compared with.
 
-    `micro_batches` is another number of them than the user's config has; None where it makes another run.
+    `micro_batches` is another number of them than the user's config has; None where it makes another run. `others`
+    are the strategies besides `ddp` that take the job.
     """
 
     def cut_too(case: Case) -> list[Case]:
@@ -124,10 +133,11 @@ def cases(sizes: list[int], *, micro_batches: int | None) -> list[Case]:
     for ranks in sizes:
         on = f"launcher.ranks={ranks}"
         planned += cut_too(Case(f"ddp {ranks}", ("strategy=ddp", on), "single"))
-        for strategy in ("allreduce", "allreduce_hooks"):
+        for strategy in others:
             planned.append(Case(f"{strategy} {ranks}", (f"strategy={strategy}", on), "single"))
-        killed = ("strategy=ddp", on, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
-        planned.append(Case(f"ddp {ranks} killed", killed, f"ddp {ranks}", exact=True, killed=True))
+        for strategy in ("ddp", *(name for name in others if name in KILLED)):
+            killed = (f"strategy={strategy}", on, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
+            planned.append(Case(f"{strategy} {ranks} killed", killed, f"{strategy} {ranks}", exact=True, killed=True))
     planned.append(Case("strict 1", ("repro=strict", "launcher.ranks=1"), "strict 1"))
     for ranks in (size for size in sizes if size != 3):
         planned.append(Case(f"strict {ranks}", ("repro=strict", f"launcher.ranks={ranks}"), "strict 1", exact=True))
@@ -159,9 +169,23 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
     return torch.cat([outcome.weights[name].flatten() for name in names])
 
 
-def _several(overrides: list[str]) -> int | None:
-    """Another number of micro-batches for the user's config; None where there is none that keeps the run the same."""
-    job = components.build_job(composition.composed([*overrides, "name=prove"]))
+def _strategies(job: Job) -> list[str]:
+    """The strategies besides `ddp` whose runs are equal, and that are installed and take the job's optimizer."""
+    fitting = []
+    for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate"):
+        strategy: Strategy = components.build_option("strategy", name)
+        try:
+            strategy.check(2, "cpu")
+            strategy.check_parts(job.optimizer, FP64(), job.train.micro_batches)
+        except InputError as error:
+            log.console.print(f"  without {name}: {error}", soft_wrap=True)
+        else:
+            fitting.append(name)
+    return fitting
+
+
+def _several(job: Job) -> int | None:
+    """Another number of micro-batches for a job; None where there is none that keeps the run the same."""
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):

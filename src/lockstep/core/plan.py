@@ -49,7 +49,8 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
 class Plan:
     """The run in steps, counted from 1.
 
-    `save_every_s` is set where checkpoints go by the clock; only the last step is then due by its number.
+    `save_every_s` is set where checkpoints go by the clock; only the last step is then due by its number. Events fall
+    on multiples of `sync_every`, and on the last step.
     """
 
     examples: int
@@ -60,6 +61,7 @@ class Plan:
     eval_every: int
     save_every: int
     save_every_s: float | None = None
+    sync_every: int = 1
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
@@ -70,6 +72,10 @@ class Plan:
         """Whether `event` falls on `step`. Everything falls on the last step."""
         every: int = getattr(self, f"{event}_every")
         return step == self.total_steps or step % every == 0
+
+    def in_sync(self, step: int) -> bool:
+        """Whether all ranks have the same state after `step`, so that the run may be stopped, saved or looked at."""
+        return step == self.total_steps or step % self.sync_every == 0
 
     def epoch(self, step: int) -> int:
         """The epoch, counted from 0, that `step` belongs to."""
@@ -90,6 +96,7 @@ def make_plan(
     log_every: int | str,
     eval_every: int | str,
     save_every: int | str,
+    sync_every: int = 1,
 ) -> Plan:
     """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
 
@@ -109,7 +116,8 @@ def make_plan(
     total = total_steps if total_steps is not None else epochs * per_epoch
 
     def every(key: str, value: int | str) -> int:
-        return max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
+        period = max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
+        return math.ceil(period / sync_every) * sync_every
 
     timed = is_timed(save_every)
     return Plan(
@@ -121,4 +129,5 @@ def make_plan(
         eval_every=every("train.eval_every", eval_every),
         save_every=total if timed else every("checkpoint.every", save_every),
         save_every_s=seconds("checkpoint.every", save_every) if timed else None,
+        sync_every=sync_every,
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.core.component import Component
 from lockstep.core.observer import Observer, RunInfo
@@ -28,6 +29,10 @@ Entry = Callable[[Path], None]
 class Strategy(Component, Protocol):
     """How the gradients of several ranks or devices become one update. Holds no state of a run."""
 
+    @property
+    def sync_every(self) -> int:
+        """The steps from one at whose end all ranks have the same state to the next."""
+
     def ranks(self, gpus: int) -> int:
         """The number of ranks to use where the user named none, on a machine with `gpus` GPUs."""
 
@@ -41,17 +46,48 @@ class Strategy(Component, Protocol):
         step.
         """
 
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        """Raise InputError where the strategy cannot work with these parts of a job."""
+
+    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Cut the parameters of a model over the ranks, in place, where the strategy does that. Collective.
+
+        Called for the wrapped model, and for the copy that averages its weights.
+        """
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        """The optimizer over the parameters of a wrapped model."""
+
     def grad_divisor(self, world: World) -> int:
         """By what `reduce` divides the sum of the ranks' gradients."""
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
 
-    def reduce(self, replica: nn.Module) -> None:
+    def reduce(self, replica: nn.Module, step: int) -> None:
         """Called after the last backward: leaves each rank the sum over the ranks, divided by `grad_divisor`."""
+
+    def end_step(self, trained: Trained, step: int, plan: Plan) -> None:
+        """Called after the optimizer's step. Where `plan.in_sync`, all ranks have the same state afterwards."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: where equal runs end, what holds it back."""
+
+
+class Trained(Protocol):
+    """What a training step changes."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def replica(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+
+    @property
+    def ema(self) -> AveragedModel | None: ...
 
 
 class Precision(Component, Protocol):

@@ -109,6 +109,7 @@ def check_job(job: Job) -> None:
     """Check all that can be checked without the data. One error has everything that is wrong."""
     single: list[Callable[[], None]] = [
         lambda: job.strategy.check(int(job.launcher.ranks), job.device),
+        lambda: job.strategy.check_parts(job.optimizer, job.precision, job.train.micro_batches),
         lambda: job.precision.check(job.device),
         job.model.check,
         lambda: _check_crop(job),

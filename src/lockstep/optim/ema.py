@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lockstep.core.sharding import own_part
+
 
 class EMA(AveragedModel):
     """An exponential moving average of a model's parameters and buffers.
@@ -14,11 +16,16 @@ class EMA(AveragedModel):
     collects the tensors again at each step, and copies its counter to the device, which waits for the device.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        super().__init__(model, use_buffers=True)
+    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None) -> None:
+        super().__init__(model if copy is None else nn.Identity(), use_buffers=True)
+        if copy is not None:
+            self.module = copy
         self.decay = decay
-        averages, sources = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
-        pairs = [(average.detach(), source.detach()) for average, source in zip(averages, sources, strict=True)]
+        averages, sources = (
+            [own_part(tensor.detach()) for tensor in (*module.parameters(), *module.buffers())]
+            for module in (self.module, model)
+        )
+        pairs = list(zip(averages, sources, strict=True))
         self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
         self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
 
@@ -31,6 +38,9 @@ class EMA(AveragedModel):
         self.n_averaged += 1
 
 
-def make_ema(model: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of the model's parameters and buffers; the first update copies them."""
-    return EMA(model, decay)
+def make_ema(model: nn.Module, decay: float, copy: nn.Module | None = None) -> AveragedModel:
+    """An exponential moving average of the model's parameters and buffers; the first update copies them.
+
+    The average is kept in `copy`, which is cut over the ranks as `model` is; without one in a deep copy of `model`.
+    """
+    return EMA(model, decay, copy)

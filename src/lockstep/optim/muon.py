@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
+from lockstep.core.update_scope import UpdateScope
 from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 
@@ -39,6 +40,7 @@ class Muon(OptimizerOption):
     sgd_momentum: float = ranged(0.9, least=0, below=1)
     iterations: int = ranged(5, least=1, most=20)
     fixed_norm: bool = False
+    scope: ClassVar[UpdateScope] = UpdateScope.parameter
 
     @property
     def usual(self) -> UsualRate:

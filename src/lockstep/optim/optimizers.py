@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.head import head_parameters
 from lockstep.core.rules import Options
+from lockstep.core.sharding import is_sharded, whole
+from lockstep.core.update_scope import UpdateScope
 
 ParamGroups = list[dict[str, Any]]
 # What `optimizer.lr=auto` is multiplied with where a model starts from trained weights (Kolesnikov et al. 2020, "Big
@@ -61,6 +63,8 @@ class OptimizerOption(ABC):
     weight_decay: float = ranged(0.0, least=0, most=1e6)
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
+    scope: ClassVar[UpdateScope] = UpdateScope.model
+    """What the update of a number depends on."""
 
     @property
     def usual(self) -> UsualRate:
@@ -150,6 +154,7 @@ class SGD(OptimizerOption):
 
     momentum: float = ranged(0.9, least=0, below=1)
     nesterov: bool = False
+    scope: ClassVar[UpdateScope] = UpdateScope.element
 
     @property
     def usual(self) -> UsualRate:
@@ -163,7 +168,9 @@ class SGD(OptimizerOption):
             )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
+        options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov}
+        # The fused kernel takes no tensors that are cut over the ranks; the others take them in a few calls.
+        options["foreach" if is_sharded(groups[0]["params"][0]) else "fused"] = True
         optimizer = direct(torch.optim.SGD)(groups, **options)
         if self.momentum:
             # torch allocates the momenta at the first step, and leaves them uninitialised if a loss scaler skips that
@@ -179,6 +186,7 @@ class Adam(OptimizerOption):
 
     betas: list[float] = ranged([0.9, 0.999], least=0, below=1)
     eps: float = ranged(1e-8, least=0, most=1e3)
+    scope: ClassVar[UpdateScope] = UpdateScope.element
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
@@ -282,4 +290,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm over all gradients, as a scalar on the device."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return nn.utils.get_total_norm(gradients)
+    return whole(nn.utils.get_total_norm(gradients))
+
+
+def clip_gradients(model: nn.Module, largest: float) -> Tensor:
+    """Scale all gradients together, so that their L2 norm is at most `largest`; returns the norm before it."""
+    norm = gradient_norm(model)
+    nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
+    return norm

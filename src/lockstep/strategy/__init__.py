@@ -4,9 +4,25 @@ Each is a frozen value without state. The result is always the gradient of the g
 scales the loss by the number that the strategy divides the ranks' sum by (`grad_divisor`).
 """
 
+from lockstep.strategy.accelerate import Accelerate
 from lockstep.strategy.allreduce import AllReduce, AllReduceHooks
 from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
+from lockstep.strategy.fsdp import FSDP
+from lockstep.strategy.local_sgd import LocalSGD
 from lockstep.strategy.strict import Strict
+from lockstep.strategy.zero import ZeRO
 
-__all__ = ["DDP", "AllReduce", "AllReduceHooks", "Auto", "DataParallel", "Single", "Strict"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "Accelerate",
+    "AllReduce",
+    "AllReduceHooks",
+    "Auto",
+    "DataParallel",
+    "LocalSGD",
+    "Single",
+    "Strict",
+    "ZeRO",
+]

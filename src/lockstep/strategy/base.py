@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Optimizer, Precision, Trained
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
 
@@ -19,6 +20,10 @@ from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchno
 @dataclass(frozen=True, kw_only=True)
 class Single:
     """One rank on one device. The base class of the others, which override only what differs."""
+
+    @property
+    def sync_every(self) -> int:
+        return 1
 
     def ranks(self, gpus: int) -> int:
         return 1
@@ -32,14 +37,26 @@ class Single:
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return model
 
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        """Every optimizer works, in any number format."""
+
+    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Nothing to do: each rank has all parameters."""
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        return optimizer.build(model)
+
     def grad_divisor(self, world: World) -> int:
         return world.size
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reduce(self, replica: nn.Module) -> None:
+    def reduce(self, replica: nn.Module, step: int) -> None:
         """Nothing to do: there is only one gradient."""
+
+    def end_step(self, trained: Trained, step: int, plan: Plan) -> None:
+        """Nothing to do: every step leaves all ranks the same state."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if plan.micro_batches > 1 and has_batchnorm(model):

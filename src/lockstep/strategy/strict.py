@@ -131,7 +131,7 @@ class Strict(Single):
         assert isinstance(replica, TreeReplica)
         return _adding_shard(replica)
 
-    def reduce(self, replica: nn.Module) -> None:
+    def reduce(self, replica: nn.Module, step: int) -> None:
         assert isinstance(replica, TreeReplica)
         replica.finish()
 

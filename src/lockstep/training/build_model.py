@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -49,8 +50,14 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     draws = key_draws(model, blank[:1], job.seed)
     if until is None:
         freeze_for_good(model, frozen)
+    average = copy.deepcopy(model) if job.train.ema is not None else None
     replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
-    optimizer = job.optimizer.build(model)
+    strategy.shard(model, world, precision)
+    ema = None
+    if average is not None and job.train.ema is not None:
+        strategy.shard(average, world, precision)
+        ema = make_ema(model, job.train.ema, average)
+    optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)
     freezing.begin(step=1)
     return Network(
@@ -61,7 +68,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
         optimizer=optimizer,
         freezing=freezing,
         scaler=precision.scaler(world.device),
-        ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
+        ema=ema,
         notes=[*notes, *draws.notes],
         flops=flops,
         peak=peak if flops else 0.0,

@@ -8,6 +8,7 @@ import shutil
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.core import log
@@ -17,7 +18,7 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.training.trainer import Trainer
 
 
-def keep(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
+def keep(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
     """Write the global batch of the first bad step, as stored, and the present weights.
 
     `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to the
@@ -25,7 +26,7 @@ def keep(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
     ends with its own error, and no half of an `incident/` stays.
     """
     try:
-        _write(error, trainer, run_dir)
+        _write(error, trainer, weights, run_dir)
     except (
         OSError,
         RuntimeError,
@@ -37,7 +38,7 @@ def keep(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
         shutil.rmtree(run_dir.incident, ignore_errors=True)
 
 
-def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
+def _write(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
     step = error.step or trainer.progress.step
     batch = trainer.loader.global_batch(step)
     folder = run_dir.incident
@@ -46,10 +47,8 @@ def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
         {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()},
         folder / "batch.pt",
     )
-    weights = {
-        name: tensor.detach().cpu().contiguous() for name, tensor in trainer.network.model.state_dict().items()
-    }
-    save_file(weights, folder / "model.safetensors")
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(on_host, folder / "model.safetensors")
     before = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),

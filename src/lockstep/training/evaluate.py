@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import VIEWS
 from lockstep.core.protocols import Precision
+from lockstep.core.sharding import has_shards
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
@@ -52,6 +53,8 @@ def evaluate(
         scores.update(logits, labels)
         between()
     for _ in range(loader.eval_rounds_without):
+        if has_shards(model):  # its forward pass gathers them on every rank
+            logits_of(model, loader.eval_image(), pipeline=pipeline, precision=precision, views=views)
         scores.update_without()
         between()
     model.train(training)

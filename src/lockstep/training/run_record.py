@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.schema import Job
 from lockstep.core.errors import NumericalError, StorageError
@@ -33,7 +34,8 @@ class NoRecord:
         """Write how far the run came, if it ends before its last step."""
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
-        """Keep the batch and the weights behind a loss that is not finite."""
+        """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
+        gathered(trainer.network.model.state_dict(), keep=False)
 
     def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
         """Write how the run ended, and show it."""
@@ -86,7 +88,8 @@ class RunRecord(NoRecord):
             self.run_dir.write_summary(step=progress.step, best=progress.best, best_step=progress.best_step)
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
-        crash_dump.keep(error, trainer, self.run_dir)
+        weights = gathered(trainer.network.model.state_dict(), keep=True)
+        crash_dump.keep(error, trainer, weights, self.run_dir)
 
     def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started

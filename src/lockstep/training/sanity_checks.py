@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import LockstepError, NumericalError
+from lockstep.core.sharding import has_shards, own_part
 from lockstep.core.world import World
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -15,20 +16,20 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(model: nn.Module) -> Tensor:
     """The sum of all parameters' bits, read as integers: an int64 scalar on their device. One bit changes it."""
-    sums = [
-        parameter.detach().view(_WORDS[parameter.element_size()]).sum(dtype=torch.int64)
-        for parameter in model.parameters()
-    ]
+    tensors = [own_part(parameter.detach()) for parameter in model.parameters()]
+    sums = [tensor.view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums).sum()
 
 
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
     """Compare the weights of all ranks. Collective; every rank gets the same result.
 
+    Of weights that are cut over the ranks there is one copy, and nothing to compare.
+
     Raises:
         LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
     """
-    if world.size == 1:
+    if world.size == 1 or has_shards(model):
         return
     prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     prints[world.rank] = checksum(model)
@@ -50,8 +51,8 @@ def check_finite(model: nn.Module, world: World, step: int) -> None:
 
     Collective, because running statistics may differ between ranks. Waits for the device.
     """
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    broken = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum()
+    tensors = [own_part(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+    broken = torch.stack([~tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]).sum()
     if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)
 

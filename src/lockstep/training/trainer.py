@@ -19,7 +19,7 @@ from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
-from lockstep.optim.optimizers import gradient_norm, set_learning_rate
+from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, WindowState
 from lockstep.training.evaluate import evaluate
@@ -50,7 +50,8 @@ class Trainer:
     """Trains a network by a plan.
 
     All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks. `cuts_steps`
-    says whether that may be within a step, which is then undone.
+    says whether that may be within a step, which is then undone. `stopping` is set once a stop was asked for, and
+    acted on where the plan has the ranks in sync.
     """
 
     world: World
@@ -72,6 +73,7 @@ class Trainer:
     clip_norm: float | None = None
     cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
+    stopping: bool = False
     consensus: StopConsensus = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,9 +102,11 @@ class Trainer:
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                if stop and step < self.plan.total_steps:
+                self.stopping |= stop
+                in_sync = self.plan.in_sync(step)
+                if self.stopping and in_sync and step < self.plan.total_steps:
                     raise StopNow
-                if improved or overdue or self.plan.due("save", step):
+                if improved or (overdue and in_sync) or self.plan.due("save", step):
                     self.save()
         except StopNow:
             if self.stop.force or not self.stop.begun:
@@ -129,11 +133,11 @@ class Trainer:
             self.telemetry.record(loss.detach(), logits.detach(), micro, images)
             if not last and self.consensus.can_wait:
                 self.between()
-        self.strategy.reduce(network.replica)
+        self.strategy.reduce(network.replica, shard.step)
         network.scaler.unscale_(network.optimizer)
         scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
         if self.clip_norm is not None:
-            scalars["optim/grad_norm"] = nn.utils.clip_grad_norm_(network.model.parameters(), self.clip_norm)
+            scalars["optim/grad_norm"] = clip_gradients(network.model, self.clip_norm)
         elif self.plan.due("log", shard.step):
             scalars["optim/grad_norm"] = gradient_norm(network.model)
         network.scaler.step(network.optimizer)
@@ -141,6 +145,7 @@ class Trainer:
         network.optimizer.zero_grad(set_to_none=True)
         if network.ema is not None:
             network.ema.update_parameters(network.model)
+        self.strategy.end_step(network, shard.step, self.plan)
         return scalars
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
@@ -205,7 +210,7 @@ class Trainer:
             StopNow: on every rank, if one was asked to stop.
         """
         self.heartbeat()
-        if self.world.any(self.stop.requested):
+        if self.world.any(self.stop.requested) and self.plan.in_sync(self.progress.step):
             raise StopNow
 
     @contextmanager

@@ -193,6 +193,11 @@ class Loader:
             self._mark_broken(broken, self.eval_labels)
             yield images, self.eval_labels[block.start : block.stop]
 
+    def eval_image(self) -> Tensor:
+        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass whose result nobody needs."""
+        images, _ = next(iter(self.eval_feed([(0, torch.arange(1))])))
+        return images
+
     @property
     def eval_rounds_without(self) -> int:
         """How many blocks the first rank has more than this one: 0 or 1."""

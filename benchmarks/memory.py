@@ -1,0 +1,123 @@
+"""Memory of the strategies: bytes of each rank for a model of 100 M parameters, over gloo, on this machine.
+
+    OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py --json memory.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py --ranks 2 --width 512
+
+Ranks are forked, which a process with NumPy's threads cannot be: hence the variable.
+
+Each strategy takes two steps of AdamW on a batch of blank images, in a gang of ranks of its own. *Counted* are the
+bytes of this rank's parameters, gradients and optimizer state behind the second backward pass, when all three are
+there. *Peak* is the most that the operating system has seen resident (`ru_maxrss`), less what was resident before the
+model: it has the activations, the buffers of the collectives and the copy of the whole model from which it is cut.
+Both are the most of any rank.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.config import components
+from lockstep.core.plan import Plan
+from lockstep.core.process_group import join
+from lockstep.core.protocols import Strategy
+from lockstep.core.run_dir import RunDir
+from lockstep.core.sharding import own_part
+from lockstep.launcher.spawn import Spawn
+from lockstep.optim import AdamW
+from lockstep.precision import FP32
+from measure import Rows, parser, show, write
+
+STRATEGIES = ("ddp", "zero", "fsdp")
+LAYERS, CLASSES, BATCH = 4, 10, 8
+PLAN = Plan(examples=BATCH, batch=BATCH, total_steps=2, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+
+
+def network(width: int) -> nn.Module:
+    """`LAYERS` square layers of `width`, which have nearly all parameters, behind images of one by `width` pixels."""
+    hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, CLASSES))
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Parameters, gradients and optimizer state of this rank."""
+    for parameter in model.parameters():
+        yield own_part(parameter.detach())
+        if parameter.grad is not None:
+            yield own_part(parameter.grad)
+    for entries in optimizer.state.values():
+        yield from (own_part(value) for value in entries.values() if isinstance(value, Tensor))
+
+
+def resident() -> int:
+    """The most bytes that this process has had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def rank_entry(folder: Path) -> None:
+    """What each rank does; the first one leaves the figures in GB."""
+    name, width = json.loads(Path(folder, "asked.json").read_text())
+    strategy: Strategy = components.build_option("strategy", name)
+    with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
+        before = resident()
+        model, example = network(width), torch.zeros(2, 1, 1, width)
+        replica = strategy.wrap(model, world, PLAN, (example,))
+        strategy.shard(model, world, FP32())
+        optimizer = strategy.build_optimizer(AdamW(), model, world)
+        for step in (1, 2):
+            optimizer.zero_grad()
+            images, labels = torch.zeros(BATCH // world.size, 1, 1, width), torch.zeros(BATCH // world.size).long()
+            with strategy.accumulate(replica, True):
+                F.cross_entropy(replica(images), labels).backward()
+            strategy.reduce(replica, step)
+            if step == 2:
+                counted = sum(tensor.nbytes for tensor in tensors(model, optimizer))
+            optimizer.step()
+        figures = world.gather((counted / 1e9, (resident() - before) / 1e9))
+        if world.is_main:
+            most = [max(column) for column in zip(*figures, strict=True)]
+            Path(folder, "found.json").write_text(json.dumps(most))
+
+
+def exit_as_rank(folder: Path) -> None:
+    """How the spawn launcher calls a rank."""
+    rank_entry(folder)
+    sys.exit(0)
+
+
+def measured(ranks: int, width: int) -> Rows:
+    """GB of each strategy on so many ranks: counted, and at the peak."""
+    found: Rows = {}
+    for name in STRATEGIES:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "asked.json").write_text(json.dumps([name, width]))
+            Spawn(ranks=ranks, threads=1).run(rank_entry, RunDir.at(Path(folder)))
+            counted, peak = json.loads(Path(folder, "found.json").read_text())
+        found[name] = {"counted": counted, "peak": peak}
+    return found
+
+
+def main() -> None:
+    options = parser(__doc__, repeats=1)
+    options.add_argument("--ranks", type=int, nargs="+", default=[2])
+    options.add_argument("--width", type=int, default=5000)
+    arguments = options.parse_args()
+    tables: dict[str, Rows] = {}
+    for ranks in arguments.ranks:
+        parameters = sum(each.numel() for each in network(arguments.width).parameters())
+        title = f"{ranks} ranks, {parameters / 1e6:.1f} M parameters, GB per rank"
+        tables[title] = measured(ranks, arguments.width)
+        show(title, tables[title])
+    write(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Hugging Face Accelerate: it prepares the model and the optimizer; the data and the loop are Lockstep's.
+
+So a run is that of `ddp`: Accelerate cuts no batch, pads no shard, and steps no schedule.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Optimizer
+from lockstep.core.world import World
+from lockstep.strategy.base import Distributed, rehearse
+
+# What `accelerate launch` and its config file may ask for in the environment, the words that ask for nothing, and the
+# override that asks for the same here.
+CHOICES = {
+    "ACCELERATE_MIXED_PRECISION": (("", "no"), "precision=bf16"),
+    "ACCELERATE_DYNAMO_BACKEND": (("", "no"), "model.compile=true"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("", "1"), "train.micro_batches=N"),
+    "ACCELERATE_USE_FSDP": (("", "false"), "strategy=fsdp"),
+    "ACCELERATE_USE_DEEPSPEED": (("", "false"), "strategy=zero"),
+    "ACCELERATE_USE_MEGATRON_LM": (("", "false"), "strategy=fsdp"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerate(Distributed):
+    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too."""
+
+    def check(self, ranks: int, device: str) -> None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise InputError(
+                "strategy=accelerate needs the package accelerate, which is not installed; install it with pip "
+                "install 'lockstep[accelerate]', or use strategy=ddp"
+            )
+        for name, (nothing, override) in CHOICES.items():
+            value = os.environ.get(name, "")
+            if value.lower() not in nothing:
+                raise InputError(
+                    f"accelerate asks for {name}={value}, but a run is what its config says; use {override}, and "
+                    "leave it out of `accelerate launch` and `accelerate config`"
+                )
+
+    def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
+        replica: nn.Module = accelerator(example[0].device).prepare_model(model, device_placement=False)
+        rehearse(replica, example, passes=2)  # DDP rebuilds its buckets, see `DDP.replicate`
+        return replica
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        built = optimizer.build(model)
+        if world.size == 1:
+            return built
+        prepared: torch.optim.Optimizer = accelerator(world.device).prepare_optimizer(built, device_placement=False)
+        return prepared
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        if last or not isinstance(replica, DistributedDataParallel):
+            return nullcontext()
+        return replica.no_sync()
+
+
+def accelerator(device: torch.device) -> Any:
+    """The Accelerator of this rank. It changes neither the number of threads nor the number format."""
+    import accelerate
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        built = accelerate.Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision="no",
+            device_placement=False,
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        )
+    torch.set_num_threads(threads)
+    return built

@@ -1,0 +1,132 @@
+"""`torch.distributed.fsdp.fully_shard`: parameters, gradients and the optimizer's state are cut over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Optimizer, Precision
+from lockstep.core.update_scope import UpdateScope, refuse_wider
+from lockstep.core.world import World
+from lockstep.strategy.base import Distributed
+
+# Parameters of a single layer that are gathered on their own; those of smaller ones are gathered with the rest of the
+# model, because a call costs as much as about 100 kB on the wire.
+LARGE = 2**17
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP(Distributed):
+    """Each rank keeps its part of each parameter, of its gradient and of the optimizer's state.
+
+    The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
+    of every micro-batch, adds its gradients to the parts, so that no rank holds whole ones for long.
+
+    Fields:
+        cpu_offload: keep parameters, gradients and the optimizer's state in host memory (a CPU's are there anyway).
+        low_precision: gather and compute parameters in the 16-bit format of `precision`: half of the traffic. Norms
+            and residuals are then in it too, which autocast keeps in float32 (changes the numbers).
+    """
+
+    cpu_offload: bool = False
+    low_precision: bool = False
+
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        refuse_wider(
+            optimizer, UpdateScope.element, "fsdp", remedy="use optimizer=adamw, adam or sgd, or strategy=ddp"
+        )
+        if precision.dtype is torch.float16:
+            raise InputError(
+                "precision=fp16 has a loss scaler, which looks for overflows in whole gradients, and strategy=fsdp "
+                "has none; use precision=bf16, or strategy=ddp"
+            )
+        if self.low_precision and precision.dtype is precision.storage:
+            raise InputError(
+                f"strategy.low_precision is true, but precision computes in {str(precision.dtype)[6:]}, in which the "
+                "parameters are stored; use precision=bf16, or leave out strategy.low_precision"
+            )
+        if micro_batches == "auto":
+            raise InputError(
+                "train.micro_batches=auto tries the whole model on each rank, and strategy=fsdp is for models that "
+                "need not fit there; use a number, such as train.micro_batches=1"
+            )
+
+    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+        if world.size == 1:
+            return
+        # Imported here, because it takes a second.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if len(dtypes) > 1:
+            raise InputError(
+                f"strategy=fsdp gathers the parameters of a block together, and this model has {len(dtypes)} formats "
+                f"({', '.join(sorted(str(dtype)[6:] for dtype in dtypes))}); use precision=bf16 or precision=fp32"
+            )
+        model.to(memory_format=torch.contiguous_format)  # FSDP cuts no others; the images keep their format
+        offload = (
+            CPUOffloadPolicy(pin_memory=True) if self.cpu_offload and world.device.type != "cpu" else OffloadPolicy()
+        )
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.dtype if self.low_precision else None, reduce_dtype=precision.storage
+        )
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for block in [*blocks(model), model]:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
+
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
+        notes = super().notes(model, world, plan)
+        if self.low_precision and world.size > 1:
+            notes.append(
+                "strategy.low_precision=true has norms and residuals in 16 bits too: this run differs from one of "
+                "another strategy by more than summation order"
+            )
+        return notes
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model whose parameters are gathered together.
+
+    They are the largest ones within one of timm's groups (`group_matcher`), or the children of a model that has no
+    groups, and of its lists of modules. A single small layer is none: it is gathered with the rest of the model.
+    """
+    groups = _groups(model)
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[nn.Module]:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            own = [parameter for parameter in groups if parameter.startswith(f"{path}.")]
+            if not own:
+                continue
+            # A list of modules has no forward, before which its parameters could be gathered.
+            together = len({groups[parameter] for parameter in own}) == 1 and not isinstance(child, nn.ModuleList)
+            if not together:
+                yield from visit(child, f"{path}.")
+            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or _size(child) >= LARGE:
+                yield child
+
+    yield from visit(model, "")
+
+
+def _groups(model: nn.Module) -> dict[str, int | str]:
+    """The group of each parameter by its name."""
+    if hasattr(model, "group_matcher"):
+        from timm.models import group_parameters
+
+        matcher = cast(Any, model).group_matcher(coarse=False)
+        groups: dict[str, int | str] = group_parameters(model, matcher, reverse=True)
+        return groups
+    lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
+    paths = {name: name.split(".") for name, _ in model.named_parameters()}
+    return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
