@@ -9,7 +9,6 @@ together, never makes the second case look like the first.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from lockstep.checkpoint.reading import LoadedCheckpoint, read, whole_weights
 from lockstep.checkpoint.validation import find_corruption
 from lockstep.config import yaml_io
+from lockstep.config.commands import override, typed
 from lockstep.config.program_words import program_words
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
@@ -94,9 +94,9 @@ def _all_lost(run_dir: RunDir) -> str:
     reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
-    usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
+    usable = f"; {typed([override('init_from', whole)])} takes the weights that are whole" if whole else ""
     try:
-        command = shlex.join([*program_words(), *yaml_io.load_list(run_dir.overrides)])
+        command = typed([*program_words(), *yaml_io.load_list(run_dir.overrides)])
     except InputError:
         command = "the command of this run and another hydra.run.dir=FOLDER"
     return (

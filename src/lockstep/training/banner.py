@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.config.commands import override, relative, typed
 from lockstep.config.invocation import config_words
 from lockstep.config.program_words import program_words, words_of
 from lockstep.config.schema import Job
@@ -47,11 +46,6 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "seed": job.seed,
         "ranks": world.size,
     }
-
-
-def _shown(path: Path) -> Path:
-    """A path as the user would type it from here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _ranks(job: Job, world: World) -> str:
@@ -104,7 +98,7 @@ def banner(
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     rows = {
-        "run": _shown(run_dir.path),
+        "run": relative(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
         "model": f"{named(job.model)}, {_count(parameters)} parameters",
         "data": f"{named(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
@@ -126,7 +120,6 @@ def banner(
 
 def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
     """Show how the run went and what to type next."""
-    folder = _shown(run_dir.path)
     best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
     log.say(
@@ -134,13 +127,13 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
     )
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
-        log.say(f"   look at it   tensorboard --logdir {folder}")
-    log.say(f"   train longer {resume_command(run_dir)} {train_longer(job)}")
+        log.say(f"   look at it   {typed(['tensorboard', '--logdir', relative(run_dir.path)])}")
+    log.say(f"   train longer {resume_command(run_dir, train_longer(job))}")
 
 
-def resume_command(run_dir: RunDir) -> str:
-    """The command that goes on with a run, to be typed."""
-    return shlex.join([*_command_words(run_dir), f"resume={_shown(run_dir.path)}"])
+def resume_command(run_dir: RunDir, *overrides: str) -> str:
+    """The command that goes on with a run, to be typed, with further overrides."""
+    return typed([*_command_words(run_dir), override("resume", relative(run_dir.path)), *overrides])
 
 
 def _command_words(run_dir: RunDir) -> list[str]:
