@@ -121,8 +121,8 @@ def _is_window(parsed: Any) -> bool:
     match parsed:
         case None:
             return True
-        case {"flushed": int(flushed), "trails": [_, *_] as ranks} if len(parsed) == 2 and flushed >= 0:
-            return all(map(_is_rank_window, ranks))
+        case {"flushed": int(flushed), "trails": [_, *_] as ranks, "epoch": epoch} if len(parsed) == 3:
+            return flushed >= 0 and _is_epoch(epoch) and all(map(_is_rank_window, ranks))
     return False
 
 
@@ -133,6 +133,14 @@ def _is_rank_window(parsed: Any) -> bool:
             integers = all(isinstance(value, int) for value in [*steps, *examples])
             floats = all(isinstance(loss, float) for loss in losses)
             return integers and floats and len(losses) == len(steps) == len(examples)
+    return False
+
+
+def _is_epoch(parsed: Any) -> bool:
+    """Whether parsed JSON is the `EpochState` of telemetry."""
+    match parsed:
+        case {"number": int(), "loss": float(), "hits": int(), "examples": int(examples)} if len(parsed) == 4:
+            return examples >= 0
     return False
 
 

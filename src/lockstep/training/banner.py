@@ -17,7 +17,7 @@ from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
-from lockstep.telemetry.display import clock
+from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.trainer import Progress
@@ -113,18 +113,23 @@ def banner(
     if origin:
         rows["from"] = f"{origin}, step {step:,}"
     for key, value in rows.items():
-        log.say(f"{key:>10}  {value}")
+        log.say_row(key, str(value))
     for note in notes:
         log.warn(note)
 
 
 def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
     """Show how the run went and what to type next."""
-    best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
+    average = " of the averaged weights" if job.train.ema is not None else ""
+    best = (
+        f"{progress.best:.2f} % top-1{average} at step {progress.best_step}" if progress.best is not None else "none"
+    )
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
-    log.say(
+    log.say_row(
+        "",
         f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s, "
-        f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
+        f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}",
+        indent=3,
     )
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say(f"   look at it   {typed(['tensorboard', '--logdir', relative(run_dir.path)])}")
