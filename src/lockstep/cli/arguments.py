@@ -20,6 +20,7 @@ def arguments() -> argparse.Namespace:
     demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
     _model(demo)
     demo.add_argument("--port", type=int, default=8000, help="to listen on; 0 is any that is free [8000]")
+    _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
     _prove(commands)
@@ -84,6 +85,24 @@ def _export(commands: Any) -> None:
     export.add_argument("--format", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]")
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [beside the weights]")
+
+
+def _clean(commands: Any) -> None:
+    clean = commands.add_parser(
+        "clean",
+        help="show which checkpoints of runs can go, and remove them",
+        description="Show which checkpoints of the runs and sweeps in a folder can go, and how many bytes they have. "
+        "The newest checkpoint and the best one of each run stay, and all of a run that is running. Nothing is "
+        "removed without --yes.",
+    )
+    clean.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="with runs in it [outputs]")
+    clean.add_argument("--yes", action="store_true", help="remove what is shown")
+    clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
+    clean.add_argument(
+        "--all",
+        action="store_true",
+        help="all checkpoints of completed runs: their best weights stay, but no resume can train them longer",
+    )
 
 
 def _prove(commands: Any) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from lockstep.config import composition, extensions
+from lockstep.config import completion, composition, extensions
+from lockstep.config.commands import quoted_path
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
@@ -33,6 +34,9 @@ def main(packages: Sequence[str] = ()) -> None:
     composition.register()
     with program.command_line():
         extensions.use(packages)
+        sys.argv[1:] = map(quoted_path, sys.argv[1:])
+        if not {"-sc", "--shell-completion"}.isdisjoint(sys.argv):
+            completion.install()
         if not composition.showed_help():
             check_flags(sys.argv[1:])
             train()

@@ -10,6 +10,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+# The keys whose values are paths: of runs and checkpoints, and of folders.
+RUNS = ("resume", "init_from")
+FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
+
 
 def typed(words: Iterable[object]) -> str:
     """Words as a command line, quoted for a shell where that is needed."""
@@ -28,6 +32,15 @@ def override(key: str, value: object) -> str:
         return plain
     quote = Quote.single if '"' in text else Quote.double  # a shell's own quotes are usually single ones
     return f"{key}={QuotedString(text, quote).with_quotes()}"
+
+
+def quoted_path(word: str) -> str:
+    """A word of the command line, quoted for Hydra if it sets a path that is there as it stands.
+
+    The runs of a sweep have `=` and `,` in their names, and a shell completes them without quotes.
+    """
+    key, _, path = word.partition("=")
+    return override(key, path) if key in (*RUNS, *FOLDERS) and path and Path(path).exists() else word
 
 
 def _parsed(word: str) -> object:

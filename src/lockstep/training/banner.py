@@ -17,9 +17,12 @@ from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
+from lockstep.optim.state_size import state_bytes
+from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
+from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
 
 
@@ -79,6 +82,23 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e3:.0f} k" if parameters < 1e6 else f"{parameters / 1e6:.1f} M"
 
 
+def _keeps(job: Job, network: Network) -> str:
+    """What the run will keep on the disk, estimated from the parameters and the optimizer."""
+    weights = sum(tensor.nbytes for tensor in network.model.state_dict().values())
+    saved = weights * (1 if network.ema is None else 2)
+    state = state_bytes(job.optimizer, network.model)
+    newest, best = job.checkpoint.keep, job.checkpoint.keep_best
+    known = (
+        f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
+    )
+    total = newest * (saved + (state or 0)) + best * saved + weights
+    most = f"; at most {amount(total / GB)} in all" if state is not None else ""
+    return (
+        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {known}, and the weights of the best"
+        f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
+    )
+
+
 def banner(
     *,
     job: Job,
@@ -86,7 +106,7 @@ def banner(
     world: World,
     plan: Plan,
     overrides: Sequence[str],
-    parameters: int,
+    network: Network,
     examples: tuple[int, int],
     loader_reason: str,
     origin: str,
@@ -100,7 +120,7 @@ def banner(
     rows = {
         "run": relative(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
-        "model": f"{named(job.model)}, {_count(parameters)} parameters",
+        "model": f"{named(job.model)}, {_count(network.parameters)} parameters",
         "data": f"{named(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
         f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}",
         "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}",
@@ -110,6 +130,7 @@ def banner(
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} epochs of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }
+    rows["keeps"] = _keeps(job, network)
     if origin:
         rows["from"] = f"{origin}, step {step:,}"
     for key, value in rows.items():

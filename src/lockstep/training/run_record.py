@@ -56,7 +56,7 @@ class RunRecord(NoRecord):
             world=self.world,
             plan=data.plan,
             overrides=yaml_io.load_list(self.run_dir.overrides),
-            parameters=network.parameters,
+            network=network,
             examples=(len(data.train), len(data.val)),
             loader_reason=data.loader_reason,
             origin=origin,
