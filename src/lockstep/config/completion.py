@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hydra.plugins.completion_plugin import CompletionPlugin
 
-from lockstep.config.commands import FOLDERS, RUNS
+from lockstep.config.commands import FOLDERS, RUNS, quoted_path
 from lockstep.config.messages import key_of
 from lockstep.config.timm_names import timm_models
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
@@ -21,7 +21,14 @@ from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 OUTPUTS = "outputs"
 
 
-def install() -> None:
+def prepare(words: list[str]) -> None:
+    """Quote the paths of a command line for Hydra, as TAB completes them, or have Hydra ask us what TAB completes."""
+    words[1:] = map(quoted_path, words[1:])
+    if not {"-sc", "--shell-completion"}.isdisjoint(words):
+        _install()
+
+
+def _install() -> None:
     """Have Hydra's plugins, of every shell, complete what `matches` knows before what Hydra does."""
     theirs = CompletionPlugin._query
 
