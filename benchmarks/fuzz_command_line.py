@@ -268,7 +268,7 @@ def short_of_training() -> Iterator[None]:
     A command then leaves by an exception: this process stays for the next one.
     """
     from lockstep.data.datasets.published import Published
-    from lockstep.job import validate
+    from lockstep.job import machine_limits
     from lockstep.launcher import Inline
     from lockstep.runtime import program
 
@@ -277,7 +277,7 @@ def short_of_training() -> Iterator[None]:
 
     program.leave = sys.exit  # type: ignore[assignment]
     program.finish = lambda: sys.exit(0)
-    validate.available_memory = lambda: ROOM
+    machine_limits.available_memory = lambda: ROOM
     Published._fetch = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]
     yield

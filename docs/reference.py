@@ -25,7 +25,8 @@ import yaml
 
 from lockstep.config.components import locate
 from lockstep.config.schema import GROUPS, MANY, Job
-from lockstep.core.fields import Choice, Duration, Options, PathText, Rule, Text, Time, rule_of
+from lockstep.core.fields import rule_of
+from lockstep.core.rules import Choice, Duration, Options, PathText, Rule, Text, Time
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100

@@ -159,8 +159,8 @@ def typed(text: str, folder: Path) -> Done:
 
     Where it would do no more than start one of ours, that is a copy of an interpreter that has imported torch.
     """
-    if re.match(r"(python train\.py|lockstep)\b[^$|<>;&*]*$", text):
-        return forked(*shlex.split(text.removeprefix("python ")), cwd=folder)
+    if ours := re.match(r"(?:cd (\w+) && )?(python \w+\.py\b[^$|<>;&*]*|lockstep\b[^$|<>;&*]*)$", text):
+        return forked(*shlex.split(ours[2].removeprefix("python ")), cwd=folder / (ours[1] or "."))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")
 
@@ -235,8 +235,9 @@ def assert_shows(text: str, folder: Path) -> None:
 def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Path) -> None:
     pytest.importorskip("onnxruntime")
     for each in COMMANDS:
-        if each.document == "docs/use.md" and (each.text.startswith("python train.py") or "pets.onnx" in each.text):
-            assert typed(shortened(each), checkout).code == 0
+        needed = each.text.startswith("python train.py") or "pets.onnx" in each.text
+        if each.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
+            assert typed(shortened(each), checkout).code == 0  # the test was run on its own
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:

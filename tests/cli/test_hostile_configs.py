@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from forks import Forks
 from helpers import ROOT, Done, forked, result, train, train_afresh
-from lockstep.config import composition, hydra_policy, messages, schema
+from lockstep.config import composition, hydra_keys, messages, schema
 from lockstep.config.invocation import ConfigFiles
 from lockstep.core.errors import InputError
 
@@ -70,7 +70,7 @@ def walked() -> list[tuple[str, ...]]:
     return sorted(set(places(OmegaConf.to_container(whole, resolve=False))))
 
 
-MADE = [("hydra", name, *below) for name in hydra_policy.MADE for below in ((), ("x", "y"))]
+MADE = [("hydra", name, *below) for name in hydra_keys.OBJECTS for below in ((), ("x", "y"))]
 
 
 def nested(place: tuple[str, ...], value: object) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_no_node_of_hydras_config_makes_an_object(run: Run, tmp_path: Path) -> N
         assert len(refused(run("train.py", *words, *way), mark).splitlines()) == 1, (place, way)
 
 
-@pytest.mark.parametrize("group", hydra_policy.LOGGING)
+@pytest.mark.parametrize("group", hydra_keys.LOGGING)
 def test_no_log_handler_of_a_file_is_made(run: Run, tmp_path: Path, group: str) -> None:
     mark = tmp_path / "mark"
     for write, way in zip((config_dir, primary) * 3, WAYS, strict=False):
@@ -126,7 +126,7 @@ def test_no_log_handler_of_a_file_is_made(run: Run, tmp_path: Path, group: str) 
 
 def test_a_file_in_a_group_of_hydra_is_no_plugin(run: Run, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for group, way in zip(hydra_policy.MADE, itertools.cycle(WAYS[:2]), strict=False):
+    for group, way in zip(hydra_keys.OBJECTS, itertools.cycle(WAYS[:2]), strict=False):
         folder = tmp_path / "hydra" / group
         folder.mkdir(parents=True, exist_ok=True)
         content = payload(mark) if group in ("launcher", "sweeper") else {"x": payload(mark)}

@@ -246,7 +246,7 @@ def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: st
 
 
 def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.job.validate.available_memory", lambda: 8e9)
+    monkeypatch.setattr("lockstep.job.machine_limits.available_memory", lambda: 8e9)
     assert refusal(tmp_path / "runs", "device=cpu", "model.width=16384") == (
         "24,162,304,010 parameters and their gradients need 193.3 GB, and this machine has 8.0 GB free; "
         "use a smaller model or input"

@@ -17,8 +17,8 @@ from lockstep.config import components
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Choice, Duration, Number, Options, PathText, Text, Time
 from lockstep.core.plan import seconds, steps
+from lockstep.core.rules import Choice, Duration, Number, Options, PathText, Text, Time
 from lockstep.training import evaluate
 
 BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}

@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from helpers import ROOT
-from lockstep.config import hydra_policy, messages
+from lockstep.config import hydra_keys, hydra_policy, messages
 from lockstep.core.errors import InputError
 
 SOURCE = Path(hydra.__file__).parent
@@ -88,10 +88,8 @@ def test_every_way_through_hydra_composes_with_our_loader() -> None:
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
     said = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
-    values = {
-        key: value for key, value in hydra_policy.leaves(said) if not hydra_policy._below(key, hydra_policy.FREE)
-    }
-    assert values == hydra_policy.OURS
+    values = {key: value for key, value in hydra_keys.leaves(said) if not hydra_keys.is_below(key, hydra_keys.FREE)}
+    assert values == hydra_keys.OURS
 
 
 def composed(*overrides: str) -> Any:
@@ -143,7 +141,7 @@ def test_what_every_file_may_set_is_composed_once(words: list[str], monkeypatch:
 
 
 def test_the_configs_of_hydra_in_a_job_are_as_hydra_alone_composes_them() -> None:
-    words = tuple(f"hydra/{group}=none" for group in hydra_policy.LOGGING)
+    words = tuple(f"hydra/{group}=none" for group in hydra_keys.LOGGING)
     alone = hydra_policy._without_files((("hydra", "pkg://hydra.conf"), ("schema", "structured://")), words)
     named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRAS} - {("hydra", "config")}
     chosen = {key[-1]: value for key, value in alone.items() if key[:2] == ("runtime", "choices")}

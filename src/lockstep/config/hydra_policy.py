@@ -30,32 +30,25 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.hydra_keys import (
+    CLOSED,
+    FREE,
+    LOGGING,
+    OBJECTS,
+    WRITTEN,
+    Key,
+    dotted,
+    is_below,
+    is_free,
+    leaves,
+    may_set,
+    names_code,
+)
 from lockstep.config.messages import shown_message
 from lockstep.core.errors import InputError
 
-Key = tuple[str, ...]
-
 EXTENSION = "extension"  # the provider of an extension's configs begins with it
 
-# What `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
-OURS: Mapping[Key, object] = {
-    ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
-    ("output_subdir",): None,
-    ("job", "chdir"): False,
-}
-# What any config file may set below `hydra`: each key with everything below it.
-FREE: tuple[Key, ...] = (
-    ("run", "dir"),
-    ("sweep", "dir"),
-    ("sweep", "subdir"),
-    ("sweeper", "params"),
-    ("mode",),
-    ("searchpath",),
-    ("help",),
-    ("hydra_help",),
-)
-# Written by Hydra itself while it composes.
-WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
 # The configs of Hydra's own that a job is composed with, and the packages they are put at, in their order.
 HYDRAS = [
     ("hydra/output/default", "hydra"),
@@ -68,10 +61,6 @@ HYDRAS = [
     ("hydra/env/default", "hydra.env"),
     ("hydra/config", "hydra"),
 ]
-# What Hydra makes objects from. The first three can only hold code, so not even the command line may set them.
-LOGGING = ("job_logging", "hydra_logging")
-CLOSED = ("callbacks", *LOGGING)
-MADE = (*CLOSED, "launcher", "sweeper")
 
 
 def install() -> None:
@@ -182,7 +171,7 @@ class CheckedLoader(ConfigLoaderImpl):
         of_words = (
             leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
         )
-        if self._hydras == HYDRAS and all(_may_set(*leaf) for leaf in (*self._of_files, *of_words)):
+        if self._hydras == HYDRAS and all(may_set(*leaf) for leaf in (*self._of_files, *of_words)):
             return
         hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
@@ -196,7 +185,7 @@ class CheckedLoader(ConfigLoaderImpl):
         own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
         for key, value in values:
             same = key in own and own[key] == value
-            if not (same or _may_set(key, value) or (_below(key, WRITTEN) and not names_code(key, value))):
+            if not (same or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
                 raise InputError(
                     f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
@@ -204,46 +193,10 @@ class CheckedLoader(ConfigLoaderImpl):
                 )
 
 
-def dotted(key: Key) -> str:
-    """A key below `hydra` as an override writes it."""
-    return ".".join(("hydra", *key))
-
-
-def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every value of a plain config with its key; list items have their index."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from leaves(value, (*key, str(name)))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from leaves(value, (*key, str(index)))
-    else:
-        yield key, node
-
-
-def names_code(key: Key, value: object) -> bool:
-    """Whether a key is one of Hydra's for objects (`_target_`, `_args_`), or a value there is an interpolation."""
-    return any(re.fullmatch("_.*_", part) for part in key) or (set(key[:1]) <= set(MADE) and "${" in str(value))
-
-
 def shortened(value: object) -> str:
     """A value for use in a sentence."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _may_set(key: Key, value: object) -> bool:
-    """Whether any config file may set this key to this value."""
-    return (key in OURS and OURS[key] == value) or (is_free(key) and not names_code(key, value))
-
-
-def is_free(key: Key) -> bool:
-    """Whether a config file may set this key."""
-    return _below(key, FREE)
-
-
-def _below(key: Key, prefixes: Iterable[Key]) -> bool:
-    return any(key[: len(prefix)] == prefix for prefix in prefixes)
 
 
 def _of_user(provider: str) -> bool:
@@ -283,7 +236,7 @@ def _checked(overrides: Iterable[Override]) -> Iterator[str]:
             continue
         if not key:  # a group: the name of an option, not the path of a file
             fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
-        elif key[0] in MADE:
+        elif key[0] in OBJECTS:
             given = leaves(override.value(), key)
             fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
         else:

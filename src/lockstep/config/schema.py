@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.durations import LONGEST
-from lockstep.core.fields import Text, choice, duration, pathname, ranged, ruled
+from lockstep.core.fields import choice, duration, pathname, ranged, ruled
+from lockstep.core.rules import Text
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source

@@ -9,158 +9,14 @@ range by hand. A subclass that only changes a default keeps the rule.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from lockstep.core.durations import LONGEST, LONGEST_S, is_timed, parse_duration, parse_time
+from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
 
 _RULE = "rule"
-# The most bytes of a name in a path (the limit of file systems), and of a path (with room for the files of a run).
-NAME_BYTES, PATH_BYTES = 255, 3500
-TEXT_CHARACTERS = 1000
 # The most characters of a value that an error shows, and the most digits of a number.
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
-
-
-class Rule(Protocol):
-    """A condition on a value. A rule of a list applies to each item."""
-
-    @property
-    def expected(self) -> str:
-        """What fits, in words."""
-
-    def fits(self, value: Any) -> bool:
-        """Whether `value`, which is not null, fits."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Number:
-    """A number between two bounds, each open or closed, or one of a few words. NaN is in no range.
-
-    `whole` only changes the words: the field's type checks it.
-    """
-
-    low: float
-    high: float
-    low_open: bool = False
-    high_open: bool = False
-    words: tuple[str, ...] = ()
-    whole: bool = False
-
-    @property
-    def expected(self) -> str:
-        high = f"{'below ' * self.high_open}{_figure(self.high)}"
-        to = f"from {_figure(self.low)} to {high}"
-        if self.low_open:
-            to = f"above {_figure(self.low)} and {'' if self.high_open else 'at most '}{high}"
-        return " or ".join([*self.words, f"a {'whole ' * self.whole}number {to}"])
-
-    def fits(self, value: Any) -> bool:
-        if isinstance(value, str):
-            return value in self.words
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        above = value > self.low if self.low_open else value >= self.low
-        return above and (value < self.high if self.high_open else value <= self.high)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of a few values."""
-
-    values: tuple[Any, ...]
-
-    @property
-    def expected(self) -> str:
-        return f"one of {', '.join(map(str, self.values))}"
-
-    def fits(self, value: Any) -> bool:
-        return value in self.values
-
-
-@dataclass(frozen=True, kw_only=True)
-class Duration:
-    """Steps, epochs or a share of the run. `zero` allows 0, `timed` also a time by the clock."""
-
-    zero: bool = False
-    timed: bool = False
-
-    @property
-    def expected(self) -> str:
-        clock = ", a time (10min)" * self.timed
-        low = "from 0 to" if self.zero else "above 0 and at most"
-        return f"steps (100), epochs (2ep){clock} or a share of the run (5%), {low} {LONGEST:,}"
-
-    def fits(self, value: Any) -> bool:
-        if self.timed and is_timed(value):
-            return parse_time(value) is not None
-        parsed = parse_duration(value)
-        return parsed is not None and (self.zero or parsed[0] > 0)
-
-
-@dataclass(frozen=True)
-class Time:
-    """A time above zero."""
-
-    @property
-    def expected(self) -> str:
-        return f"a time such as 30s, 10min or 2h, at most {LONGEST_S / 3600:g}h"
-
-    def fits(self, value: Any) -> bool:
-        return parse_time(value) is not None
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that can be written to a file."""
-
-    @property
-    def expected(self) -> str:
-        return f"at most {TEXT_CHARACTERS:,} characters of Unicode"
-
-    def fits(self, value: Any) -> bool:
-        return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and _is_unicode(value)
-
-
-@dataclass(frozen=True)
-class PathText:
-    """The text of a path. Whether it exists is checked elsewhere."""
-
-    @property
-    def expected(self) -> str:
-        return f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters"
-
-    def fits(self, value: Any) -> bool:
-        if not isinstance(value, str) or not value.strip() or not _is_unicode(value):
-            return False
-        if (
-            any(ord(character) < 32 or ord(character) == 127 for character in value)
-            or len(value.encode()) > PATH_BYTES
-        ):
-            return False
-        known_home = not value.startswith("~") or os.path.expanduser(value) != value  # noqa: PTH111, raises nothing
-        return known_home and all(len(name.encode()) <= NAME_BYTES for name in value.split("/"))
-
-
-@dataclass(frozen=True)
-class Options:
-    """A mapping of arguments for a library's constructor, in which no number is absurdly large."""
-
-    most: float
-
-    @property
-    def expected(self) -> str:
-        return f"numbers of at most {_figure(self.most)}, and texts"
-
-    def fits(self, value: Any) -> bool:
-        return all(
-            _is_unicode(leaf)
-            if isinstance(leaf, str)
-            else not isinstance(leaf, float | int) or abs(leaf) <= self.most
-            for leaf in _leaves(value)
-        )
 
 
 def ranged(
@@ -274,30 +130,5 @@ def _remedy(key: str, field: dataclasses.Field[Any]) -> str:
     return f": {key}={value}"
 
 
-def _figure(bound: float) -> str:
-    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
-
-
 def _cut(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written to a file: the command line may have bytes that are no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield key
-            yield from _leaves(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value

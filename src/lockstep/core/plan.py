@@ -9,7 +9,8 @@ from typing import Literal
 
 from lockstep.core.durations import is_timed, parse_duration, parse_time
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Duration, Time, shown
+from lockstep.core.fields import shown
+from lockstep.core.rules import Duration, Time
 
 Event = Literal["log", "eval", "save"]
 

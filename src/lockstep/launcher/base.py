@@ -10,9 +10,10 @@ from typing import Any
 
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
-from lockstep.core.fields import Time, ranged, ruled
+from lockstep.core.fields import ranged, ruled
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Entry
+from lockstep.core.rules import Time
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.runtime.signals import NOT_BEGUN, StopNow

@@ -12,7 +12,8 @@ from torch import nn
 
 from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import Options, ranged, ruled
+from lockstep.core.fields import ranged, ruled
+from lockstep.core.rules import Options
 from lockstep.models.nets import Network
 
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import Options, ranged, ruled
+from lockstep.core.fields import ranged, ruled
+from lockstep.core.rules import Options
 
 ParamGroups = list[dict[str, Any]]
 

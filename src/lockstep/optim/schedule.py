@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Duration, duration, ranged, ruled
+from lockstep.core.fields import duration, ranged, ruled
 from lockstep.core.plan import Plan, steps
+from lockstep.core.rules import Duration
 
 MOST_MILESTONES = 100  # the highest power of `gamma` is then still a number
 

@@ -11,8 +11,9 @@ import lockstep
 from lockstep.config import components
 from lockstep.config.schema import Job
 from lockstep.core.component import Component
-from lockstep.core.fields import PathText, rule_of
+from lockstep.core.fields import rule_of
 from lockstep.core.model_card import ModelCard
+from lockstep.core.rules import PathText
 
 # Fields of a model that a file of weights says nothing of: how training computes it, and where it started.
 OF_TRAINING = frozenset({"compile", "compile_mode", "pretrained"})

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Text, pathname, ranged, ruled
+from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.rules import Text
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.labels import as_labels, classes_of, first_unknown, missing_split
 from lockstep.data.datasets.members import Members

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Text, pathname, ranged, ruled
+from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.class_folders import SUFFIXES, left_out_note
 from lockstep.data.datasets.files import FileSource

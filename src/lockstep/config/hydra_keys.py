@@ -1,0 +1,69 @@
+"""The keys below `hydra`: what a config file may set there, and what names code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+Key = tuple[str, ...]
+
+# What `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
+OURS: Mapping[Key, object] = {
+    ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
+    ("output_subdir",): None,
+    ("job", "chdir"): False,
+}
+# What any config file may set below `hydra`: each key with everything below it.
+FREE: tuple[Key, ...] = (
+    ("run", "dir"),
+    ("sweep", "dir"),
+    ("sweep", "subdir"),
+    ("sweeper", "params"),
+    ("mode",),
+    ("searchpath",),
+    ("help",),
+    ("hydra_help",),
+)
+# Written by Hydra itself while it composes.
+WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
+# What Hydra makes objects from. The first three can only hold code, so not even the command line may set them.
+LOGGING = ("job_logging", "hydra_logging")
+CLOSED = ("callbacks", *LOGGING)
+OBJECTS = (*CLOSED, "launcher", "sweeper")
+
+
+def dotted(key: Key) -> str:
+    """A key below `hydra` as an override writes it."""
+    return ".".join(("hydra", *key))
+
+
+def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value of a plain config with its key; list items have their index."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from leaves(value, (*key, str(name)))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from leaves(value, (*key, str(index)))
+    else:
+        yield key, node
+
+
+def names_code(key: Key, value: object) -> bool:
+    """Whether a key is one of Hydra's for objects (`_target_`, `_args_`), or a value there is an interpolation."""
+    return any(re.fullmatch("_.*_", part) for part in key) or (set(key[:1]) <= set(OBJECTS) and "${" in str(value))
+
+
+def may_set(key: Key, value: object) -> bool:
+    """Whether any config file may set this key to this value."""
+    return (key in OURS and OURS[key] == value) or (is_free(key) and not names_code(key, value))
+
+
+def is_free(key: Key) -> bool:
+    """Whether a config file may set this key."""
+    return is_below(key, FREE)
+
+
+def is_below(key: Key, prefixes: Iterable[Key]) -> bool:
+    return any(key[: len(prefix)] == prefix for prefix in prefixes)

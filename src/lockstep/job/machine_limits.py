@@ -1,0 +1,105 @@
+"""What a job needs of the machine, before any of it is used: processes, threads and memory.
+
+The numbers are lower bounds: what a job certainly needs, and this machine certainly has not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
+from lockstep.core.launched import is_launched, local_size
+from lockstep.core.plan import Plan
+from lockstep.data.datasets.builtin import Fake
+from lockstep.data.loading.loaders import Streaming
+from lockstep.models import ResNet34, Timm
+from lockstep.runtime.host import GB, available_memory, cores
+
+# The most ranks on a CPU, and threads of all ranks: a number for any machine, and one per core for large ones.
+RANKS, RANKS_A_CORE = 64, 4
+THREADS, THREADS_A_CORE = 1024, 16
+FLOAT32 = 4  # bytes
+
+
+def check_threads(job: Job, device: str) -> None:
+    """Refuse more processes or threads than a system can start: it would kill the program in the middle.
+
+    Raises:
+        InputError: there are more.
+    """
+    ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
+    workers = job.loader.workers if isinstance(job.loader, Streaming) else 0
+    if is_launched():
+        ranks = local_size(ranks)
+    elif device == "cpu" and ranks > (most := max(RANKS, RANKS_A_CORE * cores())):
+        raise InputError(
+            f"launcher.ranks is {ranks}, but this machine has {cores()} CPU cores, expected at most {most} ranks: "
+            "launcher.ranks=2"
+        )
+    total, most = (
+        ranks * (threads + (0 if workers == "auto" else int(workers))),
+        max(THREADS, THREADS_A_CORE * cores()),
+    )
+    if total > most:
+        raise InputError(
+            f"launcher.threads is {threads} and loader.workers is {workers}, which on {ranks} ranks are {total:,} "
+            f"threads, expected at most {most:,} on a machine of {cores()} CPU cores; use launcher.threads=auto "
+            "loader.workers=auto"
+        )
+
+
+def check_data_memory(job: Job) -> None:
+    """Refuse `dataset=fake` with more images than fit into memory.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    if isinstance(job.dataset, Fake):
+        images = job.dataset.examples + job.dataset.examples // 4
+        _check_room(
+            [("the images of dataset=fake", images * math.prod(job.dataset.image_shape), "dataset.examples=1024")]
+        )
+
+
+def check_memory(job: Job, plan: Plan) -> None:
+    """Refuse a job that does not fit into memory, on the CPU, where the kernel kills a process without a message.
+
+    Raises:
+        InputError: something does not fit.
+    """
+    if job.device == "cpu":
+        _check_room(_needs(job, plan))
+
+
+def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
+    """What needs memory on this machine, how many bytes, and a remedy."""
+    pixels = math.prod(job.dataset.input_shape)
+    ranks = local_size(int(job.launcher.ranks))
+    micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
+    batch = math.ceil(plan.batch / micro_batches)
+    smaller = "a smaller dataset.input_size"
+    yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
+    block = min(int(job.train.eval_batch), plan.examples)
+    yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
+    if isinstance(job.loader, Streaming) and job.loader.workers != "auto":
+        ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
+        bytes_ahead = ahead * math.prod(job.dataset.image_shape)
+        yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
+    if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and their sizes are known to fit
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            parameters = job.model.build(job.dataset.classes, job.dataset.input_shape).parameters()
+            size = sum(parameter.numel() for parameter in parameters)
+        yield f"{size:,} parameters and their gradients", 2 * FLOAT32 * size * ranks, "a smaller model or input"
+
+
+def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float, str]]) -> None:
+    room = available_memory()
+    for what, size, remedy in needs:
+        if size > room:
+            raise InputError(
+                f"{what} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
+            )
