@@ -123,6 +123,13 @@ def say_row(label: str, text: str, *, indent: int = 12) -> None:
     say(line, shown=Text(shown))
 
 
+def say_command(label: str, command: str) -> None:
+    """Say a command to type behind a label. Where both are too long for the terminal it has a line of its own."""
+    line = f"   {label:<12} {command}"
+    too_long = has_terminal() and len(line) > console.width
+    say(line, shown=Text(escaped(f"   {label}:\n{command}")) if too_long else None)
+
+
 def say(message: str = "", *, shown: Text | None = None) -> None:
     """Print one line for the user and log it; the terminal gets `shown` instead. Called by main only."""
     line = escaped(message, keep="")

@@ -80,7 +80,7 @@ def bar(share: float, room: int, *, unicode: bool) -> Text:
         return Text()
     width = min(LONGEST_BAR, room) - len(GAP)
     done = round(share * width)
-    ended, rest = ("━", "━") if unicode else ("#", "-")
+    ended, rest = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
     return Text.assemble((ended * done, "cyan"), (rest * (width - done), "bright_black"), GAP)
 
 

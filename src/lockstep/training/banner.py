@@ -153,8 +153,8 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
         indent=3,
     )
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
-        log.say(f"   look at it   {typed(['tensorboard', '--logdir', relative(run_dir.path)])}")
-    log.say(f"   train longer {resume_command(run_dir, train_longer(job))}")
+        log.say_command("look at it", typed(["tensorboard", "--logdir", relative(run_dir.path)]))
+    log.say_command("train longer", resume_command(run_dir, train_longer(job)))
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
