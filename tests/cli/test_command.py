@@ -16,6 +16,7 @@ import yaml
 from torchvision.io import write_jpeg
 
 from helpers import Done, command, train
+from lockstep.config.commands import override
 
 PICTURES = ("dataset=folder", "dataset.decode_size=8", "batch=4", "steps=3", "name=pictures", "device=cpu")
 
@@ -215,12 +216,13 @@ def test_a_resume_as_the_run_proposes_it_has_the_config_files_of_the_run(tmp_pat
     (conf / "mine.yaml").write_text("# @package _global_\nsteps: 1\nbatch: 24\n")
     (conf.parent / "other.yaml").write_text("defaults:\n  - config\n  - _self_\nseed: 7\n")
     where = (f"--config-dir={conf.parent}", "--config-name=other")
-    done = train(*where, "experiment=mine", f"output_root={tmp_path / 'runs'}", "device=cpu")
+    root = override("output_root", tmp_path / "runs, [a=b]")
+    done = train(*where, "experiment=mine", root, "device=cpu")
     assert done.code == 0, done.err
     proposed = next(line for line in done.out.splitlines() if "train longer" in line).partition("train.py ")[2]
     again = train(*shlex.split(proposed))
     assert again.code == 0, again.err
-    (run,) = (each.parent for each in (tmp_path / "runs").rglob("command.txt"))
+    (run,) = (each.parent for each in (tmp_path / "runs, [a=b]").rglob("command.txt"))
     kept = yaml.safe_load((run / "config.yaml").read_text())
     assert (kept["seed"], kept["batch"], kept["steps"]) == (7, 24, 2)
     assert shlex.split((run / "command.txt").read_text())[2:] == shlex.split(proposed)

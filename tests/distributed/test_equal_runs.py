@@ -161,6 +161,12 @@ def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, dict[str, Path]
     reference = [line["acc/val_top1"] for line in records(runs[1]["plain"]) if "acc/val_top1" in line]
     ours = [line["acc/val_top1"] for line in records(runs[ranks]["ddp-1"]) if "acc/val_top1" in line]
     assert ours == reference
+    epochs = [
+        [line["loss/train_epoch"] for line in records(run) if "loss/train_epoch" in line]
+        for run in (runs[1]["plain"], runs[ranks]["ddp-1"])
+    ]
+    assert len(epochs[0]) > 1
+    assert epochs[1] == pytest.approx(epochs[0], rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -88,10 +88,11 @@ def writer(run: RunDir, **options: Any) -> Checkpointer:
 
 
 TRAIL = {"losses": [0.5], "steps": [1], "examples": [4], "hits": 3}
+EPOCH = {"number": 0, "loss": 0.0, "hits": 0, "examples": 0}
 
 
 def progress(step: int, best: bool = True, score: float | None = None) -> dict[str, Any]:
-    window = {"flushed": 0, "trails": [TRAIL]}
+    window = {"flushed": 0, "trails": [TRAIL], "epoch": EPOCH}
     return {"step": step, "best": 12.5, "best_step": step if best else 0, "score": score, "window": window}
 
 
@@ -690,7 +691,7 @@ def test_a_digest_that_is_none_is_damage(run: RunDir, digest: object) -> None:
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
-@pytest.mark.parametrize("name", ["facts.json", "state.pt", "model.safetensors"])
+@pytest.mark.parametrize("name", ["facts.json", "model.safetensors"])
 def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     sizes, digests = listed(path)
@@ -740,11 +741,13 @@ def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_pat
         {"best_step": None},
         {"score": [1]},
         {"window": 3},
-        {"window": {"flushed": 0, "trails": []}},
-        {"window": {"flushed": 0, "trails": [{**TRAIL, "steps": []}]}},
-        {"window": {"flushed": 0, "trails": [{**TRAIL, "losses": ["0.5"]}]}},
-        {"window": {"flushed": 0, "trails": [{**TRAIL, "more": 1}]}},
-        {"window": {"flushed": "0", "trails": [TRAIL]}},
+        {"window": {"flushed": 0, "trails": [], "epoch": EPOCH}},
+        {"window": {"flushed": 0, "trails": [TRAIL]}},
+        {"window": {"flushed": 0, "trails": [TRAIL], "epoch": {**EPOCH, "loss": "0"}}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "steps": []}], "epoch": EPOCH}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "losses": ["0.5"]}], "epoch": EPOCH}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "more": 1}], "epoch": EPOCH}},
+        {"window": {"flushed": "0", "trails": [TRAIL], "epoch": EPOCH}},
         {"more": 1},
     ],
     ids=repr,

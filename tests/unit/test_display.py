@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 
 import pytest
 from rich.console import Console
@@ -11,23 +13,31 @@ from lockstep.core import log
 from lockstep.core.plan import Plan
 from lockstep.telemetry import Window
 from lockstep.telemetry import display as shown
-from lockstep.telemetry.display import Bar, Display, Lines, clock, display, figures
+from lockstep.telemetry.columns import Columns, clock, figures, fitting
+from lockstep.telemetry.display import Bar, Display, Lines, display
+from processes import wait_for
 
 PLAN = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=10)
 WINDOW = Window(first=1, last=4, loss=0.51234, top1=81.25, examples=3000, seconds=2.0, waited=0.5)
+LARGE = Window(first=5, last=9, loss=1234.5, top1=100.0, examples=9_000_000, seconds=2.0, waited=2.0)
 SCORES = {"loss/val": 0.25, "acc/val_top1": 93.456, "acc/val_top5": 99.0}
+AVERAGED = {**SCORES, "acc/val_ema_top1": 95.0}
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+class Screenful(io.StringIO):
+    """Standard output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 120) -> Screenful:
     """A terminal that keeps what is shown on it."""
-    screen = io.StringIO()
-    monkeypatch.setattr(log, "console", Console(file=screen, force_terminal=True, highlight=False, width=120))
+    screen = Screenful()
+    console = Console(file=screen, force_terminal=True, highlight=False, width=width, color_system="standard")
+    monkeypatch.setattr(log, "console", console)
+    monkeypatch.setattr(sys, "stdout", screen)
     return screen
-
-
-def test_a_window_in_words() -> None:
-    assert figures(WINDOW) == "loss 0.5123  top-1 81.2 %  1,500 img/s  wait 25 %"
 
 
 @pytest.mark.parametrize(
@@ -39,25 +49,70 @@ def test_seconds_on_a_clock(seconds: float, expected: str) -> None:
 
 
 def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines(PLAN, 0).evaluated(11, SCORES, WINDOW)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("epoch 2/3  step 11/25  loss 0.5123  top-1 81.2 %")
-    assert "val loss 0.2500  val top-1 93.46 %  left 0:0" in line
+    lines = Lines(PLAN, 0)
+    lines.evaluated(11, SCORES, WINDOW, best=True)
+    lines.evaluated(12, AVERAGED, None, best=True)
+    lines.close()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "epoch 2/3  step 11/25  loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %  val loss 0.25"
+    )
+    assert second.startswith("epoch 2/3  step 12/25  val loss 0.2500  val top-1 93.46 %  average 95.00 %  left 0:0")
 
 
-def test_the_average_of_the_weights_is_shown_beside_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    Lines(PLAN, 0).evaluated(5, {**SCORES, "acc/val_ema_top1": 95.0}, None)
-    line = capsys.readouterr().out
-    assert "val top-1 93.46 % (average 95.00 %)" in line
-    assert line.startswith("epoch 1/3  step  5/25  val loss")
+def test_figures_stay_in_their_columns() -> None:
+    columns = Columns()
+    columns.aligned(figures(LARGE))
+    small, large = ("  ".join(map(str, columns.aligned(figures(window)))) for window in (WINDOW, LARGE))
+    assert len(small) == len(large)
+    assert small.index("img/s") == large.index("img/s")
 
 
-def test_the_time_left_is_that_of_the_steps_of_this_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("width", range(24, 140, 3))
+def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
+    monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
+    screen = terminal(monkeypatch, width)
+    bar = Bar(PLAN, 0)
+    try:
+        bar.advance(7)
+        for change in (lambda: None, lambda: bar.window(LARGE, None), lambda: bar.evaluating(3, 8)):
+            change()
+            status = bar.status()
+            assert status.cell_len < width
+            assert "7/25" in status.plain
+            assert "left" in status.plain
+            assert "━" in status.plain or width < 40
+        bar.evaluated(7, AVERAGED, LARGE, best=False)
+    finally:
+        bar.close()
+    (line,) = (
+        line for line in re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue()).splitlines() if "epoch" in line
+    )
+    assert len(line.rpartition("\r")[2]) <= width
+
+
+def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for scores, best, coloured in (
+        (SCORES, True, "\x1b[32m93.46 %"),
+        (AVERAGED, True, "\x1b[32m95.00 %"),
+        (SCORES, False, ""),
+    ):
+        screen = terminal(monkeypatch)
+        lines = Lines(PLAN, 0)
+        lines.evaluated(5, scores, WINDOW, best=best)
+        lines.close()
+        assert coloured in screen.getvalue()
+        assert screen.getvalue().count("\x1b[32m") == best
+
+
+def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     lines = Lines(PLAN, 5)
     lines.began -= 100
-    lines.evaluated(15, SCORES, None)
+    lines.evaluated(15, SCORES, None, best=False)
+    lines.close()
     assert "left 1:40" in capsys.readouterr().out
 
 
@@ -65,41 +120,61 @@ def test_a_log_point_is_a_line_when_nothing_was_said_for_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = Lines(PLAN, 0)
-    lines.window(WINDOW)
+    lines.window(WINDOW, WINDOW)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(shown, "LINE_EVERY_S", 0.0)
-    lines.window(WINDOW)
+    lines.window(WINDOW, WINDOW)
+    lines.close()
     assert capsys.readouterr().out.startswith("epoch 1/3  step  4/25  loss 0.5123")
 
 
-def test_lines_do_not_move_and_end_quietly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shown, "SILENCE_S", 0.01)
+    said: list[str] = []
+    monkeypatch.setattr(log, "say", lambda message, *, shown: said.append(message))
     lines = Lines(PLAN, 0)
-    lines.advance(3)
+    wait_for(lambda: any("epoch 1/3  step  0/25  in step 1 for 0:00  left ?" in line for line in said))
+    lines.evaluating(3, 8)
+    wait_for(lambda: any("evaluating 3/8" in line for line in said))
     lines.close()
-    assert capsys.readouterr().out == ""
+    assert not lines.watcher.is_alive()
 
 
-def test_a_terminal_gets_a_bar_that_goes_away(terminal: io.StringIO) -> None:
+def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
     bar = display(PLAN, 10, is_main=True)
     assert isinstance(bar, Bar)
     bar.advance(12)
-    bar.window(WINDOW)
-    bar.evaluated(20, SCORES, WINDOW)
-    bar.progress.refresh()
+    bar.window(WINDOW, WINDOW)
+    bar.evaluated(20, SCORES, WINDOW, best=True)
+    bar.live.refresh()
     bar.close()
-    seen = terminal.getvalue()
+    seen = screen.getvalue()
     assert "12/25" in seen
     assert "1,500 img/s" in seen
     assert "epoch 2/3  step 20/25" in seen
-    assert bar.progress.tasks[0].completed == 12
 
 
-def test_a_file_gets_lines_and_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert type(display(PLAN, 0, is_main=True)) is Lines
+def test_a_pipe_gets_lines_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "console", Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    lines = display(PLAN, 0, is_main=True)
+    lines.close()
+    assert type(lines) is Lines
+
+
+def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     nothing = display(PLAN, 0, is_main=False)
     assert type(nothing) is Display
     nothing.advance(1)
-    nothing.window(WINDOW)
-    nothing.evaluated(1, SCORES, WINDOW)
+    nothing.window(WINDOW, None)
+    nothing.evaluating(1, 2)
+    nothing.evaluated(1, SCORES, WINDOW, best=True)
     nothing.close()
     assert capsys.readouterr().out == ""
+
+
+def test_without_a_width_nothing_gives_way() -> None:
+    assert fitting(figures(WINDOW), None).plain == "loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %"

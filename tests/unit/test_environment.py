@@ -12,7 +12,7 @@ import torch
 
 from lockstep import __version__
 from lockstep.core.world import World
-from lockstep.runtime import environment
+from lockstep.runtime import environment, host
 
 
 def test_the_versions_of_what_matters_are_there() -> None:
@@ -79,3 +79,14 @@ def test_neither_the_current_folder_nor_a_variable_is_taken_for_the_source(
     monkeypatch.chdir(repository)
     monkeypatch.setenv("GIT_DIR", str(repository / ".git"))
     assert environment.facts(World.solo())["git"] == here != environment.source_state(repository / "package")["git"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"), [("fpu avx2 avx512f", False), ("fpu avx512_bf16", True), ("Features : fp asimd bf16", True)]
+)
+def test_bfloat16_is_had_where_the_processor_lists_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, has: bool
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda path: f"flags : {flags}\n")
+    monkeypatch.setattr("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: True)
+    assert host.has_bfloat16() is has

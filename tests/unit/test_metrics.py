@@ -51,7 +51,7 @@ class Watched(Display):
     def advance(self, step: int) -> None:
         self.steps.append(step)
 
-    def window(self, window: Window) -> None:
+    def window(self, window: Window, epoch: Window | None) -> None:
         self.windows.append(window)
 
     def close(self) -> None:
@@ -152,6 +152,38 @@ def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[f
     expected, found = whole.flush(2, {}), then.flush(2, {})
     assert (found.first, found.loss, found.top1) == (expected.first, expected.loss, expected.top1)
     assert found.examples == expected.examples - 2 * at
+
+
+@given(st.lists(st.floats(0, 1e6, width=32), min_size=3, max_size=40), st.data())
+def test_an_epoch_is_the_mean_over_all_its_examples_whatever_was_logged_and_resumed(
+    losses: list[float], data: st.DataObject
+) -> None:
+    """Steps of two examples, epochs of ten steps; log points anywhere, and a resume anywhere."""
+    logged = data.draw(st.sets(st.integers(1, len(losses) - 1)))
+    at = data.draw(st.integers(1, len(losses) - 1))
+
+    def steps(telemetry: Telemetry, numbers: range) -> None:
+        for telemetry.step in numbers:
+            count(telemetry, [losses[telemetry.step - 1]], [telemetry.step % 3 == 0, True])
+            if telemetry.step in logged:
+                telemetry.flush(telemetry.step, {})
+
+    last = len(losses)
+    whole, first = Kept(), recorder(Kept())
+    uncut = recorder(whole)
+    steps(uncut, range(1, last + 1))
+    steps(first, range(1, at + 1))
+    resumed = Kept()
+    then = recorder(resumed, step=at, window=json.loads(json.dumps(first.open_window())))
+    steps(then, range(at + 1, last + 1))
+    for telemetry in (uncut, then):
+        telemetry.evaluated(last, {}, best=True)
+    (_, expected), (_, found) = whole.lines[-1], resumed.lines[-1]
+    assert found == expected  # to the bit
+    own = range(10 * ((last - 1) // 10) + 1, last + 1)
+    assert expected["loss/train_epoch"] == pytest.approx(sum(losses[step - 1] for step in own) / (2 * len(own)))
+    hits = sum(1 + (step % 3 == 0) for step in own)
+    assert expected["acc/train_epoch_top1"] == pytest.approx(100 * hits / (2 * len(own)))
 
 
 def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

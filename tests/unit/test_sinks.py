@@ -34,8 +34,8 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: Path) -> None:
     lines, path = JsonLines(tmp_path / "metrics.jsonl", 0), tmp_path / "metrics.csv"
-    lines.write(5, {"loss/train": 0.7, "acc/train_top1": 60.0, "optim/lr": 0.2})
-    lines.write(10, {"loss/train": 0.5, "acc/train_top1": 75.0, "optim/lr": 0.1})
+    lines.write(5, {"loss/train_epoch": 0.7, "acc/train_epoch_top1": 60.0, "optim/lr": 0.2})
+    lines.write(10, {"loss/train_epoch": 0.5, "acc/train_epoch_top1": 75.0, "optim/lr": 0.1})
     lines.end("completed")
     (_, _), (_, latest) = read_figures(tmp_path / "metrics.jsonl", 12)
     assert [step for step, _ in read_figures(tmp_path / "metrics.jsonl", 9)] == [5]
@@ -137,7 +137,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path) -> None:
     table = Table(tmp_path / "metrics.csv", PLAN, 0)
-    table.write(10, {"loss/train": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
+    table.write(10, {"loss/train_epoch": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
     table.end("completed")
     (row,) = rows(tmp_path / "metrics.csv")

@@ -3,8 +3,9 @@
 A folder `checkpoints/step-00000042` holds `model.safetensors` (and `ema.safetensors`), `state.pt` (optimizer and
 scaler; loads with `weights_only=True`), `facts.json` (the fingerprint of the run and its progress) and
 `manifest.json` (the size and the sha256 of each of these files, and its own sha256). `checkpoints/last` and
-`checkpoints/best` hold the name of a folder, for people: nothing here reads them. Until the first checkpoint there is
-`checkpoints/none-yet`.
+`checkpoints/best` hold the name of a folder, for people and for `lockstep clean`: neither a resume nor a use of the
+weights reads them. A checkpoint that stays only as one of the best has no `state.pt`. Until the first one there
+is `checkpoints/none-yet`.
 """
 
 from lockstep.checkpoint.header import find_card, read_card
@@ -20,6 +21,7 @@ from lockstep.checkpoint.reading import (
     restore,
     weights_file,
 )
+from lockstep.checkpoint.removal import Removable, removable, remove
 from lockstep.checkpoint.staging import HostCopies, gathered
 from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text, read_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
@@ -30,6 +32,7 @@ __all__ = [
     "Checkpointer",
     "HostCopies",
     "LoadedCheckpoint",
+    "Removable",
     "candidates",
     "check_fingerprint",
     "check_tensors",
@@ -47,6 +50,8 @@ __all__ = [
     "newest_of_run",
     "read_card",
     "read_facts",
+    "removable",
+    "remove",
     "restore",
     "weights_file",
 ]

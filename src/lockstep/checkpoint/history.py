@@ -9,14 +9,14 @@ together, never makes the second case look like the first.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.reading import LoadedCheckpoint, read, whole_weights
-from lockstep.checkpoint.validation import find_corruption
+from lockstep.checkpoint.validation import find_corruption, has_state
 from lockstep.config import yaml_io
+from lockstep.config.commands import override, typed
 from lockstep.config.program_words import program_words
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
@@ -34,7 +34,7 @@ def candidates(folder: Path) -> list[Path]:
 
 def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
     """The newest checkpoint in a `checkpoints` folder that passes its hashes; `say` is told each damaged one."""
-    checkpoints = candidates(folder)
+    checkpoints = [path for path in candidates(folder) if has_state(path)]
     for number, path in enumerate(checkpoints, start=1):
         if not (reason := find_corruption(path)):
             return path
@@ -91,12 +91,12 @@ def _has_saved(run_dir: RunDir) -> bool:
 def _all_lost(run_dir: RunDir) -> str:
     """The error of a run without a whole checkpoint: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
+    reasons = [f"{path.name}: {find_corruption(path) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
-    usable = f"; init_from={whole} takes the weights that are whole" if whole else ""
+    usable = f"; {typed([override('init_from', whole)])} takes the weights that are whole" if whole else ""
     try:
-        command = shlex.join([*program_words(), *yaml_io.load_list(run_dir.overrides)])
+        command = typed([*program_words(), *yaml_io.load_list(run_dir.overrides)])
     except InputError:
         command = "the command of this run and another hydra.run.dir=FOLDER"
     return (

@@ -22,10 +22,12 @@ from lockstep.checkpoint.validation import (
     Facts,
     damaged,
     find_corruption,
+    has_state,
     manifest,
     read_facts,
     sha256,
 )
+from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
 from lockstep.core.head import head_parameters
 from lockstep.core.run_dir import MANIFEST
@@ -50,10 +52,15 @@ def load(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint to the CPU.
 
     Raises:
-        InputError: it is damaged.
+        InputError: it is damaged, or has weights only.
     """
     if reason := find_corruption(path):
         raise damaged(path, reason)
+    if not has_state(path):
+        raise InputError(
+            f"resume: {path} has weights only, because newer checkpoints of its run have the state to resume from; "
+            f"begin a new run with its weights: {typed([override('init_from', path)])}"
+        )
     return read(path)
 
 

@@ -36,6 +36,10 @@ def manifest_text(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     sizes = {name: (folder / name).stat().st_size for name in names}
     digests = {name: sha256(folder / name) for name in names}
+    return _manifest_text(sizes, digests)
+
+
+def _manifest_text(sizes: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
     return json.dumps({"bytes": sizes, "sha256": digests, "self": _own_hash(sizes, digests)}, indent=2) + "\n"
 
 
@@ -53,13 +57,32 @@ def manifest(path: Path) -> dict[str, str]:
         raise ValueError("the folder is a symbolic link")
     match read_json(path / MANIFEST):
         case {"bytes": dict(sizes), "sha256": dict(digests), "self": str(own)} if sizes.keys() == digests.keys():
-            known = {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}
+            known = {FACTS, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}
             if known and all(map(_is_digest, digests.values())):
                 if own != _own_hash(sizes, digests):
                     raise ValueError(f"{MANIFEST} does not match its own sha256")
                 _check_sizes(path, sizes)
                 return digests
     raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
+
+
+def has_state(path: Path) -> bool:
+    """Whether a run can resume from a checkpoint if it is whole: it has more than weights."""
+    try:
+        return STATE in manifest(path)
+    except (UnreadableFile, ValueError):
+        return True
+
+
+def manifest_without_state(path: Path) -> str:
+    """The text of the manifest that a checkpoint gets when it keeps its weights only.
+
+    Raises:
+        UnreadableFile, ValueError: as `manifest`.
+    """
+    digests = {name: digest for name, digest in manifest(path).items() if name != STATE}
+    sizes = {name: (path / name).stat().st_size for name in digests}
+    return _manifest_text(sizes, digests)
 
 
 def _is_digest(value: object) -> bool:
@@ -121,8 +144,8 @@ def _is_window(parsed: Any) -> bool:
     match parsed:
         case None:
             return True
-        case {"flushed": int(flushed), "trails": [_, *_] as ranks} if len(parsed) == 2 and flushed >= 0:
-            return all(map(_is_rank_window, ranks))
+        case {"flushed": int(flushed), "trails": [_, *_] as ranks, "epoch": epoch} if len(parsed) == 3:
+            return flushed >= 0 and _is_epoch(epoch) and all(map(_is_rank_window, ranks))
     return False
 
 
@@ -133,6 +156,14 @@ def _is_rank_window(parsed: Any) -> bool:
             integers = all(isinstance(value, int) for value in [*steps, *examples])
             floats = all(isinstance(loss, float) for loss in losses)
             return integers and floats and len(losses) == len(steps) == len(examples)
+    return False
+
+
+def _is_epoch(parsed: Any) -> bool:
+    """Whether parsed JSON is the `EpochState` of telemetry."""
+    match parsed:
+        case {"number": int(), "loss": float(), "hits": int(), "examples": int(examples)} if len(parsed) == 4:
+            return examples >= 0
     return False
 
 

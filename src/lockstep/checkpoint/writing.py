@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
+from lockstep.checkpoint.removal import best_scored, delete, drop_state, remove, set_aside
 from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
     EMA,
@@ -29,19 +30,20 @@ from lockstep.checkpoint.validation import (
     STATE,
     Facts,
     find_corruption,
+    has_state,
     manifest,
     manifest_text,
-    read_facts,
     sha256,
 )
 from lockstep.core import log
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import sync, write_atomic
 
 RETRY_S = 30.0  # after a save that failed
+LEAST_RESUMABLE = 2  # the newest checkpoints with all that a resume needs, also where only one is to be kept
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class Checkpointer:
         folder.mkdir(exist_ok=True)
         for leftover in folder.glob(".*.tmp"):  # of a writer that was killed
             with suppress(OSError):
-                _delete(leftover)
+                delete(leftover)
         name = f"step-{progress['step']:08d}"
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
@@ -205,14 +207,14 @@ class Checkpointer:
                     sync(path)
             # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. Delete it only
             # when the new one is in place.
-            replaced = _set_aside(final) if final.exists() else None
+            replaced = set_aside(final) if final.exists() else None
             temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # free its space: the disk may be full
             raise
         sync(folder)
         if replaced is not None:
-            _delete(replaced)
+            delete(replaced)
         # Only now: a kill before this line leaves `none-yet` beside a whole checkpoint, and the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         write_atomic(self.run_dir.last, name)
@@ -238,37 +240,19 @@ class Checkpointer:
     def _retire(self, written: Path) -> None:
         """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.
 
+        Those that stay only because they are the best keep their weights, and lose what only a resume needs.
         Checkpoints of later steps were skipped by a resume; they stay until their step is done again.
         """
         checkpoints = candidates(self.run_dir.checkpoints)
         checkpoints = checkpoints[checkpoints.index(written) :]
-        scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
-        best = sorted(scores, key=lambda path: -scores[path])[: self.keep_best]  # of equal ones the earliest
+        best = best_scored(checkpoints, self.keep_best)
         retired = [path for path in checkpoints[self.keep :] if path not in best]
-        if retired and (reason := find_corruption(written)):
+        # A resume takes the newest checkpoint, or an earlier one if that is damaged: never the best for being so.
+        for_weights = [path for path in best if path not in checkpoints[: max(self.keep, LEAST_RESUMABLE)]]
+        if (retired or any(map(has_state, for_weights))) and (reason := find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
         for path in retired:
-            _delete(_set_aside(path))  # renamed first, so that a kill never leaves half a checkpoint
-
-
-def _delete(path: Path) -> None:
-    """Remove a folder, or a file or link at that path."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that its name is no longer that of a checkpoint."""
-    return path.rename(path.with_name(f".{path.name}.old.tmp"))
-
-
-def _score(path: Path) -> float | None:
-    """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
-    try:
-        score = read_facts(path)["progress"]["score"]
-    except InputError:
-        return None
-    return None if score is None else float(score)
+            remove(path)
+        for path in for_weights:
+            drop_state(path)

@@ -20,6 +20,7 @@ def arguments() -> argparse.Namespace:
     demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
     _model(demo)
     demo.add_argument("--port", type=int, default=8000, help="to listen on; 0 is any that is free [8000]")
+    _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
     _lr_find(commands)
@@ -101,6 +102,24 @@ def _lr_find(commands: Any) -> None:
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
     find.add_argument("--out", metavar="FILE", default="lr-find.svg", help="the picture [lr-find.svg]")
+
+
+def _clean(commands: Any) -> None:
+    clean = commands.add_parser(
+        "clean",
+        help="show which checkpoints of runs can go, and remove them",
+        description="Show which checkpoints of the runs and sweeps in a folder can go, and how many bytes they have. "
+        "The newest checkpoint and the best one of each run stay, and all of a run that is running. Nothing is "
+        "removed without --yes.",
+    )
+    clean.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="with runs in it [outputs]")
+    clean.add_argument("--yes", action="store_true", help="remove what is shown")
+    clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
+    clean.add_argument(
+        "--all",
+        action="store_true",
+        help="all checkpoints of completed runs: their best weights stay, but no resume can train them longer",
+    )
 
 
 def _prove(commands: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -16,7 +17,9 @@ SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the
 def main() -> None:
     """The console command `lockstep`. What needs torch is imported when a command runs, so that --help is fast."""
     signals.begin(says=signals.STOPPED_EARLY)
-    if sys.argv[1:2] == ["train"] or SHELL_COMPLETION & set(sys.argv):
+    if SHELL_COMPLETION & set(sys.argv):
+        complete()
+    elif sys.argv[1:2] == ["train"]:
         train()
     else:
         run(arguments())
@@ -32,8 +35,21 @@ def train() -> None:
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
     # Hydra completes the words behind the program's name, for which it takes the first word of the line.
-    os.environ["COMP_LINE"] = os.environ.get("COMP_LINE", "").replace("lockstep train", "lockstep", 1)
+    os.environ["COMP_LINE"] = re.sub(r"^(\S*lockstep)\s+train\b", r"\1", os.environ.get("COMP_LINE", ""), count=1)
     train_main()
+
+
+def complete() -> None:
+    """Answer the shell, which asks what the last word of its line can become."""
+    line = os.environ.get("COMP_LINE", "")
+    asked = next((word for word in sys.argv if word.startswith("query=")), "")
+    if not asked or re.match(r"\S*lockstep\s+train\s", line):
+        train()
+        return
+    from lockstep.config.completion import command_words
+
+    separator = "\n" if asked == "query=fish" else " "
+    sys.stdout.write(separator.join(command_words(["train", *COMMANDS], line)) + "\n")
 
 
 def run(given: argparse.Namespace) -> None:
@@ -96,6 +112,12 @@ def _demo(given: argparse.Namespace) -> None:
     demo(given.run, port=given.port, device=given.device)
 
 
+def _clean(given: argparse.Namespace) -> None:
+    from lockstep.cli.clean import clean
+
+    clean(given.folders, keep=given.keep, everything=given.all, yes=given.yes)
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "new": _new,
     "prove": _prove,
@@ -105,4 +127,5 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "predict": _predict,
     "export": _export,
     "demo": _demo,
+    "clean": _clean,
 }

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from lockstep.config.commands import typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import storing
@@ -41,4 +42,6 @@ def new(project: str) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(source.read_text().replace(NAME, name))
         shutil.move(Path(temporary, name), folder)
-    log.console.print(f"made {folder}; go on with: cd {folder} && python train.py experiment=first", soft_wrap=True)
+    log.console.print(
+        f"made {folder}; go on with: {typed(['cd', folder])} && python train.py experiment=first", soft_wrap=True
+    )

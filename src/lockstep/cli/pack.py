@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lockstep.config.commands import override, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
@@ -62,9 +63,8 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
     for image in broken:
         log.warn(f"{image.what}: left out")
     gigabytes = images * math.prod(folder.image_shape) / 1e9
-    log.say(
-        f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with dataset=packed dataset.path={target}"
-    )
+    words = typed(["dataset=packed", override("dataset.path", target)])
+    log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")
 
 
 def check(target: str) -> None:

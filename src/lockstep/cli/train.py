@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import hydra
 from omegaconf import DictConfig
 
-from lockstep.config import composition, extensions
+from lockstep.config import completion, composition, extensions
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 
 def main(packages: Sequence[str] = ()) -> None:
-    """Train the job of the command line, or the sweep, and exit with its code if it fails.
-
-    `packages` are extensions of this program.
-    """
+    """Train the job or the sweep of the command line, with extensions; exit with its code if it fails."""
     started_as(sys.argv[0])
     composition.register()
     with program.command_line():
         extensions.use(packages)
+        completion.prepare(sys.argv)
         if not composition.showed_help():
             check_flags(sys.argv[1:])
             train()

@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from lockstep.config.commands import typed
 from lockstep.config.messages import key_of
 from lockstep.config.program_words import program_words
 from lockstep.core.errors import InputError
@@ -83,7 +84,7 @@ class Invocation:
         overrides = tuple(str(override) for override in hydra.overrides.task)
         return cls(
             overrides=overrides,
-            command=shlex.join([*program_words(), *configs.words, *overrides]),
+            command=typed([*program_words(), *configs.words, *overrides]),
             sweep=sweep,
             number=int(hydra.job.num) if sweep else 0,
             folder=folder.absolute() if sweep or folder != Path() else None,

@@ -19,7 +19,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.config.program_words import program_name
+from lockstep.config.commands import typed
+from lockstep.config.program_words import program_name, program_words
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
@@ -53,7 +54,7 @@ def check_flags(words: Sequence[str]) -> None:
         value = behind[0]
     raise InputError(
         f"{unknown[0]} is no flag of this program; a key is written without dashes, KEY=VALUE: "
-        f"{name.replace('-', '_')}={value or 'VALUE'}"
+        f"{typed([name.replace('-', '_') + '=' + (value or 'VALUE')])}"
     )
 
 
@@ -102,8 +103,8 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
         return InputError(
-            f"{match[1]} names several values; `{program_name()} -m {match[1]}` runs a sweep over them, and a list "
-            f"is written {match[2]}=[{match[3]}]"
+            f"{match[1]} names several values; `{typed([*program_words(), '-m', match[1]])}` runs a sweep over them, "
+            f"and a list is written {typed([f'{match[2]}=[{match[3]}]'])}"
         )
     if isinstance(error, HydraException):
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -99,10 +100,40 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
             handler.close()
 
 
-def say(message: str = "") -> None:
-    """Print one line for the user and log it. Called by main only."""
+def has_terminal() -> bool:
+    """Whether somebody looks at the output on a terminal that can move the cursor.
+
+    Not rich's `is_terminal`, which FORCE_COLOR makes true for a pipe.
+    """
+    return sys.stdout is not None and sys.stdout.isatty() and not console.is_dumb_terminal
+
+
+def say_row(label: str, text: str, *, indent: int = 12) -> None:
+    """Say a text behind a label. A terminal gets it in lines that fit, each but the first indented."""
+    line = f"{label:>{indent - 2}}  {text}" if label else text
+    shown = textwrap.fill(
+        escaped(line, keep=""),
+        max(console.width, 2 * indent) if has_terminal() else len(line) + 1,
+        subsequent_indent=" " * indent,
+        break_long_words=False,  # a path in two lines cannot be copied
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        drop_whitespace=True,
+    )
+    say(line, shown=Text(shown))
+
+
+def say_command(label: str, command: str) -> None:
+    """Say a command to type behind a label. Where both are too long for the terminal it has a line of its own."""
+    line = f"   {label:<12} {command}"
+    too_long = has_terminal() and len(line) > console.width
+    say(line, shown=Text(escaped(f"   {label}:\n{command}")) if too_long else None)
+
+
+def say(message: str = "", *, shown: Text | None = None) -> None:
+    """Print one line for the user and log it; the terminal gets `shown` instead. Called by main only."""
     line = escaped(message, keep="")
-    console.print(line, soft_wrap=True)
+    console.print(line if shown is None else shown, soft_wrap=True)
     logger.info(line)
 
 

@@ -11,11 +11,26 @@ import torch
 from lockstep.core.world import World
 
 GB = 1e9
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})  # the last one is ARM's
 
 
 def amount(gigabytes: float) -> str:
-    """A number of bytes to be read: `0.3 MB`, `512 MB`, `4.2 GB`."""
+    """A number of bytes to be read: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
+    if gigabytes < 1e-4:
+        return f"{1e6 * gigabytes:.0f} kB"
     return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.{1 if gigabytes < 0.01 else 0}f} MB"
+
+
+def has_bfloat16() -> bool:
+    """Whether the CPU computes in bfloat16 by instructions of its own, and torch's kernels use them.
+
+    True where the system does not list the instructions. ONEDNN_MAX_CPU_ISA can forbid the kernels.
+    """
+    try:
+        listed = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return True
+    return not listed.isdisjoint(BFLOAT16) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cores() -> int:

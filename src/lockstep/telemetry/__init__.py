@@ -1,6 +1,6 @@
 """What a run reports: scalars for files and TensorBoard, live progress, and GPU figures."""
 
-from lockstep.telemetry.metrics import Telemetry, WindowState
-from lockstep.telemetry.window import Window
+from lockstep.telemetry.metrics import Telemetry
+from lockstep.telemetry.window import Window, WindowState
 
 __all__ = ["Telemetry", "Window", "WindowState"]

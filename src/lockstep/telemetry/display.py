@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.live import Live
+from rich.text import Text
 
 from lockstep.core import log
 from lockstep.core.plan import Plan
+from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, bar, clock, figures, fitting
 from lockstep.telemetry.window import Window
 
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0  # at most, where nothing is evaluated
+SILENCE_S = 30.0  # at most, where there is no terminal
+BEST = "green"
 
 
 class Display:
@@ -20,11 +25,14 @@ class Display:
     def advance(self, step: int) -> None:
         """Show that a step is done."""
 
-    def window(self, window: Window) -> None:
-        """Show the window of a log point."""
+    def window(self, window: Window, epoch: Window | None) -> None:
+        """Show the window of a log point, and the epoch so far."""
 
-    def evaluated(self, step: int, scores: Mapping[str, float], window: Window | None) -> None:
-        """Show the scores of an evaluation."""
+    def evaluating(self, done: int, blocks: int) -> None:
+        """Show how many blocks of an evaluation are done."""
+
+    def evaluated(self, step: int, scores: Mapping[str, float], epoch: Window | None, *, best: bool) -> None:
+        """Show the scores of an evaluation, with the figures of the epoch so far; whether they are the best ones."""
 
     def warn(self, sentence: str) -> None:
         """Show a warning to the user."""
@@ -33,86 +41,124 @@ class Display:
         """Remove the display: training is over."""
 
 
-def figures(window: Window) -> str:
-    """The figures of a window as a text."""
-    return (
-        f"loss {window.loss:.4f}  top-1 {window.top1:.1f} %  {window.rate:,.0f} img/s  wait {window.wait_share:.0f} %"
-    )
-
-
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss, or m:ss if less than an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-class Lines(Display):
-    """One line per evaluation, and one every ten seconds in between."""
+class Screen(Display):
+    """What a terminal and a file have in common: a line per evaluation."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         self.plan = plan
-        self.first = step
-        self.began = self.shown_at = time.monotonic()
-        self.digits = len(str(plan.total_steps))
+        self.first = self.step = step
+        self.began = self.stepped_at = self.shown_at = time.monotonic()
+        self.phase = ""
+        self.columns = Columns()
 
-    def window(self, window: Window) -> None:
-        evaluated_next = self.plan.due("eval", window.last)
-        if time.monotonic() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
-            self._line(window.last, figures(window))
+    def advance(self, step: int) -> None:
+        self.step, self.stepped_at = step, time.monotonic()
 
-    def evaluated(self, step: int, scores: Mapping[str, float], window: Window | None) -> None:
-        average = f" (average {scores['acc/val_ema_top1']:.2f} %)" if "acc/val_ema_top1" in scores else ""
-        self._line(
-            step,
-            f"{figures(window) + '  ' if window else ''}"
-            f"val loss {scores['loss/val']:.4f}  val top-1 {scores['acc/val_top1']:.2f} %{average}",
-        )
+    def evaluating(self, done: int, blocks: int) -> None:
+        self.phase = f"evaluating {done}/{blocks}"
+
+    def evaluated(self, step: int, scores: Mapping[str, float], epoch: Window | None, *, best: bool) -> None:
+        self.phase = ""
+        averaged = "acc/val_ema_top1" in scores
+        style = BEST if best else ""
+        columns = [
+            Column("val loss", f"{scores['loss/val']:.4f}", "", 2),
+            Column("val top-1", f"{scores['acc/val_top1']:.2f}", " %", 5, "" if averaged else style),
+        ]
+        if averaged:
+            columns.append(Column("average", f"{scores['acc/val_ema_top1']:.2f}", " %", 6, style))
+        self._line(step, [*(figures(epoch) if epoch else []), *columns])
 
     def warn(self, sentence: str) -> None:
         log.warn(sentence)
 
-    def _line(self, step: int, text: str) -> None:
-        now = time.monotonic()
-        left = (now - self.began) / max(1, step - self.first) * (self.plan.total_steps - step)
-        self.shown_at = now
+    def _line(self, step: int, columns: list[Column]) -> None:
+        """Show a line; the log has all of its columns, a terminal those that fit."""
+        self.shown_at = time.monotonic()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
-        log.say(
-            f"epoch {self.plan.epoch(step) + 1}/{epochs}  step {step:>{self.digits}}/{self.plan.total_steps}  "
-            f"{text}  left {clock(left)}"
-        )
+        at = [
+            Column("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
+            Column("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 3),
+        ]
+        line = self.columns.aligned([*at, *columns, Column("left", self._left(step), "", ALWAYS)])
+        log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))
+
+    def _width(self) -> int | None:
+        """The columns of the terminal; None where there is none."""
+        return None
+
+    def _left(self, step: int) -> str:
+        """The time until the last step, at the pace of this process so far; `?` before its first step."""
+        done = step - self.first
+        if not done:
+            return "?" if step < self.plan.total_steps else clock(0)
+        return clock((time.monotonic() - self.began) / done * (self.plan.total_steps - step))
 
 
-class Bar(Lines):
-    """The lines of evaluations above a progress bar."""
+class Lines(Screen):
+    """Lines for a file: one per evaluation, one every ten seconds in between, and never long without a word."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         super().__init__(plan, step)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=log.console,
-            transient=True,
-        )
-        self.task = self.progress.add_task("training", total=plan.total_steps, completed=step, figures="")
-        self.progress.start()
+        self.closed = threading.Event()
+        self.watcher = threading.Thread(target=self._break_silence, name="display", daemon=True)
+        self.watcher.start()
 
-    def advance(self, step: int) -> None:
-        self.progress.update(self.task, completed=step)
-
-    def window(self, window: Window) -> None:
-        self.progress.update(self.task, figures=figures(window))
+    def window(self, window: Window, epoch: Window | None) -> None:
+        evaluated_next = self.plan.due("eval", window.last)
+        if time.monotonic() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
+            self._line(window.last, figures(epoch or window))
 
     def close(self) -> None:
-        self.progress.stop()
+        self.closed.set()
+        self.watcher.join()
+
+    def _break_silence(self) -> None:
+        """Say where the run is, whenever nothing was said for a while: steps and evaluations may take minutes."""
+        while not self.closed.wait(max(0.0, self.shown_at + SILENCE_S - time.monotonic())):
+            now = time.monotonic()
+            if now - self.shown_at >= SILENCE_S:
+                phase = self.phase or f"in step {self.step + 1} for {clock(now - self.stepped_at)}"
+                self._line(self.step, [Column(phase, "", "", 4)])
+
+
+class Bar(Screen):
+    """The lines of evaluations above one line that moves: the step, a bar, the last figures, the time left."""
+
+    def __init__(self, plan: Plan, step: int) -> None:
+        super().__init__(plan, step)
+        self.evaluated_share = 0.0
+        self.last: Window | None = None
+        self.live = Live(get_renderable=self.status, console=log.console, transient=True, refresh_per_second=4)
+        self.live.start()
+
+    def window(self, window: Window, epoch: Window | None) -> None:
+        self.last = window
+
+    def evaluating(self, done: int, blocks: int) -> None:
+        super().evaluating(done, blocks)
+        self.evaluated_share = done / blocks
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def status(self) -> Text:
+        """The moving line, in the width of the terminal: figures give way to a short bar, and that to the step."""
+        step = Column("step", f"{self.step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", ALWAYS)
+        left = Column("left", self._left(self.step), "", ALWAYS)
+        share = self.evaluated_share if self.phase else self.step / self.plan.total_steps
+        middle = [Column(self.phase, "", "", 8)] if self.phase else figures(self.last) if self.last else []
+        width = self._width() - 1  # a full line would wrap on some terminals
+        line = fitting([step, *middle, left], width - SHORTEST_BAR)
+        moving = bar(share, width - line.cell_len, unicode=log.console.encoding.startswith("utf"))
+        return Text.assemble(moving, line)
+
+    def _width(self) -> int:
+        return log.console.width
 
 
 def display(plan: Plan, step: int, *, is_main: bool) -> Display:
     """The display for this rank and this terminal."""
     if not is_main:
         return Display()
-    return Bar(plan, step) if log.console.is_terminal else Lines(plan, step)
+    return Bar(plan, step) if log.has_terminal() else Lines(plan, step)

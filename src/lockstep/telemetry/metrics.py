@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypedDict, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +19,15 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.epoch import Epoch
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
-from lockstep.telemetry.window import Window
+from lockstep.telemetry.window import RankWindowState, Window, WindowState
 
 S = TypeVar("S", bound=Stepped)
 
 # Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
-
-
-class RankWindowState(TypedDict):
-    """What a rank has counted since the last log point.
-
-    For each micro-batch: its summed loss, its step and its number of examples; for all together: the hits.
-    """
-
-    losses: list[float]
-    steps: list[int]
-    examples: list[int]
-    hits: int
-
-
-class WindowState(TypedDict):
-    """The step of the last log point (`flushed`), and what each rank has counted since (`trails`)."""
-
-    flushed: int
-    trails: list[RankWindowState]
 
 
 class Telemetry:
@@ -90,6 +74,7 @@ class Telemetry:
         self.counts: list[int] = []
         self.hits = torch.zeros((), dtype=torch.int64, device=world.device)
         self.carried = 0
+        self.epoch = Epoch(earlier_hits=torch.zeros_like(self.hits))
         if window is not None:
             self._restore_window(window)
         self.stragglers = Stragglers(world)
@@ -97,11 +82,17 @@ class Telemetry:
         self.waited = self.paused = 0.0
         self.examples = 0
         self.busy = self.waited_in_all = 0.0
-        self.last: Window | None = None
+        self.before_step = (0.0, 0.0)  # seconds of training and of waiting before the step under way
+        self.pausing: float | None = None  # when the pause under way began
 
     def open_window(self) -> WindowState:
         """What every rank has counted since the last log point, for main's checkpoint. Collective."""
-        return {"flushed": self.flushed, "trails": self.world.gather_to_main(self._rank_state())}
+        gathered = self.world.gather_to_main((self._rank_state(), int(self.epoch.earlier_hits)))
+        return {
+            "flushed": self.flushed,
+            "trails": [state for state, _ in gathered],
+            "epoch": self.epoch.state(sum(earlier for _, earlier in gathered)),
+        }
 
     def _rank_state(self) -> RankWindowState:
         self._count()
@@ -121,6 +112,9 @@ class Telemetry:
             self.steps += state["steps"]
             self.counts += state["examples"]
             self.hits += state["hits"]
+        self.epoch = replace(self.epoch, **window["epoch"], carried=window["epoch"]["examples"])
+        for state in window["trails"]:
+            self.epoch.carried += sum(itertools.compress(state["examples"], self._of_epoch(state["steps"])))
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, and time the wait for each."""
@@ -128,6 +122,7 @@ class Telemetry:
         while True:
             self.stragglers.begin()
             began = time.perf_counter()
+            self.before_step = (self.busy + began - self.mark - self.paused, self.waited_in_all + self.waited)
             shard = next(shards, None)
             if shard is None:
                 return
@@ -144,6 +139,8 @@ class Telemetry:
         many = len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) >= UNCOUNTED_MICRO_BATCHES
         if many and self.uncounted[-1][0] < micro.step:  # `forget` may still drop an unfinished step
             self._count()
+        if self.plan.epoch(micro.step) != self.epoch.number:
+            self._begin_epoch(self.plan.epoch(micro.step))
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         self.samples.record(micro, images)
 
@@ -164,9 +161,10 @@ class Telemetry:
     def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
         """End the window at `step`: sum over the ranks and write the figures. Collective, and a device sync."""
         self._count()
-        summed = self.losses.sum()
         counted = torch.tensor(sum(self.counts), dtype=torch.float64, device=self.world.device)
-        loss, hits, examples = self.world.sum(torch.stack([summed, self.hits.double(), counted])).tolist()
+        summed = torch.stack([self.losses.sum(), self.hits.double(), counted])
+        loss, hits, examples, *of_epoch = self.world.sum(torch.cat([summed, self._sums_of_epoch()])).tolist()
+        self.epoch.add(*of_epoch)
         now = time.perf_counter()
         seconds = max(now - self.mark - self.paused, 1e-9)
         steps = step - max(self.flushed, self.resumed)
@@ -188,7 +186,7 @@ class Telemetry:
         self.examples += window.examples
         self.busy += seconds
         self.waited_in_all += self.waited
-        self.mark, self.waited, self.paused, self.flushed, self.last = now, 0.0, 0.0, step, window
+        self.mark, self.waited, self.paused, self.flushed = now, 0.0, 0.0, step
         figures = {
             "loss/train": window.loss,
             "acc/train_top1": window.top1,
@@ -200,10 +198,41 @@ class Telemetry:
         if self.peak:
             figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
         self.observer.write(step, figures)
-        self.display.window(window)
+        self.display.window(window, self._epoch_window(self.epoch, step))
         if sentence := self.stragglers.find():
             self.display.warn(sentence)
         return window
+
+    def _begin_epoch(self, number: int) -> None:
+        """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
+        self._count()
+        busy, waited = self.before_step
+        self.epoch = Epoch(number, earlier_hits=self.hits.clone(), busy=busy, waited=waited)
+
+    def _of_epoch(self, steps: list[int]) -> list[bool]:
+        """Which steps are of the epoch under way."""
+        return [self.plan.epoch(step) == self.epoch.number for step in steps]
+
+    def _sums_of_epoch(self) -> Tensor:
+        """What this rank's open window has of the epoch: summed loss, hits and examples, float64 (3,)."""
+        own = self._of_epoch(self.steps)
+        # Without an epoch's end in the window this is the window's own sum, without a copy to the device.
+        losses = self.losses if all(own) else self.losses[torch.tensor(own, device=self.world.device)]
+        examples = torch.tensor(sum(itertools.compress(self.counts, own)), device=self.world.device)
+        return torch.stack([losses.sum(), (self.hits - self.epoch.earlier_hits).double(), examples.double()])
+
+    def _epoch_window(self, epoch: Epoch, step: int) -> Window | None:
+        """The figures of an epoch so far, without the time of a pause under way, such as an evaluation."""
+        now = time.perf_counter() if self.pausing is None else self.pausing
+        busy, waited = self.busy + now - self.mark - self.paused, self.waited_in_all + self.waited
+        return epoch.window(epoch.number * self.plan.steps_per_epoch + 1, step, busy, waited)
+
+    def _epoch_so_far(self, step: int) -> Window | None:
+        """The figures of the epoch with those of the open window. Collective, and a device sync."""
+        self._count()
+        so_far = replace(self.epoch)
+        so_far.add(*self.world.sum(self._sums_of_epoch()).tolist())
+        return self._epoch_window(so_far, step)
 
     def _first_bad_step(self, step: int) -> int:
         """The first step with a diverged loss on any rank; `step` if only the mean is diverged. Collective."""
@@ -215,11 +244,19 @@ class Telemetry:
         others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
         return int(self.world.sum(first.masked_fill(others, 0)).min())
 
+    def evaluating(self, done: int, blocks: int) -> None:
+        """Show how far the evaluation after the present step is."""
+        self.display.advance(self.step)
+        self.display.evaluating(done, blocks)
+
     def evaluated(self, step: int, scalars: Mapping[str, float], *, best: bool) -> None:
-        """Write the scores of an evaluation at `step`."""
+        """Write the scores of an evaluation at `step`, with the means over the epoch so far. Collective."""
+        epoch = self._epoch_so_far(step)
+        if epoch is not None:
+            scalars = {"loss/train_epoch": epoch.loss, "acc/train_epoch_top1": epoch.top1, **scalars}
         self.observer.write(step, scalars)
         self.observer.evaluated(step, scalars, best)
-        self.display.evaluated(step, scalars, self.last)
+        self.display.evaluated(step, scalars, epoch, best=best)
 
     def sync(self) -> None:
         """Flush the files, so that they have every step of the checkpoint that is saved next."""
@@ -228,9 +265,10 @@ class Telemetry:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """A context whose time does not count in the rates: evaluations and saves."""
-        started = time.perf_counter()
+        self.pausing = started = time.perf_counter()
         yield
         self.paused += time.perf_counter() - started
+        self.pausing = None
 
     def time_forward(self, replica: nn.Module) -> None:
         """Time the forward passes, if there are other ranks. Not for a compiled model: it would be slower."""

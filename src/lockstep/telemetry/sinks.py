@@ -27,8 +27,11 @@ from lockstep.telemetry.events import trim_events
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Learning": {
-        "loss": ["Multiline", ["loss/train", "loss/val"]],
-        "accuracy": ["Multiline", ["acc/train_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"]],
+        "loss": ["Multiline", ["loss/train", "loss/train_epoch", "loss/val"]],
+        "accuracy": [
+            "Multiline",
+            ["acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"],
+        ],
         "metrics": ["Multiline", ["metric/.*"]],
     },
     "Throughput": {
@@ -158,8 +161,8 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
 
 
 COLUMNS = {
-    "loss/train": "train_loss",
-    "acc/train_top1": "train_top1",
+    "loss/train_epoch": "train_loss",
+    "acc/train_epoch_top1": "train_top1",
     "loss/val": "val_loss",
     "acc/val_top1": "val_top1",
     "acc/val_top5": "val_top5",

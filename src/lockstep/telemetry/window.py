@@ -1,8 +1,9 @@
-"""The figures of the steps between two log points."""
+"""The figures of the steps between two log points, and what a checkpoint keeps of an open window."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,35 @@ class Window:
     def wait_share(self) -> float:
         """The percentage of time that the loop waited for data."""
         return 100 * self.waited / self.seconds
+
+
+class RankWindowState(TypedDict):
+    """What a rank has counted since the last log point.
+
+    For each micro-batch: its summed loss, its step and its number of examples; for all together: the hits.
+    """
+
+    losses: list[float]
+    steps: list[int]
+    examples: list[int]
+    hits: int
+
+
+class EpochState(TypedDict):
+    """An epoch up to the last log point, over all ranks: its number from 0, summed loss, hits and examples.
+
+    `hits` is less by those that the open window has of the epoch before, so it can be negative.
+    """
+
+    number: int
+    loss: float
+    hits: int
+    examples: int
+
+
+class WindowState(TypedDict):
+    """The step of the last log point (`flushed`), what each rank has counted since (`trails`), and the epoch."""
+
+    flushed: int
+    trails: list[RankWindowState]
+    epoch: EpochState

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from lockstep.config.commands import override, relative, typed
 from lockstep.config.invocation import config_words
 from lockstep.config.program_words import program_words, words_of
 from lockstep.config.schema import Job
@@ -18,9 +17,12 @@ from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
-from lockstep.telemetry.display import clock
+from lockstep.optim.state_size import state_bytes
+from lockstep.runtime.host import GB, amount
+from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
+from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
 from lockstep.training.usual import Usual
 
@@ -48,11 +50,6 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "seed": job.seed,
         "ranks": world.size,
     }
-
-
-def _shown(path: Path) -> Path:
-    """A path as the user would type it from here."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _ranks(job: Job, world: World) -> str:
@@ -86,6 +83,23 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e3:.0f} k" if parameters < 1e6 else f"{parameters / 1e6:.1f} M"
 
 
+def _keeps(job: Job, network: Network) -> str:
+    """What the run will keep on the disk, estimated from the parameters and the optimizer."""
+    weights = sum(tensor.nbytes for tensor in network.model.state_dict().values())
+    saved = weights * (1 if network.ema is None else 2)
+    state = state_bytes(job.optimizer, network.model)
+    newest, best = job.checkpoint.keep, job.checkpoint.keep_best
+    known = (
+        f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
+    )
+    total = newest * (saved + (state or 0)) + best * saved + weights
+    most = f"; at most {amount(total / GB)} in all" if state is not None else ""
+    return (
+        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {known}, and the weights of the best"
+        f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
+    )
+
+
 def banner(
     *,
     job: Job,
@@ -93,8 +107,7 @@ def banner(
     world: World,
     plan: Plan,
     overrides: Sequence[str],
-    parameters: int,
-    frozen: str,
+    network: Network,
     examples: tuple[int, int],
     loader_reason: str,
     origin: str,
@@ -111,9 +124,11 @@ def banner(
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     rows = {
-        "run": _shown(run_dir.path),
+        "run": relative(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
-        "model": f"{named(job.model)}, {_count(parameters)} parameters" + f", {frozen}" * bool(frozen),
+        "model": ", ".join(
+            filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
+        ),
         "data": f"{named(job.dataset, frozenset({'root'}) | usual.sizes)}, {examples[0]:,} to train on, "
         f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}{usual.input_reason}",
         "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}",
@@ -124,31 +139,36 @@ def banner(
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} epochs of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }
+    rows["keeps"] = _keeps(job, network)
     if origin:
         rows["from"] = f"{origin}, step {step:,}"
     for key, value in rows.items():
-        log.say(f"{key:>10}  {value}")
+        log.say_row(key, str(value))
     for note in notes:
         log.warn(note)
 
 
 def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
     """Show how the run went and what to type next."""
-    folder = _shown(run_dir.path)
-    best = f"{progress.best:.2f} % top-1 at step {progress.best_step}" if progress.best is not None else "none"
+    average = " of the averaged weights" if job.train.ema is not None else ""
+    best = (
+        f"{progress.best:.2f} % top-1{average} at step {progress.best_step}" if progress.best is not None else "none"
+    )
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
-    log.say(
+    log.say_row(
+        "",
         f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s, "
-        f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}"
+        f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}",
+        indent=3,
     )
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
-        log.say(f"   look at it   tensorboard --logdir {folder}")
-    log.say(f"   train longer {resume_command(run_dir)} {train_longer(job)}")
+        log.say_command("look at it", typed(["tensorboard", "--logdir", relative(run_dir.path)]))
+    log.say_command("train longer", resume_command(run_dir, train_longer(job)))
 
 
-def resume_command(run_dir: RunDir) -> str:
-    """The command that goes on with a run, to be typed."""
-    return shlex.join([*_command_words(run_dir), f"resume={_shown(run_dir.path)}"])
+def resume_command(run_dir: RunDir, *overrides: str) -> str:
+    """The command that goes on with a run, to be typed, with further overrides."""
+    return typed([*_command_words(run_dir), override("resume", relative(run_dir.path)), *overrides])
 
 
 def _command_words(run_dir: RunDir) -> list[str]:

@@ -30,14 +30,18 @@ def evaluate(
     world: World,
     views: int = 1,
     scores: NoScores = NO_SCORES,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> Mapping[str, float]:
     """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
     averaged over `views` of an image (see `weighted_views`), and given to `scores`. `between` is called after each
-    block, equally often on every rank, so it may contain a collective; it may raise.
+    block, with how many are done and of how many, equally often on every rank: it may contain a collective, and it
+    may raise.
+
+    Raises:
+        InputError: more images are broken than `dataset.skip` allows, or all of them.
     """
     world.share_buffers(model)
     training = model.training
@@ -45,18 +49,20 @@ def evaluate(
     loss.eval()
     summed = torch.zeros(1, dtype=torch.float64, device=world.device)
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
-    for images, labels in loader.eval():
+    rounds = loader.eval_rounds
+    done = 0
+    for done, (images, labels) in enumerate(loader.eval(), start=1):
         logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
         summed += loss(logits, labels, labels)
         hit = best_classes(logits) == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
         scores.update(logits, labels)
-        between()
-    for _ in range(loader.eval_rounds_without):
+        between(done, rounds)
+    for idle in range(done, rounds):
         if has_shards(model):  # its forward pass gathers them on every rank
             logits_of(model, loader.eval_image(), pipeline=pipeline, precision=precision, views=views)
         scores.update_without()
-        between()
+        between(idle + 1, rounds)
     model.train(training)
     loss.train()
     world.sum(summed)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.schema import Job
@@ -14,7 +16,7 @@ from lockstep.core.errors import NumericalError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
-from lockstep.runtime import environment
+from lockstep.runtime import environment, host
 from lockstep.training import banner, crash_dump
 from lockstep.training.build_data import TrainingData
 from lockstep.training.network import Network
@@ -56,8 +58,7 @@ class RunRecord(NoRecord):
             world=self.world,
             plan=data.plan,
             overrides=yaml_io.load_list(self.run_dir.overrides),
-            parameters=network.parameters,
-            frozen=str(network.freezing),
+            network=network,
             examples=(len(data.train), len(data.val)),
             loader_reason=data.loader_reason,
             origin=origin,
@@ -67,8 +68,14 @@ class RunRecord(NoRecord):
         )
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
-        """Where the promise of equal runs ends for this job."""
+        """Where the promise of equal runs ends for this job, and what makes it slow here."""
         notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
+        on_cpu = self.world.device.type == "cpu"
+        if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
+            notes.append(
+                "this processor has no instructions for bfloat16, so a step takes 2 to 47 times as long as in "
+                "float32; precision=fp32 is faster"
+            )
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "

@@ -193,7 +193,7 @@ class Trainer:
                 world=self.world,
                 views=self.eval_views,
                 scores=self.scores if decides else NO_SCORES,
-                between=self.between,
+                between=self.between_blocks,
             )
 
     def make_up_evaluation(self) -> None:
@@ -202,6 +202,11 @@ class Trainer:
         if step and self.progress.score is None and self.plan.due("eval", step):
             self.evaluate(step)
             self.save()
+
+    def between_blocks(self, done: int, blocks: int) -> None:
+        """Between two blocks of an evaluation: show how far it is, and what `between` does."""
+        self.telemetry.evaluating(done, blocks)
+        self.between()
 
     def between(self) -> None:
         """Between two micro-batches or blocks: give a sign of life, and act on a stop of any rank. Collective.

@@ -199,9 +199,9 @@ class Loader:
         return images
 
     @property
-    def eval_rounds_without(self) -> int:
-        """How many blocks the first rank has more than this one: 0 or 1."""
-        return len(self._eval_blocks(0)) - len(self._eval_blocks(self.world.rank))
+    def eval_rounds(self) -> int:
+        """How many blocks the first rank evaluates; another one has as many, or one less."""
+        return len(self._eval_blocks(0))
 
     def _eval_blocks(self, rank: int) -> list[range]:
         return blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)

@@ -1,0 +1,105 @@
+"""Removes checkpoints, and what nobody needs of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.history import candidates
+from lockstep.checkpoint.reading import whole_weights
+from lockstep.checkpoint.validation import STATE, find_corruption, has_state, manifest_without_state, read_facts
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import MANIFEST, RunDir
+from lockstep.core.safe_read import UnreadableFile, read_text
+from lockstep.core.safe_write import write_atomic
+
+
+@dataclass(frozen=True)
+class Removable:
+    """The checkpoints of a run: those that stay, and the paths that can go with their bytes in all."""
+
+    stay: tuple[Path, ...]
+    go: tuple[Path, ...]
+    size: int
+
+
+def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Removable:
+    """What can be removed of a run that is not running.
+
+    The newest `keep` whole checkpoints stay, because a resume begins with them, and the best one; all of them stay
+    where none is whole. Nothing stays for `everything`, if the run is completed and its best weights are exported.
+    """
+    checkpoints = candidates(run_dir.checkpoints)
+    stay: list[Path] = []
+    if not (everything and _completed(run_dir) and whole_weights(run_dir.path)):
+        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path))
+        stay = [path for path, _ in zip(whole, range(keep), strict=False)]
+        stay = [*stay, *(path for path in _best(run_dir, checkpoints) if path not in stay)] if stay else checkpoints
+    go = [path for path in checkpoints if path not in stay]
+    go += run_dir.checkpoints.glob(".step-*.tmp")  # of a writer that was killed
+    return Removable(tuple(stay), tuple(go), sum(map(_size, go)))
+
+
+def _completed(run_dir: RunDir) -> bool:
+    try:
+        return run_dir.read_summary().get("status") == "completed"
+    except UnreadableFile:
+        return False
+
+
+def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
+    """The best checkpoint by the pointer to it, and by the scores of those that are there."""
+    try:
+        named = read_text(run_dir.best).strip()
+    except UnreadableFile:
+        named = ""
+    return list(dict.fromkeys([*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]))
+
+
+def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
+    """Those with the highest validation top-1; of equal ones the earliest. `checkpoints` are newest first."""
+    scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
+    return sorted(scores, key=lambda path: -scores[path])[:number]
+
+
+def _score(path: Path) -> float | None:
+    """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
+    try:
+        score = read_facts(path)["progress"]["score"]
+    except InputError:
+        return None
+    return None if score is None else float(score)
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
+    return sum(file.lstat().st_size for file in files if not file.is_dir() or file.is_symlink())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that a kill never leaves half a checkpoint."""
+    delete(path if path.name.startswith(".") else set_aside(path))
+
+
+def delete(path: Path) -> None:
+    """Remove a folder, or a file or link at that path."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that its name is no longer that of a checkpoint."""
+    return path.rename(path.with_name(f".{path.name}.old.tmp"))
+
+
+def drop_state(path: Path) -> None:
+    """Leave a whole checkpoint its weights only: the optimizer's state takes most of its space.
+
+    The manifest comes first: a kill in between leaves a file that it does not list, and that nobody reads.
+    """
+    if has_state(path):
+        write_atomic(path / MANIFEST, manifest_without_state(path))
+    (path / STATE).unlink(missing_ok=True)

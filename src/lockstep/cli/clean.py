@@ -1,0 +1,81 @@
+"""`lockstep clean`: the checkpoints that no resume and no use of a model needs, shown or removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from lockstep.checkpoint import Removable, removable, remove
+from lockstep.config.commands import typed
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import storing
+from lockstep.job.run_lock import Lock
+from lockstep.runtime.host import GB, amount
+
+
+def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> None:
+    """Show the checkpoints that can go, of all runs in the folders, and remove them if `yes` is set.
+
+    Args:
+        folders: each a run, or a folder that has runs and sweeps somewhere in it.
+        keep: how many of the newest whole checkpoints stay in each run, besides the best.
+        everything: whether completed runs keep none; their exported weights stay.
+        yes: whether to remove them.
+
+    Raises:
+        InputError: there is no such folder, or `keep` is not a number of checkpoints.
+        StorageError: a checkpoint cannot be removed.
+    """
+    if keep < 1:
+        raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")
+    size = checkpoints = runs = 0
+    for run_dir in _runs(folders):
+        done = _clean_run(run_dir, keep, everything=everything, yes=yes)
+        if done is not None and done.go:
+            size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
+    what = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
+    what += amount(size / GB)
+    if not checkpoints:
+        log.console.print("there is nothing to remove", soft_wrap=True)
+    elif yes:
+        log.console.print(f"removed {what}", soft_wrap=True)
+    else:
+        options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
+        command = typed(["lockstep", "clean", *folders, *options, "--yes"])
+        log.console.print(f"{what} can go; nothing is removed yet: {command}", soft_wrap=True)
+
+
+def _runs(folders: Sequence[str]) -> Iterator[RunDir]:
+    """The runs in the folders, each once, by their paths."""
+    found: dict[Path, RunDir] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise InputError(f"{folder} is no folder; name one with runs in it: lockstep clean outputs")
+        for checkpoints in folder.rglob("checkpoints"):
+            run_dir = RunDir(checkpoints.parent)
+            if checkpoints.is_dir() and not checkpoints.is_symlink() and run_dir.overrides.is_file():
+                found.setdefault(run_dir.path.resolve(), run_dir)
+    yield from (found[path] for path in sorted(found))
+
+
+def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
+    """Show what can go of a run, and remove it if `yes` is set; None for a run that is running."""
+    with closing(Lock()) as lock:
+        try:
+            lock.take(run_dir.lock)  # held until the checkpoints are gone, so that no job resumes from one of them
+        except InputError as error:
+            log.show_warning(f"{error.args[0].partition(';')[0]}: all of its checkpoints stay")
+            return None
+        plan = removable(run_dir, keep, everything=everything)
+        if plan.go:
+            names = ", ".join(path.name for path in plan.go)
+            stay = ", ".join(path.name for path in plan.stay) or "none"
+            log.console.print(f"{amount(plan.size / GB):>9}  {run_dir.path}: {names} ({stay} stay)", soft_wrap=True)
+        if yes:
+            with storing(run_dir.checkpoints):
+                for path in plan.go:
+                    remove(path)
+        return plan

@@ -1,0 +1,49 @@
+"""How much an optimizer will keep besides the parameters, known before its first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.protocols import Optimizer
+
+SIDE = 8  # of the small parameters
+
+
+def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
+    """About how many bytes of state an optimizer has once it has stepped; None where that cannot be told.
+
+    It is built over a small parameter of each number of dimensions and takes a step, and what it then keeps of each
+    is scaled to the model's parameters.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    small: Any = nn.Module()
+    for parameter in trained:
+        name = f"dimensions_{parameter.dim()}"
+        if not hasattr(small, name):
+            small.register_parameter(name, nn.Parameter(torch.zeros([SIDE] * parameter.dim(), dtype=parameter.dtype)))
+    changed: Any = option
+    if getattr(option, "layer_decay", None) is not None:
+        changed = dataclasses.replace(changed, layer_decay=None)  # the small module has no layers
+    try:
+        with torch.random.fork_rng(devices=[]):  # some optimizers draw numbers
+            optimizer = changed.build(small)
+            for parameter in small.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+    except Exception:  # the optimizer of an extension may need what only the real model has
+        return None
+    shares = {
+        parameter.dim(): _bytes(optimizer.state.get(parameter, {})) / parameter.numel()
+        for parameter in small.parameters()
+    }
+    return round(sum(shares[parameter.dim()] * parameter.numel() for parameter in trained))
+
+
+def _bytes(state: dict[str, Any]) -> int:
+    """The bytes of the tensors in a parameter's state, without counters."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,91 @@
+"""Lines of figures: in columns that stay where they are, and no wider than the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich.text import Text
+
+from lockstep.telemetry.window import Window
+
+GAP = "  "
+ALWAYS = 9  # the priority of what is never left out
+SHORTEST_BAR, LONGEST_BAR = 10, 24  # with the gap behind it
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure with its name in front and its unit behind.
+
+    Fields:
+        priority: columns with a low one are left out first where the terminal is narrow.
+        style: of the figure and its unit.
+    """
+
+    name: str
+    figure: str
+    unit: str
+    priority: int
+    style: str = ""
+
+    def __str__(self) -> str:
+        return self.text().plain
+
+    def text(self) -> Text:
+        gap = " " * bool(self.name and self.figure)
+        return Text.assemble(self.name, gap, (self.figure + self.unit, self.style))
+
+
+class Columns:
+    """The widths of the columns so far: a figure is put to the right in the widest that its column had."""
+
+    def __init__(self) -> None:
+        self.widths: dict[str, int] = {}
+
+    def aligned(self, columns: Sequence[Column]) -> list[Column]:
+        """The columns with their figures padded."""
+        for column in filter(lambda column: column.figure, columns):
+            self.widths[column.name] = max(self._width(column), len(column.figure))
+        return [replace(column, figure=column.figure.rjust(self._width(column))) for column in columns]
+
+    def _width(self, column: Column) -> int:
+        return self.widths.get(column.name, 0)
+
+
+def figures(window: Window) -> list[Column]:
+    """The figures of some steps."""
+    return [
+        Column("loss", f"{window.loss:.4f}", "", 4),
+        Column("top-1", f"{window.top1:5.1f}", " %", 2),
+        Column("", f"{window.rate:6,.0f}", " img/s", 1),
+        Column("wait", f"{window.wait_share:3.0f}", " %", 0),
+    ]
+
+
+def fitting(columns: Sequence[Column], width: int | None) -> Text:
+    """The columns in one line. Those of the lowest priority are left out until it has `width` cells at most."""
+    left_in = list(columns)
+    while True:
+        line = Text(GAP).join(column.text() for column in left_in)
+        least = min(left_in, key=lambda column: column.priority)
+        if width is None or line.cell_len <= width or least.priority == ALWAYS:
+            return line
+        left_in.remove(least)
+
+
+def bar(share: float, room: int, *, unicode: bool) -> Text:
+    """A bar of which a share is done, with a gap behind it; nothing where there is too little room."""
+    if room < SHORTEST_BAR:
+        return Text()
+    width = min(LONGEST_BAR, room) - len(GAP)
+    done = round(share * width)
+    ended, rest = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
+    return Text.assemble((ended * done, "cyan"), (rest * (width - done), "bright_black"), GAP)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss, or m:ss if less than an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

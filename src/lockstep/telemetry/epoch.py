@@ -1,0 +1,60 @@
+"""The figures of the epoch under way, kept from log point to log point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lockstep.telemetry.window import EpochState, Window
+
+
+@dataclass
+class Epoch:
+    """The epoch under way: what all ranks counted up to the last log point, and where its clocks began.
+
+    Log points do not depend on when a run was stopped, so the sums are made in the same order however often it was.
+
+    Fields:
+        number: from 0; -1 before the first step.
+        loss, hits, examples: sums over all ranks, up to the last log point.
+        earlier_hits: those of the rank's open window that belong to the epoch before, an int64 scalar on the device.
+        carried: examples that an earlier process trained on.
+        busy, waited: seconds of training, and of waiting for data, before its first step.
+    """
+
+    number: int = -1
+    loss: float = 0.0
+    hits: int = 0
+    examples: int = 0
+    earlier_hits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    carried: int = 0
+    busy: float = 0.0
+    waited: float = 0.0
+
+    def state(self, earlier_hits: int) -> EpochState:
+        """For a checkpoint; `earlier_hits` are those of all ranks."""
+        hits = self.hits - earlier_hits
+        return {"number": self.number, "loss": self.loss, "hits": hits, "examples": self.examples}
+
+    def add(self, loss: float, hits: float, examples: float) -> None:
+        """Take the sums of a window that ends, as far as they belong to the epoch."""
+        self.loss += loss
+        self.hits += int(hits)
+        self.examples += int(examples)
+        self.earlier_hits = torch.zeros_like(self.earlier_hits)
+
+    def window(self, first: int, last: int, busy: float, waited: float) -> Window | None:
+        """Its figures so far, at so many seconds of training and of waiting; None before its first example."""
+        if not self.examples:
+            return None
+        return Window(
+            first=first,
+            last=last,
+            loss=self.loss / self.examples,
+            top1=100 * self.hits / self.examples,
+            examples=self.examples - self.carried,
+            seconds=max(busy - self.busy, 1e-9),
+            waited=waited - self.waited,
+        )

@@ -1,0 +1,74 @@
+"""What TAB completes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers import forked, train
+from lockstep.config.commands import quoted_path
+from lockstep.config.completion import command_words, matches
+
+COMMANDS = ("train", "evaluate", "export", "clean")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for run in ("outputs/1-digits", "outputs/sweeps/s/000-seed=1,lr=2"):
+        (tmp_path / run / ".hydra").mkdir(parents=True)
+        (tmp_path / run / ".hydra" / "overrides.yaml").touch()
+    (tmp_path / "outputs" / "latest").write_text("1-digits\n")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photo.jpg").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("word", "completed"),
+    [
+        ("resume=", ["resume=latest", "resume=outputs/1-digits"]),
+        ("resume=la", ["resume=latest"]),
+        ("init_from=outputs/1", ["init_from=outputs/1-digits"]),
+        ("resume=outputs/sweeps/s/", ["resume=outputs/sweeps/s/000-seed=1,lr=2"]),
+        ("dataset.path=pho", ["dataset.path=photos/"]),
+        ("model=resnet50.a1_", ["model=resnet50.a1_in1k"]),
+        ("model=no_such.", []),
+        ("model=resnet5", None),
+        ("opt", None),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_paths_runs_and_tagged_weights_are_ours_to_complete(word: str, completed: list[str] | None) -> None:
+    assert matches(word) == completed
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("lockstep ", [*COMMANDS]),
+        ("lockstep e", ["evaluate", "export"]),
+        ("lockstep evaluate ", ["latest", "outputs/1-digits"]),
+        ("lockstep evaluate latest pho", ["photo.jpg", "photos/"]),
+        ("lockstep evaluate latest dataset.path=ph", ["dataset.path=photos/"]),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_the_words_of_the_other_commands(line: str, completed: list[str]) -> None:
+    assert command_words(COMMANDS, line) == completed
+
+
+def test_a_path_that_is_there_needs_no_quotes_of_hydra(place: Path) -> None:
+    run = "outputs/sweeps/s/000-seed=1,lr=2"
+    assert quoted_path(f"resume={run}") == f'resume="{run}"'
+    assert quoted_path("resume=outputs/1-digits") == "resume=outputs/1-digits"
+    assert quoted_path("seed=1,2") == "seed=1,2"
+    assert quoted_path("data_root=a,b") == "data_root=a,b"  # two folders, to sweep over
+
+
+def test_a_shell_is_answered(place: Path) -> None:
+    asked = ("-sc", "query=bash")
+    assert train(*asked, cwd=place, COMP_LINE="python train.py resume=l").out.split() == ["resume=latest"]
+    line = "lockstep predict latest photo."
+    assert forked("lockstep", *asked, cwd=place, COMP_LINE=line).out.split() == ["photo.jpg"]

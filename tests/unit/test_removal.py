@@ -1,0 +1,161 @@
+"""What of a run's checkpoints can go, and how large those that stay will be."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import train_here
+from lockstep import checkpoint
+from lockstep.checkpoint.optimizer import optimizer_state
+from lockstep.checkpoint.removal import drop_state
+from lockstep.cli.clean import clean
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.inference.load import load
+from lockstep.job.run_lock import Lock
+from lockstep.models import DigitNet
+from lockstep.optim import SGD, AdamW, Muon, Timm
+from lockstep.optim.state_size import state_bytes
+from lockstep.runtime.host import GB, amount
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A completed run: steps 2, 4, 6 and 8, each evaluated, all of them kept."""
+    root = tmp_path_factory.mktemp("runs")
+    words = ("steps=8", "checkpoint.every=2", "train.eval_every=2", "checkpoint.keep=9", "model.width=8")
+    return train_here(root / "sweeps" / "one" / "000-seed=1", *words).path
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> RunDir:
+    copied = RunDir(tmp_path / "outputs" / "sweeps" / "one" / "000-seed=1")
+    shutil.copytree(trained, copied.path)
+    copied.write_summary(status="completed")
+    return copied
+
+
+def steps(run: RunDir) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)]
+
+
+def cleaned(run: RunDir, **changed: Any) -> list[int]:
+    clean([str(run.path.parents[2])], **{"keep": 1, "everything": False, "yes": True, **changed})
+    return steps(run)
+
+
+def best_first(run: RunDir) -> None:
+    """Make step 2 the best."""
+    run.best.write_text("step-00000002\n")
+
+
+def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    best_first(run)
+    assert cleaned(run, yes=False) == [8, 6, 4, 2]
+    said = capsys.readouterr().out
+    best = {path.name for path in checkpoint.removal.best_scored(checkpoint.candidates(run.checkpoints), 1)}
+    go = [path for path in checkpoint.candidates(run.checkpoints)[1:3] if path.name not in best]
+    size = sum(file.stat().st_size for path in go for file in path.iterdir())
+    checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {amount(size / GB)} can go"
+    assert f"{checkpoints}; nothing is removed yet: lockstep clean" in said
+    assert all(path.name in said for path in go)
+
+
+def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
+    best_first(run)
+    (run.checkpoints / ".step-00000009.tmp").mkdir()
+    scored = {path.name for path in checkpoint.removal.best_scored(checkpoint.candidates(run.checkpoints), 1)}
+    left = cleaned(run)
+    assert set(left) == {8, 2, *(int(name[5:]) for name in scored)}
+    assert not list(run.checkpoints.glob(".*"))
+    assert checkpoint.load_newest(run) is not None
+    load(run.path)
+
+
+def test_a_damaged_newest_checkpoint_does_not_count(run: RunDir) -> None:
+    (run.checkpoints / "step-00000008" / "state.pt").write_bytes(b"")
+    assert 6 in cleaned(run)
+    for path in checkpoint.candidates(run.checkpoints):
+        (path / "facts.json").unlink()
+    before = steps(run)
+    assert cleaned(run) == before  # none is whole
+
+
+def test_a_run_that_is_running_keeps_everything(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Lock()) as lock:
+        lock.take(run.lock)
+        assert cleaned(run, everything=True) == [8, 6, 4, 2]
+    assert "is in use by another job" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("status", "left"), [("completed", []), ("stopped", [8])])
+def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, left: list[int]) -> None:
+    run.write_summary(status=status)
+    assert [step for step in cleaned(run, everything=True) if step in (8, *left)] == left
+    load(run.path)
+
+
+def test_a_best_checkpoint_without_state_loads_and_is_no_resume(run: RunDir) -> None:
+    for path in checkpoint.candidates(run.checkpoints)[1:]:
+        drop_state(path)
+        drop_state(path)
+        assert not (path / "state.pt").exists()
+        assert checkpoint.find_corruption(path) == ""
+        load(path)
+    with pytest.raises(InputError, match=r"has weights only.*init_from="):
+        checkpoint.load(run.checkpoints / "step-00000006")
+    (run.checkpoints / "step-00000008" / "state.pt").write_bytes(b"")
+    with pytest.raises(InputError, match="step-00000006: it has weights only"):
+        checkpoint.load_newest(run)
+
+
+def test_a_kill_between_manifest_and_file_leaves_a_whole_checkpoint(run: RunDir) -> None:
+    path = run.checkpoints / "step-00000006"
+    state = (path / "state.pt").read_bytes()
+    drop_state(path)
+    (path / "state.pt").write_bytes(state[:10])
+    assert checkpoint.find_corruption(path) == ""
+    drop_state(path)
+    assert not (path / "state.pt").exists()
+
+
+@pytest.mark.parametrize("words", [{"keep": 0}, {"folders": ["nowhere"]}])
+def test_what_cannot_be_cleaned_is_one_sentence(tmp_path: Path, words: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"expected 1 or more|is no folder"):
+        clean(**{"folders": [str(tmp_path)], "keep": 1, "everything": False, "yes": True, **words})
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [AdamW(), SGD(), SGD(momentum=0.9), Muon(), Timm(opt="lamb"), AdamW(layer_decay=0.9)],
+    ids=repr,
+)
+def test_the_optimizers_share_of_a_checkpoint_is_known_before_the_first_step(optimizer: Any) -> None:
+    model = DigitNet().build(10, (1, 8, 8))
+    before = torch.random.get_rng_state()
+    estimate = state_bytes(optimizer, model)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    if getattr(optimizer, "layer_decay", None) is not None:
+        optimizer = AdamW()
+    built = optimizer.build(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    built.step()
+    file = io.BytesIO()
+    torch.save(optimizer_state(built, model)["state"], file)
+    assert estimate is not None
+    assert estimate <= len(file.getvalue()) <= estimate + 30_000  # names, counters and torch's own headers
+
+
+def test_the_manifest_of_weights_alone_is_one_of_ours(run: RunDir) -> None:
+    path = run.checkpoints / "step-00000004"
+    drop_state(path)
+    assert set(json.loads((path / "manifest.json").read_text())["sha256"]) == {"facts.json", "model.safetensors"}
