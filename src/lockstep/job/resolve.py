@@ -38,7 +38,8 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     strategy, dataset = _strategy(job), _with_absolute_paths(job.dataset)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
-        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
+        several = ranks * _most_nodes(job.launcher) > 1
+        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if several else Single()
     return replace(
         job,
         device=device,
@@ -46,7 +47,9 @@ def resolve(job: Job, *, sweep: bool) -> Job:
         launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
         repro="strict" if isinstance(strategy, Strict) else "exact",
         train=replace(
-            job.train, micro_batches=_micro_batches(job, strategy, ranks), eval_batch=_eval_batch(job, dataset)
+            job.train,
+            micro_batches=_micro_batches(job, strategy, ranks * _most_nodes(job.launcher)),
+            eval_batch=_eval_batch(job, dataset),
         ),
         augment=_augment(job, dataset),
         dataset=dataset,
@@ -71,6 +74,11 @@ def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: b
     return replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
     )
+
+
+def _most_nodes(launcher: Launcher) -> int:
+    """The machines of a job; the most that it may have."""
+    return launcher.node_range[1] if isinstance(launcher, Elastic) else 1
 
 
 def _absolute(path: str) -> str:
