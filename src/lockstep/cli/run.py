@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.invocation import Invocation
 from lockstep.core.launched import is_launched
+from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import launcher_node
 from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
@@ -13,6 +15,8 @@ from lockstep.runtime.native_threads import configure_native_threads
 
 if TYPE_CHECKING:
     from lockstep.launcher import Machines
+
+SLURM = "lockstep.launcher.Slurm"
 
 
 def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
@@ -34,6 +38,32 @@ def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
             return _lead(job, invocation, part)
         part.run(worker.main)
     return None
+
+
+def submits(job: dict[str, Any], invocation: Invocation) -> bool:
+    """Whether a job is to be submitted to SLURM, and not to be run by this process."""
+    if is_submitted():
+        return False
+    node = job["launcher"] if invocation.sweep else launcher_node(job, invocation)
+    return isinstance(node, Mapping) and node.get("_target_") == SLURM
+
+
+def submit_job(job: dict[str, Any], invocation: Invocation) -> None:
+    """Submit a job to SLURM, or show the script for it. Those of a sweep are submitted together, at its end.
+
+    Raises:
+        InputError: the job does not fit, or SLURM does not take it.
+    """
+    configure_native_threads()
+    from lockstep.config import components  # these need torch
+    from lockstep.job.submit import submission
+    from lockstep.sweep import array
+
+    with job_lock(invocation) as lock:
+        node = launcher_node(job, invocation)
+        array.WAITING.append(submission(job, components.build("launcher", node), invocation, lock))
+    if not invocation.sweep:
+        array.submit_all()
 
 
 def _lead(job: dict[str, Any], invocation: Invocation, machines: Machines | None = None) -> float | None:

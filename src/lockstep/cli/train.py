@@ -15,6 +15,7 @@ from lockstep.config import composition, extensions
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
+from lockstep.core.slurm import adopt_srun
 from lockstep.runtime import program
 
 
@@ -24,6 +25,7 @@ def main(packages: Sequence[str] = ()) -> None:
     `packages` are extensions of this program.
     """
     started_as(sys.argv[0])
+    adopt_srun()
     composition.register()
     with program.command_line():
         extensions.use(packages)
@@ -35,10 +37,14 @@ def main(packages: Sequence[str] = ()) -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def train(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    from lockstep.cli.run import run_job  # --cfg job must not wait for these
+    from lockstep.cli.run import run_job, submit_job, submits  # --cfg job must not wait for these
     from lockstep.config.invocation import Invocation
     from lockstep.sweep.jobs import run_sweep_job
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
-    return run_sweep_job(lambda: run_job(composition.to_dict(composed), invocation), invocation)
+        job = composition.to_dict(composed)
+        if submits(job, invocation):
+            submit_job(job, invocation)
+            return None
+    return run_sweep_job(lambda: run_job(job, invocation), invocation)

@@ -21,6 +21,8 @@ from lockstep.core.safe_write import write_atomic
 NAME_LIMIT = 100
 LATEST = "latest"
 MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
+# Of the logs, what a job can have written before training starts.
+PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
 
 def slug(text: str) -> str:
@@ -54,6 +56,7 @@ class RunDir:
     hydra = _Below(".hydra")
     lock = _Below(".lock")
     logs = _Below("logs")
+    slurm = _Below(".slurm")  # what submitit keeps of a job that was submitted
     checkpoints = _Below("checkpoints")
     last = _Below("checkpoints/last")
     none_yet = _Below("checkpoints/none-yet")
@@ -174,12 +177,13 @@ class RunDir:
         """The files that a job writes before training starts; some of them may not exist."""
         written = {self.lock, self.config, self.command, self.environment, self.summary, self.log, self.none_yet}
         written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
-        return written | {*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")}
+        return written | {path for name in PREPARED_LOGS for path in self.logs.glob(name)}
 
     @property
     def only_prepared(self) -> bool:
         """Whether a job has at most been prepared here: the folder is empty, or its start was killed."""
         expected = {*self.prepared_files(), self.hydra, self.logs, self.checkpoints}
+        expected |= {self.slurm, *self.slurm.rglob("*")}
         return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
 
     def mark_latest(self, root: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config import components, messages
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError, LockstepError, RankFailed
-from lockstep.launcher import Elastic, Machines, Member
+from lockstep.launcher import Elastic, Machines, Member, Slurm
 
 # Keys that may differ from machine to machine.
 OWN_KEYS = ("launcher.node_rank",)
@@ -23,6 +23,8 @@ def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member
         InputError: the job cannot be one of several machines.
     """
     built = components.build("launcher", launcher)
+    if isinstance(built, Slurm):
+        built = built.in_allocation()
     assert isinstance(built, Elastic)
     if invocation.sweep:
         raise InputError(

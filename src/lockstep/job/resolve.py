@@ -17,7 +17,7 @@ from lockstep.core.protocols import Launcher, Strategy
 from lockstep.core.run_dir import MANIFEST
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.launcher import Auto as AutoLauncher
-from lockstep.launcher import Elastic, Inline, Spawn
+from lockstep.launcher import Elastic, Inline, Slurm, Spawn
 from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
@@ -33,6 +33,8 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     Raises:
         InputError: the machine does not have what was asked for.
     """
+    if isinstance(job.launcher, Slurm):
+        job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     strategy, dataset = _strategy(job), _with_absolute_paths(job.dataset)

@@ -84,7 +84,7 @@ class Lead:
             changed = joined or any(member.leaving for member in machines.members)
             if not request.requested:
                 if isinstance(failure, Stopped) and changed and machines.remaining >= machines.least:
-                    return Stopped(f"the job goes on with {machines.remaining} machines")
+                    return Stopped(f"machines have come or left, and the job goes on with {machines.remaining}")
                 if isinstance(failure, RankFailed) and can_restart:
                     return failure
             raise failure

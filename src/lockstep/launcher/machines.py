@@ -21,8 +21,9 @@ from lockstep.core.run_dir import RunDir
 from lockstep.launcher.connection import Connection, ConnectionGone
 from lockstep.launcher.processes import GRACE_S, POLL_S
 
-# Seconds that a job which could start with the machines that are there waits for more.
-LAST_CALL_S = 5.0
+# Seconds that machines have at least to come to their first meeting, and that a job which could start with those
+# that are there waits for more.
+FIRST_S, LAST_CALL_S = 600.0, 5.0
 
 
 @dataclass(eq=False)
@@ -95,7 +96,7 @@ class Machines:
         listener: the socket at the rendezvous.
         least, most: on how many machines the job runs, with main's.
         overrides: of main's command; the others have to be started with the same.
-        timeout: seconds to wait for machines, and of silence after which one is gone.
+        timeout: seconds of silence after which a machine is gone, and to wait for another then.
     """
 
     def __init__(
@@ -179,7 +180,8 @@ class Machines:
         self.run_dir = run_dir
         self.arrived = [member for member in (*self.members, *self.arrived) if not (member.gone or member.leaving)]
         self.members = []
-        until, last_call, said = time.monotonic() + self.timeout, 0.0, False
+        patience = self.timeout if self.began else max(self.timeout, FIRST_S)
+        until, last_call, said = time.monotonic() + patience, 0.0, False
         while True:
             self.poll()
             check()
@@ -192,7 +194,7 @@ class Machines:
             elif now > until:
                 raise RankFailed(
                     f"{count} of {self.least} machines met at {self.place} within "
-                    f"launcher.timeout={self.timeout:g}s; start the same command on each, and see what the others say"
+                    f"{patience:g} s; start the same command on each, and see what the others say"
                 )
             elif not said:
                 log.console.print(f"waiting at {self.place} for {self.least - count} of {self.least} machines")

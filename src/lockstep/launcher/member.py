@@ -16,12 +16,13 @@ from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.connection import Connection, ConnectionGone
+from lockstep.launcher.machines import FIRST_S
 from lockstep.launcher.processes import POLL_S, Forwarding, failures, forwarding, starting
 from lockstep.launcher.spawn import Children, environment, fresh_rank
 
 # Seconds for one try to connect, and for a file to be seen that another machine has written (NFS keeps what it knows
 # of a folder for up to a minute, by default for 3 to 60 s).
-CONNECT_S, SEEN_S = 2.0, 60.0
+CONNECT_S, SEEN_S = 2.0, 30.0
 
 
 class Member:
@@ -31,7 +32,7 @@ class Member:
         host, port: of the rendezvous.
         node_rank: what this machine was told to be; None if it was not.
         overrides: of this machine's command, without what is its own.
-        timeout: seconds to wait for main to listen, and of silence after which it is gone.
+        timeout: seconds of silence after which main is gone.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class Member:
         """A connection to main, once it listens.
 
         Raises:
-            RankFailed: it does not within `timeout`.
+            RankFailed: it does not in time.
         """
-        until, said = time.monotonic() + self.timeout, False
+        patience = max(self.timeout, FIRST_S)
+        until, said = time.monotonic() + patience, False
         while True:
             try:
                 return Connection(socket.create_connection((self.host, self.port), CONNECT_S), self.timeout)
@@ -82,7 +84,7 @@ class Member:
                 if time.monotonic() > until:
                     raise RankFailed(
                         f"nobody listens at launcher.rendezvous={self.host}:{self.port} ({error.strerror or error}) "
-                        f"since launcher.timeout={self.timeout:g}s; start the same command on that machine, and see "
+                        f"since {patience:g} s; start the same command on that machine, and see "
                         "what it says there"
                     ) from error
             if not said:
