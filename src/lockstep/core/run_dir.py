@@ -56,7 +56,6 @@ class RunDir:
     hydra = _Below(".hydra")
     lock = _Below(".lock")
     logs = _Below("logs")
-    slurm = _Below(".slurm")  # what submitit keeps of a job that was submitted
     checkpoints = _Below("checkpoints")
     last = _Below("checkpoints/last")
     none_yet = _Below("checkpoints/none-yet")
@@ -183,7 +182,6 @@ class RunDir:
     def only_prepared(self) -> bool:
         """Whether a job has at most been prepared here: the folder is empty, or its start was killed."""
         expected = {*self.prepared_files(), self.hydra, self.logs, self.checkpoints}
-        expected |= {self.slurm, *self.slurm.rglob("*")}
         return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
 
     def mark_latest(self, root: Path) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.slurm import SUBMITTED
 
-# What `srun` tells a task, from which a command would take itself for a rank.
-TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID")
+# What `srun` tells a task, from which a command would take itself for a rank; and what the command that submitted has
+# set for itself, and SLURM hands on.
+NOT_HANDED_ON = ("SLURM_PROCID", "SLURM_LOCALID", "HYDRA_FULL_ERROR")
 CANCELLED = ("CANCELLED", "COMPLETING")
 
 
@@ -40,7 +41,7 @@ class Task:
         said so by SIGTERM. Of a job that leaves then SLURM says that it has failed, so it is queued again from here.
         """
         job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"]
-        environment = {name: value for name, value in os.environ.items() if name not in TASK_VARIABLES}
+        environment = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
         with Path(self.folder, "logs", f"slurm-{job}-{node}.log").open("a") as log:
             process = subprocess.Popen(
                 self.command,

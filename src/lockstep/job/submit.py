@@ -26,6 +26,8 @@ from lockstep.launcher import Slurm
 # How often a job may come to its time limit: submitit wants a number.
 MOST_REQUEUES = 1_000_000
 SAID_CHARACTERS = 300
+# The folder, beside run folders, of what submitit keeps: scripts, pickles of ours, and what it prints itself.
+KEPT = ".slurm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ def _quoted(text: str) -> str:
 def script(submissions: Sequence[Submission]) -> str:
     """The script that SLURM would get for a job, or for an array of several, with the commands in comments."""
     first = submissions[0]
-    executor = _executor(first.launcher, first.name, first.folder or first.root)
+    executor = _executor(first.launcher, first.name, first.root / KEPT)
     if len(submissions) > 1:
         executor.parameters["map_count"] = len(submissions)
     text = str(executor._make_submission_file_text(executor._submitit_command_str, ""))
@@ -107,7 +109,7 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
 
     Args:
         submissions: the jobs.
-        folder: of a sweep, for what submitit keeps. That of a single job is in its run folder.
+        folder: of their sweep.
 
     Returns:
         The number of each in SLURM, and its run folder.
@@ -126,9 +128,8 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
         RunDir.at(each.folder) if each.folder is not None else RunDir.create(each.root, each.name)
         for each in submissions
     ]
-    kept = runs[0].slurm if folder is None else RunDir(folder).slurm
     try:
-        executor = _executor(first.launcher, first.name, kept)
+        executor = _executor(first.launcher, first.name, (folder or first.root) / KEPT)
         with executor.batch():
             jobs = [executor.submit(each.task(run.path)) for each, run in zip(submissions, runs, strict=True)]
     except Exception as error:
