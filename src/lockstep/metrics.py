@@ -41,8 +41,8 @@ class ClassAverage(Enum):
 def _make(name: str, **options: Any) -> torchmetrics.Metric:
     from torchmetrics import classification  # takes a second to import
 
-    made: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
-    return made
+    metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
+    return metric
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: st
 
 def test_hydra_full_error_shows_where_a_rank_met_the_broken_image(tmp_path: Path, pictures: Path) -> None:
     where = (f"dataset.path={pictures}", f"output_root={tmp_path}")
-    words = (*PICTURES, "loader=resident", "launcher=elastic", "launcher.ranks=2", *where)
+    words = (*PICTURES, "loader=resident", "launcher=spawn", "launcher.ranks=2", *where)
     done = train(*words, HYDRA_FULL_ERROR="1")
     assert done.code == 2
     assert "splits.py" in done.err, "the frame that decodes, in a rank's own traceback"

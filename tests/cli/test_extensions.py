@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, Done, command, weights
+from helpers import ROOT, Done, command, forked, weights
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(project: Path, *overrides: str) -> Done:
     """Run the project's own `train.py`, for a few steps."""
-    return command(sys.executable, "train.py", "experiment=first", "device=cpu", *overrides, cwd=project)
+    return forked("train.py", "experiment=first", "device=cpu", *overrides, cwd=project)
 
 
 def written(folder: Path, decorator: str = '@lockstep.option("model")', field: str = "width: int = 3") -> Path:
@@ -54,7 +54,7 @@ def written(folder: Path, decorator: str = '@lockstep.option("model")', field: s
 
 
 def run(folder: Path, *overrides: str) -> Done:
-    return command(sys.executable, "train.py", "steps=1", *overrides, cwd=folder)
+    return forked("train.py", "steps=1", *overrides, cwd=folder)
 
 
 def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None:
@@ -65,9 +65,9 @@ def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None
 
 
 def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: Path, tmp_path: Path) -> None:
-    words = ("strategy=ddp", "launcher.ranks=2", "launcher=elastic", "launcher.threads=1", "schedule=constant")
-    assert train(project, *words, "steps=3", f"hydra.run.dir={tmp_path}/part").code == 0
-    assert train(project, f"resume={tmp_path}/part", "steps=6").code == 0
+    words = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1", "schedule=constant")
+    assert train(project, *words, "launcher=elastic", "steps=3", f"hydra.run.dir={tmp_path}/part").code == 0
+    assert train(project, f"resume={tmp_path}/part", "launcher=spawn", "steps=6").code == 0
     done = train(project, *words, "steps=6", f"hydra.run.dir={tmp_path}/whole")
     assert done.code == 0, done.err
     part, whole = weights(tmp_path / "part"), weights(tmp_path / "whole")
@@ -78,7 +78,7 @@ def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: P
 
 def test_a_run_whose_extension_is_not_here_says_which_it_was(project: Path, tmp_path: Path) -> None:
     assert train(project, "steps=1", f"hydra.run.dir={tmp_path}/run").code == 0
-    done = command(*LOCKSTEP, "train", f"resume={tmp_path}/run", "steps=2", cwd=tmp_path)
+    done = forked("lockstep", "train", f"resume={tmp_path}/run", "steps=2", cwd=tmp_path)
     assert done.code == 2
     assert "The run had extensions that are not here: mine (named by the program)" in done.err
 
@@ -102,7 +102,7 @@ def test_an_installed_extension_serves_every_command(project: Path, tmp_path: Pa
 def test_no_config_run_folder_or_current_folder_names_code(project: Path, tmp_path: Path) -> None:
     """The package lies in the current folder, and an override names its class: neither makes it an extension."""
     target = "model._target_=mine.model.SmallConv"
-    done = command(*LOCKSTEP, "train", target, cwd=project, PYTHONSAFEPATH="1")
+    done = forked("lockstep", "train", target, cwd=project, PYTHONSAFEPATH="1")
     assert done.code == 2
     assert "model._target_ is 'mine.model.SmallConv', expected a class of lockstep.models" in done.err
     assert "extensions here: none" in done.err
@@ -170,13 +170,13 @@ def test_an_error_of_an_extension_in_training_is_its_own_traceback_and_the_run_c
     whole = file.read_text()
     file.write_text(whole.replace("return nn.Sequential(", "return Failing(") + FAILING)
     words = ("model=flat", "steps=4", "checkpoint.every=1", "strategy=ddp", "launcher.ranks=2", "device=cpu")
-    done = command(sys.executable, "train.py", *words, f"hydra.run.dir={tmp_path}/run", cwd=folder)
+    done = forked("train.py", *words, f"hydra.run.dir={tmp_path}/run", cwd=folder)
     assert done.code == 70
     assert "ValueError: the third batch" in done.err
     assert "own/__init__.py" in done.err
     assert "rank 0 failed" in done.err or "rank 1 failed" in done.err
     file.write_text(file.read_text().replace("calls == 3", "calls == 300"))
-    assert command(sys.executable, "train.py", f"resume={tmp_path}/run", cwd=folder).code == 0
+    assert forked("train.py", f"resume={tmp_path}/run", cwd=folder).code == 0
 
 
 FAILING = """

@@ -1,4 +1,4 @@
-"""`lockstep.train` from a script or a notebook: the runs of the command line, several in one process."""
+"""`lockstep.train` from a script: the runs of the command line, several in one process (a notebook has its own test)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module", params=["script", "no file"])
-def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the script prints at its end, from a file or from a main module without one, as a notebook's is."""
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What the script prints at its end."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "script.py").write_text(SCRIPT)
-    words = [str(folder / "script.py")] if request.param == "script" else ["-c", SCRIPT]
-    done: Done = command(sys.executable, *words, str(folder / "outputs"), cwd=folder)
+    done: Done = command(sys.executable, str(folder / "script.py"), str(folder / "outputs"), cwd=folder)
     assert done.code == 0, done.err
     return dict(json.loads(done.out.splitlines()[-1]))
 

@@ -23,7 +23,7 @@ from lockstep.data.transforms.augment import CropFlip
 from lockstep.losses import CrossEntropy, SummedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
-from lockstep.training.evaluate import VIEWS, evaluate, seen_from
+from lockstep.training.evaluate import VIEWS, evaluate, weighted_views
 
 pytestmark = pytest.mark.numerics
 
@@ -116,17 +116,20 @@ def test_two_views_are_an_image_and_its_mirror_image() -> None:
 
 def test_six_views_move_an_image_by_a_pixel_both_ways_for_half_of_the_weight() -> None:
     images = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5)
-    weights, looks = zip(*seen_from(images, 6), strict=True)
+    weights, views_of_image = zip(*weighted_views(images, 6), strict=True)
     assert weights == (0.25, 0.125, 0.125) * 2
-    assert torch.equal(looks[0], images)
-    assert torch.equal(looks[1][..., 1:, 1:], images[..., :-1, :-1])
-    assert torch.equal(looks[2][..., :-1, :-1], images[..., 1:, 1:])
-    assert all(torch.equal(plain.flip(-1), mirrored) for plain, mirrored in zip(looks[:3], looks[3:], strict=True))
+    assert torch.equal(views_of_image[0], images)
+    assert torch.equal(views_of_image[1][..., 1:, 1:], images[..., :-1, :-1])
+    assert torch.equal(views_of_image[2][..., :-1, :-1], images[..., 1:, 1:])
+    assert all(
+        torch.equal(plain.flip(-1), mirrored)
+        for plain, mirrored in zip(views_of_image[:3], views_of_image[3:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("views", VIEWS)
 def test_the_weights_of_the_views_add_up_to_one(views: int) -> None:
-    seen = seen_from(torch.zeros(1, 1, 4, 4), views)
+    seen = weighted_views(torch.zeros(1, 1, 4, 4), views)
     assert len(seen) == views
     assert sum(weight for weight, _ in seen) == 1
 
@@ -156,7 +159,7 @@ def test_with_fewer_than_five_classes_every_example_is_among_the_top_five() -> N
 @pytest.mark.parametrize("kind", [Resident(), Streaming(workers=0)], ids=repr)
 def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     whole = two_greys(tmp_path)
-    # One dark image that only looks so: an error in twelve, then in ten.
+    # One dark image that only views_of_image so: an error in twelve, then in ten.
     Image.fromarray(np.full((8, 8, 3), 255, dtype=np.uint8)).save(tmp_path / "val" / "a" / "0.png")
     assert scores(Mean(), whole, kind=kind, block=5)["top1"] == pytest.approx(100 * 11 / 12)
     for name in ("a/3.png", "b/5.png"):

@@ -148,7 +148,7 @@ def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["bb"][index]))
     gpus = gpu.watched_gpus(nn.Linear(2, 2), World.solo("cuda:0"))
     assert gpus == ["GPU-bb"]
-    made = gpu.monitor(wanted=True, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
+    made = gpu.monitor(enabled=True, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
     assert isinstance(made, gpu.Monitor)
     assert made.handles == ["GPU-bb"]
     made.close()
@@ -213,17 +213,19 @@ def test_without_nvml_the_run_goes_on_with_a_warning(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.absent = True
-    made = gpu.monitor(wanted=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
+    made = gpu.monitor(
+        enabled=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0
+    )
     made.start()
     assert made.close() == {}
     assert "NVML is not available" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("wanted", "gpus"), [(False, ["GPU-aa", "GPU-bb"]), (True, []), (False, [])])
+@pytest.mark.parametrize(("enabled", "gpus"), [(False, ["GPU-aa", "GPU-bb"]), (True, []), (False, [])])
 def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
-    tmp_path: Path, wanted: bool, gpus: list[str]
+    tmp_path: Path, enabled: bool, gpus: list[str]
 ) -> None:
-    made = gpu.monitor(wanted=wanted, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
+    made = gpu.monitor(enabled=enabled, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
     assert type(made) is gpu.NoMonitor
     assert not (tmp_path / "gpu.jsonl").exists()
 

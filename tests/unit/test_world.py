@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
+import sys
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import Place, is_launched, launched
-from lockstep.core.process_group import join, own_gpu
+from lockstep.core.process_group import allow_connections, join, own_gpu
 from lockstep.core.world import World
 
 
@@ -37,6 +39,24 @@ def test_alone_a_wish_is_heard_at_once() -> None:
     consensus = StopConsensus(World.solo())
     assert [consensus.agree(False, True), consensus.agree(True, False)] == [[False, True], [True, False]]
     consensus.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+@pytest.mark.parametrize(("hard", "after"), [(4000, 2560), (resource.RLIM_INFINITY, 2560), (2000, None)])
+def test_a_rank_may_open_a_connection_to_every_other(
+    monkeypatch: pytest.MonkeyPatch, hard: int, after: int | None
+) -> None:
+    limits = [(1024, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    allow_connections(256)
+    assert len(limits) == 1
+    if after is None:
+        with pytest.raises(InputError, match=r"opens up to 2560 files .* the system allows 2000; .*ulimit -n 2560"):
+            allow_connections(1024)
+    else:
+        allow_connections(1024)
+        assert limits[1:] == [(after, hard)]
 
 
 def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

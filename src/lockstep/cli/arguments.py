@@ -25,7 +25,7 @@ def arguments() -> argparse.Namespace:
     _prove(commands)
     pack = _pack(commands)
     given, rest = parser.parse_known_args()
-    if rest and hasattr(given, "rest") and not any(each.startswith("-") for each in rest):
+    if rest and hasattr(given, "rest") and not any(word.startswith("-") for word in rest):
         vars(given)[given.rest] += rest  # argparse gives up on those that come behind an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

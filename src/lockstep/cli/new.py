@@ -35,7 +35,7 @@ def new(project: str) -> None:
         raise InputError(f"there is a package {name} in this environment already; use another name")
     with storing(folder), tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{name}.") as temporary:
         for source in sorted(
-            each for each in TEMPLATE.rglob("*") if each.is_file() and "__pycache__" not in each.parts
+            path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
         ):
             target = Path(temporary, name, *(part.replace(NAME, name) for part in source.relative_to(TEMPLATE).parts))
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -44,9 +44,9 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
 
 def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
     """The files to read: what is named, and all images in a folder that is named."""
-    for each in files:
+    for name in files:
         try:
-            yield from files_in(Path(each))
+            yield from files_in(Path(name))
         except InputError as error:
             problems.append(str(error))
 
@@ -59,10 +59,10 @@ def _predictions(predictor: Predictor, paths: list[Path], problems: list[str]) -
 
     chunks = (paths[start : start + AT_ONCE] for start in range(0, len(paths), AT_ONCE))
     for chunk in in_order(read, chunks, workers=cores(), prefetch=2):
-        problems += [str(found) for _, found in chunk if isinstance(found, InputError)]
-        whole = [(path, found) for path, found in chunk if isinstance(found, Tensor)]
+        problems += [str(image) for _, image in chunk if isinstance(image, InputError)]
+        whole = [(path, image) for path, image in chunk if isinstance(image, Tensor)]
         if whole:
-            predictions = predictor.predict(torch.cat([found for _, found in whole]))
+            predictions = predictor.predict(torch.cat([image for _, image in whole]))
             yield from zip((path for path, _ in whole), predictions, strict=True)
 
 
@@ -92,7 +92,7 @@ def _csv(results: Results, top: int) -> Iterator[str]:
 
 
 def _json(results: Results, top: int) -> Iterator[str]:
-    found: list[dict[str, Any]] = [
+    records: list[dict[str, Any]] = [
         {
             "file": str(path),
             "classes": [
@@ -102,4 +102,4 @@ def _json(results: Results, top: int) -> Iterator[str]:
         }
         for path, prediction in results
     ]
-    yield json.dumps(found, indent=1)
+    yield json.dumps(records, indent=1)

@@ -142,13 +142,13 @@ def compare(case: Case, outcome: Outcome, reference: Outcome) -> tuple[list[str]
     expected_weights, weights = _flat(reference, reference.weights), _flat(outcome, reference.weights)
     weight = float((weights - expected_weights).abs().max() / expected_weights.abs().max())
     identical = torch.equal(weights, expected_weights)
-    seen = Counter((epoch, index) for epoch, _, index, _ in outcome.samples)
-    once = max(seen.values()) == 1
+    times = Counter((epoch, index) for epoch, _, index, _ in outcome.samples)
+    once = max(times.values()) == 1
     same = sorted(outcome.samples) == sorted(reference.samples)
     row = [
         f"{loss:.1e}" if loss else "same",
         "same bits" if identical else f"{weight:.1e}",
-        f"{len(seen)} {'not once each' if not once else 'same' if same else 'others'}",
+        f"{len(times)} {'not once each' if not once else 'same' if same else 'others'}",
     ]
     close = identical if case.exact else loss <= LOSS_TOLERANCE and weight <= WEIGHT_TOLERANCE
     return row, close and once and same

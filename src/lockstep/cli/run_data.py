@@ -38,9 +38,9 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
         raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
     keys = ("data_root",) if other else (*KEYS, "experiment")
     stored = yaml_io.load_list(run.overrides) if run is not None else []
-    kept = [override for override in stored if key_of(override).partition(".")[0] in keys]
+    stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
     with composition.composing():
-        config = composition.recompose([*kept, "name=evaluate"], tuple(overrides), ConfigFiles())
+        config = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())
         values = composition.to_dict(config)
     source: Source = components.build("dataset", values["dataset"])
     source.prepare()

@@ -44,11 +44,11 @@ def register() -> None:
 
 def showed_help() -> bool:
     """Show the help if the command line asks for it. Hydra would look through all config groups first (0.3 s)."""
-    asked = not {"-h", "--help"}.isdisjoint(sys.argv)
-    if asked:
+    wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
+    if wants_help:
         text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
         sys.stdout.write(text.replace("python train.py", program_name()) + "\n")
-    return asked
+    return wants_help
 
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     except UNEXPECTED as error:
         raise unreadable(error) from error
     assert isinstance(plain, dict)
-    for key in (each.name for each in dataclasses.fields(Job)):
+    for key in (field.name for field in dataclasses.fields(Job)):
         if key not in plain:
             raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
         if "${" in repr(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it

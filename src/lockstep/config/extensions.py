@@ -83,7 +83,7 @@ def use(packages: Sequence[str]) -> None:
     Raises:
         InputError: there is no such package.
     """
-    named = [_found(package, f"named by {Path(sys.argv[0]).name}") for package in packages]
+    named = [_locate(package, f"named by {Path(sys.argv[0]).name}") for package in packages]
     if named:
         os.environ[VARIABLE] = json.dumps({extension.package: str(extension.folder.parent) for extension in named})
     active.cache_clear()
@@ -100,7 +100,7 @@ def active() -> tuple[Extension, ...]:
     for package, parent in _named_by_program().items():
         if importlib.util.find_spec(package) is None:  # a rank does not have the program's import path
             sys.path.append(parent)
-        named.append(_found(package, "named by the program"))
+        named.append(_locate(package, "named by the program"))
     extensions = {extension.package: extension for extension in (*named, *_installed())}
     owner: dict[str, Extension] = {}
     for extension in extensions.values():
@@ -171,7 +171,7 @@ def _installed() -> list[Extension]:
     from importlib.metadata import entry_points
 
     return [
-        _found(
+        _locate(
             entry_point.value,
             f"installed by {entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "installed",
         )
@@ -179,7 +179,7 @@ def _installed() -> list[Extension]:
     ]
 
 
-def _found(package: str, origin: str) -> Extension:
+def _locate(package: str, origin: str) -> Extension:
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):

@@ -38,16 +38,16 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
             raise InputError(
                 f"{where}: {cls.__name__} declares an option of {group!r}, which is no group.{known(group, GROUPS)}"
             )
-        made = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
+        option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
         chosen = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
-        _check_fields(made, where)
+        _check_fields(option, where)
         other = _DECLARED.get((group, chosen))
         if is_own(group, chosen):
             raise InputError(f"{where}: {group}={chosen} is an option of Lockstep; give {cls.__name__} another name")
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise InputError(f"{where}: {group}={chosen} is declared at {_place(other)} too; rename one of them")
-        _DECLARED[group, chosen] = made
-        return made
+        _DECLARED[group, chosen] = option
+        return option
 
     return declare
 
@@ -70,8 +70,8 @@ def declared(group: str) -> dict[str, type[Any]]:
 
 def declared_class(group: str, module: str, name: str) -> type[Any] | None:
     """The class `name` of a module, if it was declared as an option of `group`."""
-    found = (cls for cls in declared(group).values() if (cls.__module__, cls.__qualname__) == (module, name))
-    return next(found, None)
+    matches = (cls for cls in declared(group).values() if (cls.__module__, cls.__qualname__) == (module, name))
+    return next(matches, None)
 
 
 def default_node(cls: type[Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _check_fields(cls: type[Any], where: str) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     assert is_dataclass(cls)
-    typed = {each.name for each in fields(cls)}
+    typed = {field.name for field in fields(cls)}
     for base in cls.__mro__:
         typed |= set(vars(base).get("__annotations__", {})) | (set(vars(base)) if base is not cls else set())
     for name, value in vars(cls).items():

@@ -17,7 +17,7 @@ def timm_models() -> tuple[str, ...]:
     if spec is None or not spec.submodule_search_locations:
         return ()
     sources = Path(spec.submodule_search_locations[0], "models").glob("*.py")
-    return tuple(sorted(name for each in sources for name in _REGISTERED.findall(each.read_text())))
+    return tuple(sorted(name for source in sources for name in _REGISTERED.findall(source.read_text())))
 
 
 def is_timm_model(name: str) -> bool:

@@ -105,8 +105,8 @@ class ModelCard:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"its description is not JSON ({str(error).partition(chr(10))[0]})") from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            found = values.get("format") if isinstance(values, dict) else values
-            raise ValueError(f"its description has format {shown(found)}, expected {FORMAT}")
+            version = values.get("format") if isinstance(values, dict) else values
+            raise ValueError(f"its description has format {shown(version)}, expected {FORMAT}")
         return cls._of({key: value for key, value in values.items() if key != "format"})
 
     @classmethod
@@ -158,7 +158,7 @@ def _is_shape(value: Any) -> bool:
 
 def _numbers(low: float, expected: str) -> Rule:
     def fits(value: Any) -> bool:
-        return isinstance(value, list) and all(is_number(each) and low <= each <= 1e6 for each in value)
+        return isinstance(value, list) and all(is_number(number) and low <= number <= 1e6 for number in value)
 
     return fits, f"a list of {expected}"
 
@@ -177,7 +177,7 @@ _RULES: Mapping[str, Rule] = {
     "loss": _NODE,
     "classes": _whole(1, MOST_CLASSES),
     "class_names": (
-        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
         "a list of texts",
     ),
     "image_shape": _SHAPE,

@@ -19,6 +19,8 @@ from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.world import World
 
+SPARE_FILES = 512  # that a rank may have open besides its connections
+
 
 class Backend(enum.Enum):
     """What carries the collectives; `auto` is NCCL on CUDA and gloo on the CPU."""
@@ -42,7 +44,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
         threads: CPU threads of this process.
 
     Raises:
-        InputError: this rank has no GPU of its own, or the variables of its launcher do not fit.
+        InputError: this rank has no GPU of its own, the variables of its launcher do not fit, or it may not open
+            enough files to be connected with all ranks.
     """
     torch.set_num_threads(threads)
     place = launched() if is_launched() else None
@@ -56,6 +59,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
         _stay_on_loopback()
     else:
         _use_interface_to_main()
+    allow_connections(place.size)
     _init_process_group(backend, timedelta(seconds=timeout), on_device)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     try:
@@ -86,6 +90,30 @@ def own_gpu(local_rank: int) -> int:
             "machine, or show each one its own (srun --gpus-per-task=1)"
         )
     return local_rank if visible > 1 else 0
+
+
+def allow_connections(ranks: int) -> None:
+    """Raise this process's limit on open files to what the groups of so many ranks need.
+
+    gloo connects each rank with every other one, once in a group, and there may be two groups of gloo.
+
+    Raises:
+        InputError: the system does not allow so many.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    needed = 2 * ranks + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise InputError(
+            f"each of {ranks} ranks opens up to {needed} files and connections, and the system allows {hard}; raise "
+            f"its limit before the launch: ulimit -n {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:

@@ -45,12 +45,12 @@ def create_on_main(
     key = f"lockstep/run_dir/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         try:
-            made = make()
+            making = make()
         except LockstepError as error:
             say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
             raise SystemExit(error.exit_code) from error
-        with made as run_dir:
+        with making as run_dir:
             store.set(key, f"{OK} {run_dir.path}")
             yield run_dir
         return

@@ -41,7 +41,7 @@ def facts(world: World) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "extensions": {each.package: each.origin for each in extensions.active()},
+        "extensions": {extension.package: extension.origin for extension in extensions.active()},
         "world_size": world.size,
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,

@@ -93,7 +93,7 @@ def command_line() -> Iterator[None]:
     # A child process must not import from the current folder, which can be someone else's run.
     os.environ["PYTHONSAFEPATH"] = "1"
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda each: each not in ("-m", "--multirun"))
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     stop = _StopEarly()
     listen(stop)
     sys.unraisablehook = silent_about_stops(sys.unraisablehook)

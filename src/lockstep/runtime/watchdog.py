@@ -90,11 +90,11 @@ class Watchdog(threading.Thread):
         self.signs += 1
 
     def run(self) -> None:
-        seen, computed = 0, time.process_time()
+        last_signs, computed = 0, time.process_time()
         while not self.finished.wait(TICK_S):
             now = time.process_time()
-            living, computing = self.signs != seen, now - computed > COMPUTES * TICK_S
-            seen, computed = self.signs, now
+            living, computing = self.signs != last_signs, now - computed > COMPUTES * TICK_S
+            last_signs, computed = self.signs, now
             self.longest = max(self.longest, self.quiet)
             self.quiet = 0.0 if living else self.quiet + TICK_S
             self.idle = 0.0 if living or computing else self.idle + TICK_S

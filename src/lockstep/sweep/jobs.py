@@ -41,9 +41,9 @@ def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invoca
         if error is None:
             sys.stderr.write(escaped(traceback.format_exc()))
             error = LockstepError(f"{type(raised).__name__}: {raised}")
-        said = copy.copy(error)  # with all that it has, such as a rank's traceback
-        said.args = (f"job {invocation.number}: {error}",)
-        program.say(said)
+        named = copy.copy(error)  # with all that it has, such as a rank's traceback
+        named.args = (f"job {invocation.number}: {error}",)
+        program.say(named)
     outcome = Outcome(
         number=invocation.number,
         overrides=invocation.overrides,

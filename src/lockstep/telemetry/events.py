@@ -28,9 +28,9 @@ def trim_events(paths: list[Path], after: int) -> set[str]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    seen: set[tuple[str, int]] = set()
+    keys: set[tuple[str, int]] = set()
     for path in paths:
-        trimmed, damaged, before = BytesIO(), False, len(seen)
+        trimmed, damaged, before = BytesIO(), False, len(keys)
         for record in _records(path):
             try:
                 if record is None:
@@ -40,19 +40,19 @@ def trim_events(paths: list[Path], after: int) -> set[str]:
                 damaged = True
                 continue
             values = {(value.tag, event.step) for value in event.summary.value}
-            if event.step <= after and not values & seen:
-                seen |= values
+            if event.step <= after and not values & keys:
+                keys |= values
                 RecordWriter(trimmed).write(record)
         if damaged:
             log.warn(f"{path} is damaged: records that cannot be read are left out of TensorBoard")
-        if len(seen) == before:
+        if len(keys) == before:
             path.unlink()
         elif len(trimmed.getvalue()) != path.stat().st_size:  # replace only if needed: a viewer may have it open
             temporary = path.with_name(".events.tmp")  # no viewer takes this name for an event file
             write_atomic(temporary, trimmed.getvalue())
             temporary.replace(path)
             sync(path.parent)
-    return {tag for tag, _ in seen}
+    return {tag for tag, _ in keys}
 
 
 def _records(path: Path) -> Iterator[bytes | None]:

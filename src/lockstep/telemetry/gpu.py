@@ -134,9 +134,9 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
 
 
-def monitor(*, wanted: bool, gpus: list[str], path: Path, observer: Observer, step: Callable[[], int]) -> NoMonitor:
+def monitor(*, enabled: bool, gpus: list[str], path: Path, observer: Observer, step: Callable[[], int]) -> NoMonitor:
     """The monitor of the GPUs with these UUIDs; without NVML it warns once and monitors nothing."""
-    if not wanted:
+    if not enabled:
         return NoMonitor()
     if not gpus:
         log.logger.info("no GPU is used, so none is watched")

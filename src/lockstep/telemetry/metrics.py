@@ -92,7 +92,7 @@ class Telemetry:
         self.carried = 0
         if window is not None:
             self._restore_window(window)
-        self.stragglers = Stragglers()
+        self.stragglers = Stragglers(world)
         self.mark = time.perf_counter()
         self.waited = self.paused = 0.0
         self.examples = 0
@@ -100,8 +100,8 @@ class Telemetry:
         self.last: Window | None = None
 
     def open_window(self) -> WindowState:
-        """What every rank has counted since the last log point, for a checkpoint. Collective."""
-        return {"flushed": self.flushed, "trails": self.world.gather(self._rank_state())}
+        """What every rank has counted since the last log point, for main's checkpoint. Collective."""
+        return {"flushed": self.flushed, "trails": self.world.gather_to_main(self._rank_state())}
 
     def _rank_state(self) -> RankWindowState:
         self._count()
@@ -134,6 +134,7 @@ class Telemetry:
             self.waited += time.perf_counter() - began
             self.step = shard.step
             yield shard
+            self.stragglers.end()
             self.display.advance(shard.step)
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
@@ -200,6 +201,8 @@ class Telemetry:
             figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
         self.observer.write(step, figures)
         self.display.window(window)
+        if sentence := self.stragglers.find():
+            self.display.warn(sentence)
         return window
 
     def _first_bad_step(self, step: int) -> int:
@@ -233,11 +236,6 @@ class Telemetry:
         """Time the forward passes, if there are other ranks. Not for a compiled model: it would be slower."""
         if self.world.size > 1:
             self.stragglers.watch(replica)
-
-    def heard(self, busy: list[float]) -> None:
-        """Take the seconds that each rank was busy in a step, and warn of a rank that the others wait for."""
-        if sentence := self.stragglers.record(busy):
-            self.display.warn(sentence)
 
     def totals_of_run(self) -> dict[str, float]:
         """Images per second, and percent of the time waiting for data, over this process's part of the run."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from statistics import median
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-STEPS = 10  # that are looked at together
+from lockstep.core.world import World
+
+STEPS = 10  # before a log point, which are looked at together
 SHARE, FLOOR_S = 0.3, 0.01  # the least excess of a slow rank, as a share of a step and in seconds
 
 
@@ -20,13 +22,15 @@ class Stragglers:
     already, so only slow data can be found.) Times are those of the host.
 
     A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
-    a whole step and by `FLOOR_S` seconds. It is named once.
+    a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only, so a
+    step costs the same on any number of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.busy = 0.0
         self.requested = self.step_began = time.perf_counter()
-        self.history: deque[tuple[float, list[float]]] = deque(maxlen=STEPS)
+        self.history: deque[tuple[float, float]] = deque(maxlen=STEPS)
         self.named: set[int] = set()
 
     def watch(self, replica: nn.Module) -> None:
@@ -40,23 +44,35 @@ class Stragglers:
     def _forward_done(self, *_: object) -> None:
         self.busy = time.perf_counter() - self.requested
 
-    def record(self, busy: list[float]) -> str:
-        """Take the busy seconds of all ranks in a step; returns a sentence that names a slow rank, or ""."""
+    def end(self) -> None:
+        """Note the end of a step."""
         now = time.perf_counter()
-        step_s, self.step_began = now - self.step_began, now
-        if not busy:
+        self.history.append((now - self.step_began, self.busy))
+        self.step_began = now
+
+    def find(self) -> str:
+        """A sentence that names a slow rank, or "". Collective."""
+        if self.world.size == 1 or len(self.history) < STEPS:
             return ""
-        self.history.append((step_s, busy))
-        if len(self.history) < STEPS:
-            return ""
-        rank_times = [median(times) for times in zip(*(ranks for _, ranks in self.history), strict=True)]
-        slow = rank_times.index(max(rank_times))
-        excess = sorted(ranks[slow] - median(ranks[:slow] + ranks[slow + 1 :]) for _, ranks in self.history)
-        typical_s = median(seconds for seconds, _ in self.history)
-        if slow in self.named or excess[1] < max(FLOOR_S, SHARE * typical_s):
+        times = torch.zeros(self.world.size, STEPS, 2, dtype=torch.float64, device=self.world.device)
+        times[self.world.rank] = times.new_tensor(list(self.history))
+        return self.judge(self.world.sum(times).cpu())
+
+    def judge(self, times: Tensor) -> str:
+        """A sentence that names a slow rank, or "".
+
+        Args:
+            times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and those that the rank was busy.
+        """
+        whole, busy = times.unbind(2)
+        slow = int(busy.quantile(0.5, dim=1).argmax())
+        others = torch.cat([busy[:slow], busy[slow + 1 :]])
+        excess = (busy[slow] - others.quantile(0.5, dim=0)).sort().values
+        typical_s = float(whole[slow].quantile(0.5))
+        if slow in self.named or float(excess[1]) < max(FLOOR_S, SHARE * typical_s):
             return ""
         self.named.add(slow)
         return (
-            f"rank {slow} is slow: at each step the others wait {1000 * median(excess):.0f} of "
+            f"rank {slow} is slow: at each step the others wait {1000 * float(excess.quantile(0.5)):.0f} of "
             f"{1000 * typical_s:.0f} ms for it; look at what else runs on its cores, and at its data"
         )

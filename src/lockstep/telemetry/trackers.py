@@ -148,10 +148,10 @@ class MLflowRun(Observer):
             begun: str = known[0].info.run_id
             self.client.set_terminated(begun, "RUNNING")
             return begun
-        made: str = self.client.create_run(experiment, run_name=run.name, tags={"lockstep.run": tag}).info.run_id
+        run_id: str = self.client.create_run(experiment, run_name=run.name, tags={"lockstep.run": tag}).info.run_id
         for key, value in {"folder": run.folder, **run.hyperparameters}.items():
-            self.client.log_param(made, key, value)
-        return made
+            self.client.log_param(run_id, key, value)
+        return run_id
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

@@ -43,7 +43,7 @@ def build_observers(
         loss_limit=MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes)),
     )
     gpu_monitor = monitor(
-        wanted=job.telemetry.gpu and world.is_main,
+        enabled=job.telemetry.gpu and world.is_main,
         gpus=watched_gpus(network.replica, world),
         path=run_dir.gpu,
         observer=observer,

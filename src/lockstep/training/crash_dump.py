@@ -50,7 +50,7 @@ def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
         name: tensor.detach().cpu().contiguous() for name, tensor in trainer.network.model.state_dict().items()
     }
     save_file(weights, folder / "model.safetensors")
-    before = [each.name for each in checkpoint.candidates(run_dir.checkpoints)]
+    before = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
         "step": step,

@@ -43,7 +43,7 @@ def dry_run_step(job: Job, world: World, examples: int) -> Callable[[], None]:
             loss = F.cross_entropy(model(images).to(precision.sums), labels)
         loss.backward()
         # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.
-        buckets = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        buckets = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         optimizer.step()
         del buckets
         if average is not None:
@@ -93,5 +93,5 @@ def _seconds(step: Callable[[], None], world: World) -> float:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, on a GPU or on the host."""
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    said = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    return out_of_memory or said
+    in_words = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return out_of_memory or in_words

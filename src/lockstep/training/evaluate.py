@@ -35,11 +35,8 @@ def evaluate(
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
-    averaged over `views` of an image (see `seen_from`), and given to `scores`. `between` is called after each block,
-    equally often on every rank, so it may contain a collective; it may raise.
-
-    Raises:
-        InputError: more images are broken than `dataset.skip` allows, or all of them.
+    averaged over `views` of an image (see `weighted_views`), and given to `scores`. `between` is called after each
+    block, equally often on every rank, so it may contain a collective; it may raise.
     """
     world.share_buffers(model)
     training = model.training
@@ -76,11 +73,11 @@ def logits_of(
     `model` is in evaluation mode. Whatever shows images to a trained model calls this: equal images give equal bits.
     """
     with precision.autocast(images.device):
-        seen = [
+        logits = [
             weight * model(view.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
-            for weight, view in seen_from(pipeline.eval(images), views)
+            for weight, view in weighted_views(pipeline.eval(images), views)
         ]
-    return torch.stack(seen).sum(0)
+    return torch.stack(logits).sum(0)
 
 
 def best_classes(logits: Tensor) -> Tensor:
@@ -91,18 +88,18 @@ def best_classes(logits: Tensor) -> Tensor:
     return logits.topk(min(5, logits.shape[1])).indices
 
 
-def seen_from(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
+def weighted_views(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
     """The views of images (B, C, H, W) and their weights, which add up to one.
 
     One is the images, two are these and their mirror images, and six both, also moved by a pixel to the lower right
     and to the upper left; a moved view has half the weight of one in place (Jordan 2024, arXiv 2404.00498).
     """
     height, width = images.shape[-2:]
-    seen = [(1.0, images)]
+    weighted = [(1.0, images)]
     if views == max(VIEWS):
         padded = F.pad(images, [1] * 4, mode="reflect")
-        seen += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
+        weighted += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
     if views > 1:
-        seen += [(weight, view.flip(-1)) for weight, view in seen]
-    total = sum(weight for weight, _ in seen)
-    return [(weight / total, view) for weight, view in seen]
+        weighted += [(weight, view.flip(-1)) for weight, view in weighted]
+    total = sum(weight for weight, _ in weighted)
+    return [(weight / total, view) for weight, view in weighted]

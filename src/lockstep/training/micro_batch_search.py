@@ -67,9 +67,9 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
     Raises:
         InputError: a single example does not fit.
     """
-    found = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    found[world.rank] = micro_batches_that_fit(job, world, held_gb=held_gb) or 0
-    needed = world.sum(found).tolist()
+    fits = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    fits[world.rank] = micro_batches_that_fit(job, world, held_gb=held_gb) or 0
+    needed = world.sum(fits).tolist()
     if 0 in needed:
         raise InputError(
             f"model={type(job.model).__name__} does not fit into the memory of rank {needed.index(0)} with a single "
@@ -128,7 +128,7 @@ def _bounded(world: World) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     bound = pages * resource.getpagesize() + int(available_memory() / world.local_size)
-    limits = [bound, *(each for each in (soft, hard) if each != resource.RLIM_INFINITY)]
+    limits = [bound, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
     resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield

@@ -40,4 +40,4 @@ class Network:
     @property
     def parameters(self) -> int:
         """The number of its weights, trained or frozen."""
-        return sum(each.numel() for each in self.model.parameters())
+        return sum(parameter.numel() for parameter in self.model.parameters())

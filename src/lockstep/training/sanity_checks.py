@@ -15,7 +15,10 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(model: nn.Module) -> Tensor:
     """The sum of all parameters' bits, read as integers: an int64 scalar on their device. One bit changes it."""
-    sums = [each.detach().view(_WORDS[each.element_size()]).sum(dtype=torch.int64) for each in model.parameters()]
+    sums = [
+        parameter.detach().view(_WORDS[parameter.element_size()]).sum(dtype=torch.int64)
+        for parameter in model.parameters()
+    ]
     return torch.stack(sums).sum()
 
 
@@ -29,10 +32,10 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
         return
     prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     prints[world.rank] = checksum(model)
-    found = world.sum(prints).tolist()
+    sums_of_ranks = world.sum(prints).tolist()
     # A Counter keeps the order of insertion, so main wins a tie.
-    right = Counter(found).most_common(1)[0][0]
-    wrong = [str(rank) for rank, each in enumerate(found) if each != right]
+    right = Counter(sums_of_ranks).most_common(1)[0][0]
+    wrong = [str(rank) for rank, sums in enumerate(sums_of_ranks) if sums != right]
     if wrong:
         several = len(wrong) > 1
         raise LockstepError(
@@ -47,8 +50,8 @@ def check_finite(model: nn.Module, world: World, step: int) -> None:
 
     Collective, because running statistics may differ between ranks. Waits for the device.
     """
-    tensors = [each.detach() for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()]
-    broken = torch.stack([~each.isfinite().all() for each in tensors]).sum()
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    broken = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum()
     if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)
 

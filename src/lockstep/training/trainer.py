@@ -100,7 +100,6 @@ class Trainer:
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                self.telemetry.heard(self.consensus.busy)
                 if stop and step < self.plan.total_steps:
                     raise StopNow
                 if improved or overdue or self.plan.due("save", step):

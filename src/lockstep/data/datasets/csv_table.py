@@ -141,22 +141,22 @@ class CSV(FileSource):
 
     def _columns(self, names: list[str]) -> list[int]:
         """Where the path, the label and, without `val_share`, the split are."""
-        wanted = {"path_column": self.path_column, "label_column": self.label_column}
+        columns = {"path_column": self.path_column, "label_column": self.label_column}
         if self.val_share is None:
-            wanted["split_column"] = self.split_column
+            columns["split_column"] = self.split_column
         elif self.split_column in names:
             raise InputError(
                 f"dataset.val_share is {self.val_share:g}, but {self.path} has a column {self.split_column!r} too; "
                 "leave out dataset.val_share, or name no column with dataset.split_column=none"
             )
-        for key, name in wanted.items():
+        for key, name in columns.items():
             if name not in names:
                 remedy = ", or hold out a share of each class with dataset.val_share=0.1" * (key == "split_column")
                 raise InputError(
                     f"dataset.{key} is {name!r}, but the columns of {self.path} are {', '.join(names) or 'none'}; "
                     f"name one with dataset.{key}=NAME{remedy}"
                 )
-        return [names.index(name) for name in wanted.values()]
+        return [names.index(name) for name in columns.values()]
 
     def _wrong(self, line: int, what: str, key: str = "path") -> InputError:
         remedy = "correct it"

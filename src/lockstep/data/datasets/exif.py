@@ -34,8 +34,8 @@ def of_jpeg(data: bytes) -> int:
         if data[at + 1] == APP1:
             if data.startswith(EXIF, at + 4):
                 return _of_tiff_header(data[at + 4 + len(EXIF) : end]) or from_xmp
-            if data.startswith(XMP, at + 4) and (found := XMP_ORIENTATION.search(data, at, end)):
-                from_xmp = int(found[1])
+            if data.startswith(XMP, at + 4) and (orientation := XMP_ORIENTATION.search(data, at, end)):
+                from_xmp = int(orientation[1])
         at = end
     return from_xmp
 

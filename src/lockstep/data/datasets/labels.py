@@ -30,7 +30,7 @@ def as_labels(names: Iterable[str], classes: Sequence[str]) -> Tensor:
     return torch.tensor([labels[name] for name in names], dtype=torch.int64)
 
 
-def missing_split(key: str, wanted: str, found: Iterable[str], where: object) -> InputError:
+def missing_split(key: str, split: str, splits: Iterable[str], where: object) -> InputError:
     """The error that a split has no examples, with what there is instead."""
-    known = ", ".join(sorted(map(repr, found))) or "nothing"
-    return InputError(f"dataset.{key} is {wanted!r}, but {where} has {known}; name one with dataset.{key}=NAME")
+    known = ", ".join(sorted(map(repr, splits))) or "nothing"
+    return InputError(f"dataset.{key} is {split!r}, but {where} has {known}; name one with dataset.{key}=NAME")

@@ -43,7 +43,7 @@ class Published(ArraySource):
 
     @property
     def places(self) -> list[Path]:
-        return [Path(self.root, each) for each in self.folders]
+        return [Path(self.root, folder) for folder in self.folders]
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         try:

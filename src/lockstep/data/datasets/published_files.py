@@ -50,7 +50,7 @@ def read_cifar(folders: Sequence[Path], unpacked: str, archive: str, names: Sequ
         FileNotFoundError: none of them has one.
         Exception: one cannot be read, or is not such a file.
     """
-    for folder in [*(each / unpacked for each in folders), *folders]:
+    for folder in [*(folder / unpacked for folder in folders), *folders]:
         if (folder / names[0]).is_file():
             return [_unpickled(_contents(folder / name)) for name in names]
     path = _first_file([folder / archive for folder in folders])
@@ -60,10 +60,10 @@ def read_cifar(folders: Sequence[Path], unpacked: str, archive: str, names: Sequ
 
 
 def _first_file(paths: Sequence[Path]) -> Path:
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
+    file = next((path for path in paths if path.is_file()), None)
+    if file is None:
         raise FileNotFoundError(f"there is no {paths[0].name}")
-    return found
+    return file
 
 
 def _contents(path: Path) -> bytes:

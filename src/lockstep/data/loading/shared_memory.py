@@ -37,7 +37,9 @@ def share_listings(source: Source, world: World) -> None:
         return
     own = LISTINGS.get(source.place)
     leader = min([world.rank, *world.local_peer_pids])
-    outlines = [(each.without_table(), len(each.table)) for each in own or () if isinstance(each, Listing)]
+    outlines = [
+        (listing.without_table(), len(listing.table)) for listing in own or () if isinstance(listing, Listing)
+    ]
     everyone = world.gather((leader, outlines))
     if all(theirs for _, theirs in everyone):
         return  # forked from a process that had listed the files: the ranks share its memory

@@ -1,0 +1,277 @@
+"""What a thousand ranks would cost on the host, measured without a thousand machines.
+
+    python benchmarks/scale.py --json scale.json
+
+Order: the shards of one rank among 1 to 1,024, and a proof that 1,024 of them in one process cover an epoch. Host:
+what a rank does at a step, a log point, a save and a round of the evaluation besides training, in a process group
+that only pretends (torch's `fake` backend: no message is sent, so this is our own work and not the network's). Store:
+real clients of a real store, as torchrun's or ours, up to 1,024. Mesh: real processes that join a real gloo group
+over the loopback interface, up to 64.
+
+What the figures add up to is in docs/scale.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lockstep.core import process_group
+from lockstep.core.consensus import StopConsensus
+from lockstep.core.observer import Observer
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.data.loading.sampler import shard_indices
+from lockstep.launcher.attach import POLL_S
+from lockstep.telemetry import Telemetry
+from lockstep.telemetry.display import Display
+from lockstep.telemetry.samples import NoSamples
+from lockstep.telemetry.straggler import STEPS
+from lockstep.training.sanity_checks import check_replicas
+from measure import Figures, Rows, in_turns, parser, report, timed
+
+RANKS = (1, 8, 64, 1024)
+IMAGENET = 1_281_167
+PER_RANK = 32  # examples of a rank's shard
+LOG_EVERY = 20
+CLIENTS_OF_A_PROCESS = 128
+ASKED = 2000  # requests
+PROCESSES = (2, 8, 32, 64)
+
+
+def plan(ranks: int) -> Plan:
+    """An epoch of ImageNet."""
+    batch = PER_RANK * ranks
+    steps = -(-IMAGENET // batch)
+    return Plan(
+        examples=IMAGENET,
+        batch=batch,
+        total_steps=steps,
+        micro_batches=1,
+        log_every=LOG_EVERY,
+        eval_every=steps,
+        save_every=steps,
+    )
+
+
+def order(repeats: int) -> Rows:
+    """Milliseconds to the first shard of an epoch, and microseconds for each of the following; by ranks."""
+
+    def costs(ranks: int) -> Figures:
+        shards = shard_indices(plan(ranks), 0, rank=ranks // 2, ranks=ranks, after=0)
+        first = timed(lambda: next(shards))
+        several = timed(lambda: list(islice(shards, 32)))
+        return {"first shard, ms": 1e3 * first, "a shard, us": 1e6 * several / 32}
+
+    rows: dict[str, list[Figures]] = {f"{ranks:,} ranks": [] for ranks in RANKS}
+    for _ in range(repeats):
+        for ranks in RANKS:
+            rows[f"{ranks:,} ranks"].append(costs(ranks))
+    return {
+        name: {key: statistics.median(one[key] for one in turns) for key in turns[0]} for name, turns in rows.items()
+    }
+
+
+def cover() -> Rows:
+    """How often the 1,024 samplers of one process give an example of a small epoch: the least and the most."""
+    ranks, examples = 1024, 100_003
+    small = Plan(
+        examples=examples,
+        batch=PER_RANK * ranks,
+        total_steps=4,
+        micro_batches=1,
+        log_every=1,
+        eval_every=1,
+        save_every=1,
+    )
+    counts = torch.zeros(examples, dtype=torch.int64)
+    began = time.perf_counter()
+    for rank in range(ranks):
+        for shard in shard_indices(small, 0, rank=rank, ranks=ranks, after=0):
+            counts[shard.indices] += 1
+    least, most = int(counts.min()), int(counts.max())
+    assert (least, most) == (1, 1), "an epoch does not have each example once"
+    return {"1,024 samplers": {"least": least, "most": most, "seconds": time.perf_counter() - began}}
+
+
+def host(repeats: int) -> Rows:
+    """Microseconds of a rank's host, by what it does and the number of ranks."""
+    rows: Rows = {}
+    for ranks in RANKS:
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        control = dist.new_group(backend="fake")
+        world = World(rank=0, local_rank=0, size=ranks, local_size=1, device=torch.device("cpu"), control=control)
+        for name, seconds in in_turns(work(world), repeats).items():
+            rows.setdefault(name, {})[f"{ranks:,} ranks"] = 1e6 * seconds
+        dist.destroy_process_group()
+    return rows
+
+
+def work(world: World) -> dict[str, Callable[[], float]]:
+    """What a rank of `world` does on its host besides training; each call returns its seconds."""
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # the sum over ranks that only pretend is zero for the others
+    consensus = StopConsensus(world)
+    telemetry = Telemetry(
+        world=world,
+        plan=plan(world.size),
+        observer=Observer(),
+        display=Display(),
+        samples=NoSamples(),
+        step=0,
+        flops=0,
+        peak=0,
+    )
+    step = 0
+
+    def log_point() -> float:
+        nonlocal step
+        step += LOG_EVERY
+        telemetry.steps, telemetry.counts = [step], [PER_RANK]
+        for _ in range(STEPS):
+            telemetry.stragglers.end()
+
+        def write() -> None:
+            telemetry.flush(step, {})
+            check_replicas(model, world, step)
+
+        return timed(write)
+
+    def save() -> float:
+        telemetry.steps, telemetry.counts = list(range(LOG_EVERY)), [PER_RANK] * LOG_EVERY
+        telemetry.losses = torch.zeros(LOG_EVERY, dtype=torch.float64)
+        seconds = timed(telemetry.open_window)
+        telemetry.losses = telemetry.losses[:0]
+        return seconds
+
+    block = (torch.zeros(64, 1000), torch.zeros(64, dtype=torch.int64))
+    return {
+        "a step: the message to all": lambda: timed(lambda: consensus.agree(False, False, busy=0.01)),
+        "a log point": log_point,
+        "a save: the open window": save,
+        "a round of an evaluation with a metric, 64 x 1,000": lambda: timed(lambda: world.gather_to_main(block)),
+    }
+
+
+def store() -> Rows:
+    """Seconds until every client has connected, met the others and read main's word; requests per second."""
+    return {f"{clients:,} clients": serve(clients) for clients in (8, 64, 1024)}
+
+
+def serve(clients: int) -> Figures:
+    """One store with so many clients."""
+    port = free_port()
+    began = time.perf_counter()
+    firsts = range(0, clients, CLIENTS_OF_A_PROCESS)
+    pids = [forked(partial(join_store, port, clients, first)) for first in firsts]
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # its threads must not be forked
+    server.set("run_dir", "outputs/run")
+    ended(pids)
+    joined = time.perf_counter() - began
+    seconds = timed(lambda: [server.check(["run_dir"]) for _ in range(ASKED)])
+    return {"all have joined, s": joined, "requests a second": ASKED / seconds, "of them polling": clients / POLL_S}
+
+
+def join_store(port: int, clients: int, first: int) -> None:
+    """Some of the clients, in a process of their own."""
+    own = range(first, min(first + CLIENTS_OF_A_PROCESS, clients))
+    stores = [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120)) for _ in own]
+    for number, client in zip(own, stores, strict=True):
+        client.set(f"rank/{number}", "here")
+        if client.add("count", 1) == clients:
+            client.set("all", "here")
+    for client in stores:
+        client.wait(["all", "run_dir"])
+        assert client.get("run_dir") == b"outputs/run"
+
+
+def mesh() -> Rows:
+    """What joining costs real ranks on this machine: seconds, and open files of a rank. Its cores are few."""
+    return {f"{ranks} ranks": join_all(ranks) for ranks in PROCESSES}
+
+
+def join_all(ranks: int) -> Figures:
+    """So many ranks of one group. The store is this process's, as under torchrun: it outlives them."""
+    port = free_port()
+    read, write = os.pipe()
+    pids = [forked(partial(join_mesh, rank, ranks, port, write)) for rank in range(ranks)]
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # its threads must not be forked
+    ended(pids)
+    del server
+    figures: Figures = json.loads(os.read(read, 4096))
+    os.close(read)
+    os.close(write)
+    return figures
+
+
+def join_mesh(rank: int, ranks: int, port: int, write: int) -> None:
+    """One rank: joins, sends a few messages, leaves. Main writes the figures."""
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+    began = time.perf_counter()
+    with process_group.join(device="cpu", backend="gloo", timeout=60, threads=1) as world:
+        seconds = time.perf_counter() - began
+        if world.is_main:
+            files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208, names only
+            os.write(write, json.dumps({"seconds": seconds, "open files": files}).encode())
+        world.barrier()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def forked(call: Callable[[], None]) -> int:
+    """A copy of this process that does one thing; its number."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            call()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def ended(pids: list[int]) -> None:
+    """Wait for copies, all of which have to succeed."""
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    assert not any(codes), f"{len(codes) - codes.count(0)} of {len(codes)} processes failed"
+
+
+def main() -> None:
+    arguments: argparse.Namespace = parser(__doc__, repeats=9).parse_args()
+    torch.set_num_threads(1)
+    report(
+        arguments.json,
+        {
+            "The mesh": mesh,
+            "The store": store,
+            "A rank's order of an epoch of ImageNet": lambda: order(arguments.repeats),
+            "How often an example is in the shards of an epoch": cover,
+            "The host, us": lambda: host(arguments.repeats),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
