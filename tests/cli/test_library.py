@@ -1,4 +1,4 @@
-"""`lockstep.train` from a script: the runs of the command line, several in one process (a notebook has its own test)."""
+"""`lockstep.train` from a script: the runs of the command line, several in one process."""
 
 from __future__ import annotations
 
