@@ -33,6 +33,7 @@ DOCUMENTS = (
     "docs/configuration.md",
     "docs/distributed.md",
     "docs/extending.md",
+    "docs/fine_tuning.md",
     "docs/performance.md",
     "docs/reliability.md",
     "docs/use.md",
@@ -133,6 +134,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "model.pretrained=true": ("downloads", composes),
     "python train.py dataset=packed dataset.path=photos-packed dataset.input_size=224 augment=standard "
     "model=resnet50d model.pretrained=true": ("downloads", composes),
+    "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true": (
+        "downloads",
+        composes,
+    ),
     "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
     "lockstep prove --ranks 2 --steps 6": ("runs for a minute; test_prove.py runs a part", proves),
     "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),

@@ -35,7 +35,7 @@ def test_help_does_not_wait_for_torch(shown: Done) -> None:
 def test_the_config_is_shown_without_torch() -> None:
     done = command(sys.executable, "-X", "importtime", "train.py", "--cfg", "job", "--package", "optimizer")
     assert done.code == 0
-    assert "lr: 0.001" in done.out
+    assert "lr: auto" in done.out
     assert "torch" not in imported(done)
 
 

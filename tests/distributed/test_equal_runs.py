@@ -40,6 +40,18 @@ NORMED = (
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks")
 # Shards with other classes have other weights; the last global batch has two examples.
 WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"
+# Frozen batch norms keep their statistics; layers are thawed after two steps, and others have rates of their own.
+TUNED = (
+    *NORMED,
+    "train.freeze=[conv1,bn1,layer1]",
+    "optimizer.layer_decay=0.7",
+    "optimizer.head_lr=0.1",
+    "train.sampling=balanced",
+)
+FROZEN = {
+    "frozen": (*TUNED, "train.freeze=[backbone]", "train.micro_batches=2"),
+    "thawed": (*TUNED, "train.freeze_until=2"),
+}
 LOSSES = {
     "weights": (WEIGHTS, "loss.label_smoothing=0.1"),
     "balanced": ("loss.balanced=true", "train.mixup=0.4", "train.micro_batches=2"),
@@ -57,6 +69,9 @@ def cases(folder: Path) -> dict[str, Case]:
         for micro in (1, 4)
     }
     found |= {f"{each}-bn": (*COMMON, *NORMED, f"strategy={each}") for each in STRATEGIES}
+    found |= {
+        f"{name}-{each}": (*BASE, *words, f"strategy={each}") for name, words in FROZEN.items() for each in STRATEGIES
+    }
     found["fp32"] = (*COMMON, *DIGITS, "strategy=ddp")
     found["streaming"] = (*COMMON, *PLAIN, "strategy=ddp", "loader=streaming", "loader.workers=2")
     found |= {
@@ -84,6 +99,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]
         "plain": train_here(root / "plain", *COMMON, *PLAIN).path,
         "bn": train_here(root / "bn", *COMMON, *NORMED).path,
         **{name: train_here(root / name, *BASE, *PLAIN, *LOSSES[name]).path for name in LOSSES},
+        **{name: train_here(root / name, *BASE, *words).path for name, words in FROZEN.items()},
         "micro": train_here(root / "micro", *COMMON, *PLAIN, "train.micro_batches=4").path,
     }
     return done
@@ -120,6 +136,18 @@ def test_a_network_with_batch_norm_trains_alike_on_any_number_of_ranks(
     difference = largest_difference(runs[1]["bn"], runs[ranks][f"{strategy}-bn"])
     print(f"{strategy}, {ranks} ranks, batch norm: largest relative difference {difference:.1e}")
     assert difference < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_frozen_is_so_on_any_number_of_ranks(
+    runs: dict[int, dict[str, Path]], strategy: str, name: str, ranks: int
+) -> None:
+    assert largest_difference(runs[1][name], runs[ranks][f"{name}-{strategy}"]) < 1e-12
+    expected, found = weights(runs[1][name]), weights(runs[ranks][f"{name}-{strategy}"])
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

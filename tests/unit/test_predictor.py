@@ -240,7 +240,7 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     "too many means": ({"mean": [0.5] * 3}, "its image_shape, mean and std have 1, 3 and 1 channels, expected the 1"),
     "three views": ({"eval_views": 3}, "its eval_views is 3, expected one of 1, 2, 6"),
     "NaN crop": ({"eval_crop": NAN}, "its eval_crop is nan, expected a number above 0"),
-    "cubic": ({"interpolation": "bicubic"}, "its interpolation is 'bicubic', expected bilinear"),
+    "nearest": ({"interpolation": "nearest"}, "its interpolation is 'nearest', expected one of bilinear, bicubic"),
     "a text of a step": ({"step": "9"}, "its step is '9', expected a whole number"),
 }
 

@@ -85,7 +85,7 @@ def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:
     ("cls", "field", "words"),
     [
         (DigitNet, "dropout", "a number from 0 to below 1"),
-        (AdamW, "lr", "a number above 0 and at most 1,000,000"),
+        (AdamW, "lr", "auto or a number above 0 and at most 1,000,000"),
         (AdamW, "betas", "a list, each a number from 0 to below 1"),
         (Step, "milestones", "a list, each a duration"),
         (Auto, "workers", "auto or a whole number from 0 to 256"),

@@ -9,6 +9,7 @@ import pytest
 from helpers import ROOT, built
 from lockstep.config import components
 from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
 from lockstep.data import datasets
 from lockstep.data.transforms import CropFlip, NoAugment, RandomResizedCrop
 from lockstep.job.resolve import resolve
@@ -60,6 +61,72 @@ def test_the_usual_augmentation_of_every_data_set_is_an_option() -> None:
 )
 def test_a_block_of_evaluation_has_a_number_of_pixels(words: str, block: int) -> None:
     assert resolved(*words.split()).train.eval_batch == block
+
+
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        ("batch=64", 1e-3),
+        ("batch=16", 5e-4),
+        ("optimizer=adam batch=256", 2e-3),
+        ("optimizer=sgd", 0.025),
+        ("optimizer=sgd batch=1024", 0.4),
+        ("optimizer=sgd optimizer.lr=1", 1),
+        ("optimizer=muon", 0.02),
+        ("optimizer=timm optimizer.opt=lion", 1e-4),
+        ("optimizer=timm optimizer.opt=sgdw batch=256", 0.1),
+        ("optimizer=timm optimizer.opt=adafactor", 1e-3),
+        ("model=resnet18 model.pretrained=true", 1e-4),
+    ],
+)
+def test_the_usual_rate_fits_the_optimizer_and_the_batch(words: str, rate: float) -> None:
+    assert resolved(*words.split()).optimizer.lr == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ("", (256, 224, 0.875)),
+        ("dataset.decode_size=64", (64, None, 1.0)),
+        ("dataset.input_size=32", (256, 32, 1.0)),
+        ("dataset.input_size=null", (256, None, 1.0)),
+        ("dataset.crop=0.9", (256, 224, 0.9)),
+        # 288 pixels are the whole image of these weights, 224 are 0.95 of it for those.
+        ("model=resnet50.a1_in1k model.pretrained=true", (256, 224, 0.95)),
+        ("model=convnext_tiny.fb_in1k model.pretrained=true", (256, 224, 0.875)),
+        ("model=vit_base_patch16_384 model.pretrained=true", (384, None, 1.0)),
+        ("model=vit_base_patch16_384 model.pretrained=true dataset.input_size=224", (256, 224, 1.0)),
+        ("model=vit_base_patch16_384", (256, 224, 0.875)),
+    ],
+)
+def test_photos_have_the_sizes_of_the_weights_or_the_usual_ones(
+    words: str, sizes: tuple[int, int | None, float]
+) -> None:
+    data = resolved("dataset=folder", "dataset.path=photos", *words.split()).dataset
+    assert (data.decode_size, data.input_size, data.crop) == sizes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "mean", "interpolation"),
+    [
+        ("dataset=cifar10", [0.4914, 0.4822, 0.4465], "bilinear"),
+        ("dataset=cifar10 model=vit_base_patch16_384", [0.4914, 0.4822, 0.4465], "bilinear"),
+        ("dataset=cifar10 model=vit_base_patch16_384 model.pretrained=true", [0.5, 0.5, 0.5], "bicubic"),
+        ("dataset=digits model=vit_base_patch16_384 model.pretrained=true", [0.5], "bicubic"),
+        ("dataset=cifar10 model=vit_base_patch16_384 model.pretrained=true input.mean=[0,0,0]", [0, 0, 0], "bicubic"),
+        ("dataset=cifar10 input.interpolation=bicubic", [0.4914, 0.4822, 0.4465], "bicubic"),
+    ],
+)
+def test_pixels_are_normalised_and_resized_as_for_the_weights(
+    words: str, mean: list[float], interpolation: str
+) -> None:
+    chosen = resolved(*words.split()).input
+    assert (chosen.mean, chosen.interpolation) == (mean, interpolation)
+
+
+def test_a_mean_for_another_number_of_channels_is_refused() -> None:
+    with pytest.raises(InputError, match=r"input\.mean is \[0\.5\], but the images have 3 channels"):
+        resolved("dataset=fake", "input.mean=[0.5]")
 
 
 def test_a_job_of_a_folder_is_written_with_what_was_chosen(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ scaler; loads with `weights_only=True`), `facts.json` (the fingerprint of the ru
 `checkpoints/none-yet`.
 """
 
-from lockstep.checkpoint.header import read_card
+from lockstep.checkpoint.header import find_card, read_card
 from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
@@ -15,6 +15,7 @@ from lockstep.checkpoint.reading import (
     check_tensors,
     difference,
     load,
+    load_start,
     load_weights,
     restore,
     weights_file,
@@ -33,10 +34,12 @@ __all__ = [
     "check_fingerprint",
     "check_tensors",
     "difference",
+    "find_card",
     "find_corruption",
     "latest_valid",
     "load",
     "load_newest",
+    "load_start",
     "load_weights",
     "manifest_text",
     "mark_saved_or_not",

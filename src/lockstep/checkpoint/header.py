@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import InputError
-from lockstep.core.model_card import LIMIT, ModelCard
+from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
 from lockstep.core.safe_read import MB, UnreadableFile, opened, parse_json
 
 LENGTH_BYTES = 8  # of the number before the header, little-endian
@@ -26,6 +26,16 @@ def read_card(file: Path) -> ModelCard:
         return ModelCard.parse(header.get("__metadata__") if isinstance(header, dict) else None)
     except ValueError as error:
         raise InputError(f"weights: {file} cannot be used: {error}") from error
+
+
+def find_card(file: Path) -> ModelCard | None:
+    """The card of a safetensors file; None where it has none, as weights of other programs, or cannot be read."""
+    try:
+        header = _header(file)
+    except (UnreadableFile, OSError):  # whoever loads the weights says so
+        return None
+    own = isinstance(header, dict) and METADATA_KEY in (header.get("__metadata__") or {})
+    return read_card(file) if own else None
 
 
 def _header(file: Path) -> Any:

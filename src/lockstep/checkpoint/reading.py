@@ -27,6 +27,7 @@ from lockstep.checkpoint.validation import (
     sha256,
 )
 from lockstep.core.errors import InputError
+from lockstep.core.head import head_parameters
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
 
@@ -152,17 +153,50 @@ def load_weights(model: nn.Module, path: Path, key: str = "init_from") -> None:
     model.load_state_dict(load_file(file))
 
 
+def load_start(model: nn.Module, path: Path) -> tuple[str, ...]:
+    """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
+
+    Weights with a head for another number of classes, or without one, leave the model its own new head. Returns the
+    names of the tensors that start anew.
+
+    Raises:
+        InputError: there is no such file, or other tensors than those of the head do not fit.
+    """
+    file = weights_file(path)
+    head = head_parameters(model)
+    own, saved = _shapes_of(model), _read_shapes(file, "init_from")
+    anew = head if any(own[name] != saved.get(name) for name in head) else ()
+    _compare(_without(own, anew), _without(saved, anew), file, "init_from")
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name not in anew}
+    model.load_state_dict(tensors, strict=not anew)
+    return anew
+
+
+def _without(shapes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if name not in names}
+
+
 def check_tensors(model: nn.Module, file: Path, key: str = "init_from") -> None:
     """Compare the tensors in a file with those of `model`, whose memory is not read.
 
     Raises:
         InputError: they have other names or shapes, or it is not a safetensors file.
     """
+    _compare(_shapes_of(model), _read_shapes(file, key), file, key)
+
+
+def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _read_shapes(file: Path, key: str) -> dict[str, tuple[int, ...]]:
     try:
-        saved = _shapes(file)
+        return _shapes(file)
     except (UnreadableFile, SafetensorError) as error:
         raise InputError(f"{key}: {file} cannot be read ({error})") from error
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _compare(own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], file: Path, key: str) -> None:
     if own != saved:  # checked before reading the tensors, which may not fit into memory
         different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])

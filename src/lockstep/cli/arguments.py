@@ -22,6 +22,7 @@ def arguments() -> argparse.Namespace:
     demo.add_argument("--port", type=int, default=8000, help="to listen on; 0 is any that is free [8000]")
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
+    _lr_find(commands)
     _prove(commands)
     pack = _pack(commands)
     given, rest = parser.parse_known_args()
@@ -84,6 +85,22 @@ def _export(commands: Any) -> None:
     export.add_argument("--format", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]")
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [beside the weights]")
+
+
+def _lr_find(commands: Any) -> None:
+    find = commands.add_parser(
+        "lr-find",
+        help="try rising learning rates for a few steps, and suggest one",
+        description="Train a job for a few steps while its learning rate rises from --low to --high, on one device, "
+        "and write the loss over the rate as a picture. No run folder is made. Suggested is a tenth of the rate at "
+        "which the loss is lowest (Smith 2017, the learning rate range test).",
+    )
+    find.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
+    find.set_defaults(rest="overrides")
+    find.add_argument("--steps", type=int, default=100, help="at the most; it ends where the loss explodes [100]")
+    find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
+    find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
+    find.add_argument("--out", metavar="FILE", default="lr-find.svg", help="the picture [lr-find.svg]")
 
 
 def _prove(commands: Any) -> None:

@@ -16,6 +16,9 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
+from lockstep.core.trained_input import TrainedInput
+from lockstep.data.datasets.sizes import with_sizes
+from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split, sample_name
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
@@ -43,9 +46,10 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     folder = Path(out) if out is not None else run.path if run is not None else Path()
     if not folder.is_dir():
         raise InputError(f"--out is {folder}, expected a folder that exists")
-    source = data_of(run, overrides)
+    card = TrainedInput.of_card(predictor.card)
+    source = with_sizes(data_of(run, overrides), card)
     check_data(predictor, source)
-    examples = source.train() if split == "train" else source.eval()
+    examples = interpolated(source.train() if split == "train" else source.eval(), card.interpolation)
     if run is not None:
         take_threads(run)
     evaluation = evaluate_split(predictor, examples)

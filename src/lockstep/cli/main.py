@@ -56,6 +56,12 @@ def _prove(given: argparse.Namespace) -> None:
     prove(given.overrides, steps=given.steps, ranks=given.ranks)
 
 
+def _lr_find(given: argparse.Namespace) -> None:
+    from lockstep.cli.lr_find import lr_find
+
+    lr_find(given.overrides, steps=given.steps, low=given.low, high=given.high, out=given.out)
+
+
 def _pack(given: argparse.Namespace) -> None:
     from lockstep.cli import pack
 
@@ -93,6 +99,7 @@ def _demo(given: argparse.Namespace) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "new": _new,
     "prove": _prove,
+    "lr-find": _lr_find,
     "pack": _pack,
     "evaluate": _evaluate,
     "predict": _predict,

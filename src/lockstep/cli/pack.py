@@ -13,6 +13,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
 from lockstep.data import packing
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.sizes import USUAL_STORED
 from lockstep.runtime.host import cores
 
 # What the sentences of `dataset=folder` call by its keys.
@@ -40,6 +41,7 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
     for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}):
         for key, ours in (("decode_size", "--size"), ("skip", "--skip"), ("val_share", "--val-share")):
             problem = problem.replace(key, ours)
+        problem = problem.replace("auto or ", "").replace("=auto", f"={USUAL_STORED}")
         raise InputError(problem)
     torch.set_num_threads(1)  # every core has an image of its own
     folder = Folder(path=source, decode_size=size, skip=skip, val_share=val_share)

@@ -74,7 +74,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME")
     cls = locate(group, node["_target_"], key)
-    values = {key: value for key, value in node.items() if key != "_target_"}
+    values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
     try:
         known = (cls, repr(values))
         if known not in _BUILT:
@@ -154,7 +154,7 @@ def load_job(path: Path) -> Job:
 def schema() -> DictConfig:
     """The keys of a job for OmegaConf. Cached, because making it takes longer than checking values with it."""
     nodes = OmegaConf.structured(Job)
-    for node in (nodes, nodes.train, nodes.checkpoint, nodes.telemetry):
+    for node in (nodes, nodes.train, nodes.input, nodes.checkpoint, nodes.telemetry):
         OmegaConf.set_readonly(node, None)  # a job is frozen, but a config is changed while it is composed
     return nodes
 

@@ -155,7 +155,7 @@ _MESSAGES = (
     (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),
     (r"Value '(.*)' of type .* could not be converted to Float", "is '{0}', expected a number: {key}=0.1"),
     (r"Value '(.*)' is not a valid bool", "is '{0}', expected true or false: {key}=true"),
-    (r"Value '(.*)' of type .* 'Union\[int, str\]'", "is '{0}', expected a number or a word: {key}=1"),
+    (r"Value '(.*)' of type .* '(?:Optional\[)?Union\[.*str.*\]'", "is '{0}', expected a number or a word: {key}=1"),
     (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
     (

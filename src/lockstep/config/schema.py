@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.durations import LONGEST
 from lockstep.core.fields import choice, duration, pathname, ranged, ruled
+from lockstep.core.model_card import INTERPOLATIONS
 from lockstep.core.rules import Text
 
 if TYPE_CHECKING:
@@ -65,10 +66,22 @@ class TrainBlock:
     cutout: int = ranged(0, least=0, most=16_384)
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
+    sampling: str = choice("shuffled", "shuffled", "balanced")
+    freeze: list[str] = ruled([], Text())
+    freeze_until: int | str | None = duration(None)
     eval_every: int | str = duration("1ep")
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
     eval_views: int = choice(1, 1, 2, 6)
     cudnn_benchmark: bool = False
+
+
+@dataclass(frozen=True)
+class InputBlock:
+    """`input.*`: how the pixels of the data set become what the model sees."""
+
+    mean: list[float] | None = ranged(None, least=-1e6, most=1e6)
+    std: list[float] | None = ranged(None, least=1e-6, most=1e6)
+    interpolation: str = choice("auto", "auto", *INTERPOLATIONS)
 
 
 @dataclass(frozen=True)
@@ -98,9 +111,9 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    What may be `auto` is a number from the moment that it can be known: `launcher.ranks`, `launcher.threads` and
-    `train.eval_batch` once the job is resolved, `batch` when the folder is made, `train.micro_batches` and the loader
-    when a rank has the data.
+    What may be `auto` is a number from the moment that it can be known: `launcher.ranks`, `launcher.threads`,
+    `optimizer.lr`, `train.eval_batch` and those of `input` once the job is resolved, `batch` when the folder is made,
+    `train.micro_batches` and the loader when a rank has the data.
     """
 
     epochs: int = ranged(20, least=1, most=LONGEST)
@@ -115,6 +128,7 @@ class Job:
     resume: str | None = pathname(None)
     init_from: str | None = pathname(None)
     train: TrainBlock = field(default_factory=TrainBlock)
+    input: InputBlock = field(default_factory=InputBlock)
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
     model: Model = _group()
@@ -129,6 +143,11 @@ class Job:
     loss: Loss = _group()
     metric: dict[str, Metric] = field(default_factory=dict)
     logger: dict[str, Logger] = field(default_factory=dict)
+
+    @property
+    def starts_trained(self) -> bool:
+        """Whether the model starts from trained weights, and not from random ones."""
+        return self.init_from is not None or bool(getattr(self.model, "pretrained", False))
 
     def micro_batch(self, ranks: int) -> int:
         """The most examples of one forward pass on one of so many ranks; `auto` micro-batches count as one."""

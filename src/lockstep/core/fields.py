@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
@@ -81,6 +82,18 @@ def rule_of(cls: type[Any], name: str) -> Rule | None:
             rule: Rule = field.metadata[_RULE]
             return rule
     return None
+
+
+def as_number(cls: type[Any], name: str, value: Any) -> Any:
+    """A text that is a number, for a field that also takes words; any other value as it is.
+
+    OmegaConf makes the number where the type is one, but not where it is a number or a text.
+    """
+    rule = rule_of(cls, name)
+    if isinstance(rule, Number) and isinstance(value, str) and rule.words and value not in rule.words:
+        with suppress(ValueError):
+            return int(value) if rule.whole else float(value)
+    return value
 
 
 def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

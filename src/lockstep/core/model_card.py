@@ -18,7 +18,9 @@ from lockstep.core.safe_read import MB, checked, is_number, parsed_json
 METADATA_KEY = "lockstep"
 FORMAT = 1
 LIMIT = 16 * MB  # characters of the text; nearly all of it are names of classes
-INTERPOLATION = "bilinear"  # with antialiasing: how images are resized to what the model sees
+# How images can be resized, always with antialiasing; the first is how they are if nothing else is said.
+INTERPOLATIONS = ("bilinear", "bicubic")
+INTERPOLATION = INTERPOLATIONS[0]
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
 VIEWS = (1, 2, 6)  # of an image, over which an evaluation averages
 
@@ -198,5 +200,5 @@ _RULES: Mapping[str, Rule] = {
         "a number from 0 to 100 or null",
     ),
     "averaged": (lambda value: isinstance(value, bool), "true or false"),
-    "interpolation": (lambda value: value == INTERPOLATION, INTERPOLATION),
+    "interpolation": (lambda value: value in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}"),
 }

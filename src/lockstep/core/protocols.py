@@ -19,6 +19,7 @@ from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.process_group import Backend
 from lockstep.core.run_dir import RunDir
+from lockstep.core.trained_input import TrainedInput
 from lockstep.core.world import World
 
 Entry = Callable[[Path], None]
@@ -132,6 +133,12 @@ class Model(Component, Protocol):
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
 
+    def trained_input(self) -> TrainedInput | None:
+        """What the weights of its name were trained on; None if there are none, or nobody knows."""
+
+    def prepare(self) -> None:
+        """See that the weights are there that it starts from, fetching them where it may. Raises InputError."""
+
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:
         """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
 
@@ -140,8 +147,8 @@ class Optimizer(Component, Protocol):
     """An optimizer to be built over a model's parameters."""
 
     @property
-    def lr(self) -> float:
-        """The base learning rate, which the schedule multiplies."""
+    def lr(self) -> float | str:
+        """The base learning rate, which the schedule multiplies; a number once it is resolved."""
 
     @property
     def weight_decay(self) -> float: ...

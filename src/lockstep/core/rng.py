@@ -27,7 +27,7 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 # What a stream of numbers is for; streams of one seed are independent.
-ORDER, AUGMENT, GENERATOR, MIX, LASTING, CUTOUT, FORWARD, FORWARD_BATCH = range(1, 9)
+ORDER, AUGMENT, GENERATOR, MIX, LASTING, CUTOUT, FORWARD, FORWARD_BATCH, BALANCED = range(1, 10)
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.data_protocols import Augment, BoxAugment, Source
+from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys
 from lockstep.data.datasets.files import crops_files
@@ -44,6 +45,7 @@ class Pipeline:
         seed: of the run.
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
         mix: mixup and CutMix; None is neither.
+        interpolation: how images are resized to what the model sees.
     """
 
     augment: Augment
@@ -56,6 +58,7 @@ class Pipeline:
     seed: int
     cutout: int = 0
     mix: Mix | None = None
+    interpolation: str = INTERPOLATION
 
     @classmethod
     def of(
@@ -69,9 +72,15 @@ class Pipeline:
         seed: int,
         cutout: int = 0,
         mix: Mix | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        interpolation: str = INTERPOLATION,
     ) -> Pipeline:
-        """The pipeline of `source`; normalisation is one multiplication and one addition per pixel."""
-        scale, shift = normalisation(source.mean, source.std, device=device, precision=precision)
+        """The pipeline of `source`, with its own mean and deviation where none are given.
+
+        Normalisation is one multiplication and one addition per pixel.
+        """
+        scale, shift = normalisation(mean or source.mean, std or source.std, device=device, precision=precision)
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
             augment = augment.after_crop
@@ -86,6 +95,7 @@ class Pipeline:
             seed=seed,
             cutout=cutout,
             mix=mix,
+            interpolation=interpolation,
         )
 
     def train(self, groups: Iterable[BatchGroup]) -> Iterator[Shard]:
@@ -134,5 +144,5 @@ class Pipeline:
         # end of a batch. Normalise before resizing, because resizing mostly makes images larger.
         pixels = images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
         if pixels.shape[-2:] != self.input_shape[1:]:
-            pixels = F.interpolate(pixels, self.input_shape[1:], mode="bilinear", antialias=True)
+            pixels = F.interpolate(pixels, self.input_shape[1:], mode=self.interpolation, antialias=True)
         return pixels.contiguous(memory_format=self.memory_format)

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from lockstep.core.errors import InputError
-from lockstep.core.model_card import Shape
+from lockstep.core.model_card import INTERPOLATION, Shape
 from lockstep.data.datasets.class_folders import SUFFIXES
 from lockstep.data.datasets.decode import Box, ImageFile
 from lockstep.data.datasets.splits import decoding_failure
@@ -26,7 +26,9 @@ ImageLike = str | Path | bytes | Image.Image | NDArray[np.uint8] | Tensor
 RGB = 3
 
 
-def stored_images(images: ImageLike | Iterable[ImageLike], shape: Shape) -> Tensor:
+def stored_images(
+    images: ImageLike | Iterable[ImageLike], shape: Shape, interpolation: str = INTERPOLATION
+) -> Tensor:
     """Images as a data set of `shape` (C, H, W) would store them: uint8 (B, C, H, W), on the CPU.
 
     Tensors may also be a batch (B, C, H, W). An array or a tensor of that shape already is taken as it is. All else
@@ -39,11 +41,11 @@ def stored_images(images: ImageLike | Iterable[ImageLike], shape: Shape) -> Tens
         images = list(images)
     if isinstance(images, (str, Path, bytes, Image.Image, np.ndarray, Tensor)):
         images = [images]
-    stored = [stored_image(image, shape) for image in images]
+    stored = [stored_image(image, shape, interpolation) for image in images]
     return torch.stack(stored) if stored else torch.empty((0, *shape), dtype=torch.uint8)
 
 
-def stored_image(image: ImageLike, shape: Shape) -> Tensor:
+def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLATION) -> Tensor:
     """One image as by `stored_images`: uint8 (C, H, W)."""
     if isinstance(image, (np.ndarray, Tensor)):
         tensor = _tensor(image)
@@ -55,7 +57,7 @@ def stored_image(image: ImageLike, shape: Shape) -> Tensor:
         raise InputError(f"{name} is grey or RGB, but the model takes images of {shape[0]} channels; give it tensors")
     try:
         file = ImageFile.read(Path(image)) if isinstance(image, (str, Path)) else ImageFile.of(_bytes(image))
-        return _cut(file, shape)
+        return _cut(file, shape, interpolation)
     except Exception as error:  # the decoders raise all kinds for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
@@ -80,12 +82,13 @@ def files_in(path: Path) -> list[Path]:
     return images
 
 
-def _cut(file: ImageFile, shape: Shape) -> Tensor:
+def _cut(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
     channels, height, width = shape
     if height == width:
-        pixels = file.square(height)
+        pixels = file.square(height, interpolation)
     else:
-        pixels = file.box(_central_box(file.height, file.width, height / width), (height, width))
+        box = _central_box(file.height, file.width, height / width)
+        pixels = file.box(box, (height, width), interpolation)
     rgb = torch.from_numpy(np.ascontiguousarray(pixels))
     return rgb if channels == RGB else _grey(rgb)
 

@@ -61,6 +61,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
             dtype=precision.dtype,
             memory_format=option.memory_format,
             seed=0,
+            interpolation=card.interpolation,
         ),
     )
 

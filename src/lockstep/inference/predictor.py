@@ -74,7 +74,7 @@ class Predictor:
 
     def stored(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Images as the data set stored its own, uint8 (B, C, H, W) on the CPU; see `stored_images`."""
-        return stored_images(images, self.card.image_shape)
+        return stored_images(images, self.card.image_shape, self.card.interpolation)
 
     def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """What `model` takes for these images, float (B, C, h, w) on the device: cropped, normalised, resized.

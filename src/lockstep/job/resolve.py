@@ -7,17 +7,22 @@ from pathlib import Path
 
 import torch
 
+from lockstep import checkpoint
 from lockstep.config import components
-from lockstep.config.schema import Job
+from lockstep.config.schema import InputBlock, Job
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, launched, local_size
+from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.process_group import Backend
-from lockstep.core.protocols import Launcher, Strategy
+from lockstep.core.protocols import Launcher, Optimizer, Strategy
 from lockstep.core.run_dir import MANIFEST
+from lockstep.core.trained_input import TrainedInput
+from lockstep.data.datasets.sizes import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline, Slurm, Spawn
+from lockstep.optim.optimizers import OptimizerOption
 from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
@@ -37,11 +42,15 @@ def resolve(job: Job, *, sweep: bool) -> Job:
         job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    strategy, dataset = _strategy(job), _with_absolute_paths(job.dataset)
+    trained = _trained_input(job)
+    strategy, dataset = _strategy(job), with_sizes(_with_absolute_paths(job.dataset), trained)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
         several = ranks * _most_nodes(job.launcher) > 1
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if several else Single()
+    if isinstance(strategy, DDP) and job.train.freeze_until is not None and not strategy.static_graph:
+        # While layers are frozen DDP waits for no gradient of theirs, and later it does: the graph changes.
+        strategy = replace(strategy, static_graph=False, find_unused_parameters=True)
     return replace(
         job,
         device=device,
@@ -54,6 +63,8 @@ def resolve(job: Job, *, sweep: bool) -> Job:
             eval_batch=_eval_batch(job, dataset),
         ),
         augment=_augment(job, dataset),
+        optimizer=_optimizer(job),
+        input=_input(job, dataset, trained),
         dataset=dataset,
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
@@ -152,6 +163,45 @@ def _augment(job: Job, dataset: Source) -> Augment:
         return job.augment
     usual: Augment = components.build_option("augment", dataset.usual_augment)
     return usual
+
+
+def _optimizer(job: Job) -> Optimizer:
+    """The optimizer with a number for its rate."""
+    if not isinstance(job.optimizer, OptimizerOption):  # of an extension
+        return job.optimizer
+    return job.optimizer.at_batch(int(job.batch), trained=job.starts_trained)
+
+
+def _trained_input(job: Job) -> TrainedInput | None:
+    """What the weights were trained on that the model starts from; None without such, or where nothing says it."""
+    if job.init_from is not None and not getattr(job.model, "pretrained", False):  # not both, which is refused
+        file = checkpoint.weights_file(Path(job.init_from).expanduser())
+        if (card := checkpoint.find_card(file)) is not None:
+            return TrainedInput.of_card(card)
+    return job.model.trained_input() if job.starts_trained else None
+
+
+def _input(job: Job, dataset: Source, trained: TrainedInput | None) -> InputBlock:
+    """How pixels are normalised and resized, in numbers: as told, as for the weights, or as for the data."""
+    channels = dataset.input_shape[0]
+    known = trained.normalisation(channels) if trained is not None else None
+    mean, std = known or (dataset.mean, dataset.std)
+    chosen = InputBlock(
+        mean=list(job.input.mean or mean),
+        std=list(job.input.std or std),
+        interpolation=job.input.interpolation
+        if job.input.interpolation != "auto"
+        else trained.interpolation
+        if trained is not None
+        else INTERPOLATION,
+    )
+    for key, values in (("mean", chosen.mean), ("std", chosen.std)):
+        if len(values or ()) != channels:
+            raise InputError(
+                f"input.{key} is {values}, but the images have {channels} channel{'s' * (channels != 1)}, expected a "
+                f"number for each; leave it out"
+            )
+    return chosen
 
 
 def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> int:

@@ -27,8 +27,9 @@ from lockstep.job.machine_limits import check_data_memory, check_memory, check_t
 from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
 from lockstep.precision import BF16Pure
-from lockstep.strategy import DataParallel, Strict
+from lockstep.strategy import DDP, DataParallel, Strict
 from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
+from lockstep.training.freezing import freeze_until
 
 
 def check_effects(job: Job) -> None:
@@ -46,6 +47,15 @@ def check_effects(job: Job) -> None:
     if job.init_from is not None and getattr(model, "pretrained", False):
         raise InputError(
             "init_from takes the place of the weights that model.pretrained=true asks for; leave out one of them"
+        )
+    if job.train.freeze_until is not None and not job.train.freeze:
+        raise InputError(
+            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
+            "train.freeze=[backbone], or leave out train.freeze_until"
+        )
+    if job.train.freeze_until is not None and isinstance(job.strategy, DDP) and job.strategy.static_graph:
+        raise InputError(
+            "strategy.static_graph is true, but train.freeze_until changes the graph; leave out strategy.static_graph"
         )
     if isinstance(job.augment, CropFlip) and job.augment.reflect and job.augment.pad == 0:
         raise InputError(
@@ -198,13 +208,16 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
     check_memory(job, plan)
+    freeze_until(job, plan)  # raises if it does not fit
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
     # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.
     resumed = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
     if resumed is None and job.resume is not None:
         resumed = Path(job.resume)
-    if resumed is not None:
+    if resumed is None:
+        job.model.prepare()
+    else:
         checkpoint.check_fingerprint(fingerprint(job, examples), resumed)
         step = checkpoint.read_facts(resumed)["progress"]["step"]
         ended = folder is None or _ended(RunDir(folder))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
+from lockstep.core.trained_input import TrainedInput
 
 NORM_GROUPS = 8
 
@@ -52,6 +53,13 @@ class Network(ABC):
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module, which maps float images (B, C, H, W) to logits (B, classes)."""
+
+    def trained_input(self) -> TrainedInput | None:
+        """What the weights of its name were trained on; None if there are none, or nobody knows."""
+        return None
+
+    def prepare(self) -> None:  # noqa: B027, only Timm has weights to fetch
+        """See that the weights are there that it starts from, fetching them where it may; raises InputError."""
 
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:  # noqa: B027, as above
         """Initialise what depends on the data: `images(n)` gives n training images as a fresh `model` sees them."""

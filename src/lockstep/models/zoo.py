@@ -8,13 +8,17 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
+from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
 from lockstep.core.rules import Options
+from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network
+from lockstep.models.published import published_weights
 
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
 BATCH_NORM = frozenset({"bn_eps", "bn_momentum", "bn_tf"})
@@ -77,6 +81,8 @@ class Timm(Network):
             options["img_size"] = (height, width)
         if self.drop_path_rate:
             options["drop_path_rate"] = self.drop_path_rate
+        if self.pretrained:
+            options["pretrained_cfg_overlay"] = published_weights(self.name).overlay
         try:
             model: nn.Module = timm.create_model(
                 self.name,
@@ -86,14 +92,60 @@ class Timm(Network):
                 drop_rate=self.drop_rate,
                 **options,
             )
-        except Exception as error:  # timm's constructors and downloads raise all kinds
-            what = " with its published weights" if self.pretrained else ""
-            raise InputError(
-                f"model={self.name}{what} cannot be built for images of {channels}x{height}x{width} "
-                f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason given'})"
-                + ("; model.pretrained=false starts from random weights" if self.pretrained else "")
-            ) from error
+            if max(height, width) != self._usual_size():
+                _try(model, input_shape)
+        except Exception as error:  # timm's constructors and networks raise all kinds
+            raise self._not_built(error, input_shape) from error
         return model
+
+    def trained_input(self) -> TrainedInput | None:
+        import timm
+
+        facts = timm.get_pretrained_cfg(self.name)
+        if facts is None or not (facts.hf_hub_id or facts.url):
+            return None
+        return TrainedInput(
+            size=max(facts.input_size[1:]),
+            crop=min(1.0, facts.crop_pct or 1.0),
+            mean=tuple(facts.mean),
+            std=tuple(facts.std),
+            interpolation=facts.interpolation if facts.interpolation in INTERPOLATIONS else INTERPOLATION,
+        )
+
+    def prepare(self) -> None:
+        if self.pretrained:
+            published_weights(self.name)
+
+    def _not_built(self, error: Exception, input_shape: tuple[int, int, int]) -> InputError:
+        """The sentence for a model that cannot be built for the images, or does not take them."""
+        channels, height, width = input_shape
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        what = " with its published weights" if self.pretrained else ""
+        remedies = ["model.pretrained=false starts from random weights"] if self.pretrained else []
+        size = self._usual_size()
+        if size is not None and (height, width) != (size, size):
+            remedies.insert(0, f"use dataset.input_size={size}, the size that it was made for")
+        return InputError(
+            f"model={self.name}{what} cannot be built for images of {channels}x{height}x{width} "
+            f"({type(error).__name__}: {reason})" + "".join(f"; {remedy}" for remedy in remedies)
+        )
+
+    def _usual_size(self) -> int | None:
+        """The side of the images that timm made the model for; None where it does not say."""
+        import timm
+
+        facts = timm.get_pretrained_cfg(self.name)
+        return max(facts.input_size[1:]) if facts is not None and facts.input_size else None
+
+
+def _try(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
+    """Show a model one blank image: an image of a size that it cannot take raises here, and not in the middle."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return  # only a sketch
+    training = model.training
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.eval()(torch.zeros((1, *input_shape)))
+    model.train(training)
 
 
 def network_options(architecture: str) -> frozenset[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
-from lockstep.optim.optimizers import OptimizerOption, ParamGroups
+from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Muon(OptimizerOption):
 
     Fields:
         lr: of the matrices: how far a step moves each singular value.
-        head_lr: of the last linear layer.
+        head_lr: of the last linear layer; null is `lr`.
         bias_lr: of all other parameters.
         momentum: of the matrices; `sgd_momentum` is that of the other parameters.
         iterations: of Newton and Schulz; three or five.
@@ -33,13 +33,16 @@ class Muon(OptimizerOption):
             batch norm follows: there the scale only changes the effective learning rate.
     """
 
-    lr: float = 0.02
-    head_lr: float = ranged(0.02, above=0, most=1e6)
+    head_lr: float | None = 0.02
     bias_lr: float = ranged(0.02, above=0, most=1e6)
     momentum: float = ranged(0.95, least=0, below=1)
     sgd_momentum: float = ranged(0.9, least=0, below=1)
     iterations: int = ranged(5, least=1, most=20)
     fixed_norm: bool = False
+
+    @property
+    def usual(self) -> UsualRate:
+        return replace(OF_ADAM, lr=0.02)
 
     def groups(self, model: nn.Module) -> ParamGroups:
         layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))]
@@ -47,15 +50,15 @@ class Muon(OptimizerOption):
         heads = set(linear[-1:])
         matrices = {id(layer.weight) for layer in layers} - heads
         kinds: list[tuple[float, Callable[[Tensor], bool]]] = [
-            (self.lr, lambda parameter: id(parameter) in matrices),
-            (self.head_lr, lambda parameter: id(parameter) in heads),
+            (self.rate, lambda parameter: id(parameter) in matrices),
+            (self.rate if self.head_lr is None else self.head_lr, lambda parameter: id(parameter) in heads),
             (self.bias_lr, lambda parameter: id(parameter) not in matrices | heads),
         ]
         groups = []
-        for group in super().groups(model):
+        for group in self.decay_groups(model):
             for number, (rate, belongs) in enumerate(kinds):
                 if params := [parameter for parameter in group["params"] if belongs(parameter)]:
-                    ratio = rate / self.lr
+                    ratio = rate / self.rate
                     decay = group["weight_decay"] / ratio  # a step multiplies it by the rate, and so by `ratio`
                     scale = group["scale"] * ratio
                     groups.append(
@@ -66,7 +69,7 @@ class Muon(OptimizerOption):
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         for group in groups:
             group["momentum"] = self.momentum if group["orthogonal"] else self.sgd_momentum
-        return MuonOptimizer(groups, {"lr": self.lr, "iterations": self.iterations, "fixed_norm": self.fixed_norm})
+        return MuonOptimizer(groups, {"lr": self.rate, "iterations": self.iterations, "fixed_norm": self.fixed_norm})
 
 
 class MuonOptimizer(torch.optim.Optimizer):

@@ -6,17 +6,41 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
+from lockstep.core.head import head_parameters
 from lockstep.core.rules import Options
 
 ParamGroups = list[dict[str, Any]]
+# What `optimizer.lr=auto` is multiplied with where a model starts from trained weights (Kolesnikov et al. 2020, "Big
+# Transfer": 0.03 to train, 0.003 to fine-tune).
+TRAINED = 0.1
+
+
+@dataclass(frozen=True)
+class UsualRate:
+    """The rate that an optimizer is commonly given: `lr` for a global batch of `batch` examples.
+
+    `power` says how it grows with the batch: 1 in proportion, 0.5 with its square root.
+    """
+
+    lr: float
+    batch: int
+    power: float
+
+    def at(self, batch: int) -> float:
+        return self.lr * (batch / self.batch) ** self.power
+
+
+# In proportion to the batch: Goyal et al. 2017, "Accurate, Large Minibatch SGD". With its square root: Malladi et al.
+# 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; 0.001 is the rate of Adam's authors.
+OF_SGD, OF_ADAM = UsualRate(0.1, 256, 1), UsualRate(1e-3, 64, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,25 +48,65 @@ class OptimizerOption(ABC):
     """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter.
 
     Fields:
-        lr: base learning rate for the whole global batch; the schedule multiplies it.
+        lr: base learning rate for the whole global batch; the schedule multiplies it. `auto` is the usual one, for
+            the size of the batch.
+        head_lr: of the layer that gives the logits; null is `lr`.
         weight_decay: of parameters with two or more dimensions: not of biases and norms.
         decay_all: apply the weight decay to all parameters, as the tutorials do.
         layer_decay: the rate of each layer is this times that of the next one (timm); null is off.
     """
 
-    lr: float = ranged(1e-3, above=0, most=1e6)
+    lr: int | float | str = ranged("auto", above=0.0, most=1e6, words=("auto",))
+    head_lr: float | None = ranged(None, above=0.0, most=1e6)
     weight_decay: float = ranged(0.0, least=0, most=1e6)
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
 
+    @property
+    def usual(self) -> UsualRate:
+        """The rate that `lr=auto` starts from."""
+        return OF_ADAM
+
+    @property
+    def rate(self) -> float:
+        """`lr`; as long as that is `auto`, the rate at the batch that the usual one is for."""
+        return self.usual.lr if isinstance(self.lr, str) else float(self.lr)
+
+    def at_batch(self, batch: int, *, trained: bool) -> Self:
+        """The same with a number for `lr`, for a global batch, and for a model that starts `trained` or not."""
+        if self.lr != "auto":
+            return self
+        return replace(self, lr=self.usual.at(batch) * (TRAINED if trained else 1))
+
     def groups(self, model: nn.Module) -> ParamGroups:
-        """The parameter groups, each with the `scale` of its learning rate (1 without layer decay)."""
+        """The parameter groups, each with the `scale` of its learning rate (1 without layer decay and head rate)."""
+        groups = self.decay_groups(model)
+        if self.head_lr is None:
+            return groups
+        names = set(head_parameters(model))
+        head = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+        if not any(id(parameter) in head for group in groups for parameter in group["params"]):
+            raise InputError(
+                f"optimizer.head_lr is {self.head_lr:g}, but no layer that gives the logits is trained; leave it out"
+            )
+        parts = []
+        for group in groups:
+            for of_head in (False, True):
+                if params := [parameter for parameter in group["params"] if (id(parameter) in head) == of_head]:
+                    scale = self.head_lr / self.rate if of_head else group["scale"]
+                    parts.append({**group, "params": params, "scale": scale})
+        return parts
+
+    def decay_groups(self, model: nn.Module) -> ParamGroups:
+        """The groups by weight decay and by layer."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.layer_decay is not None:
             from timm.optim import param_groups_layer_decay
 
             groups = param_groups_layer_decay(model, weight_decay=self.weight_decay, layer_decay=self.layer_decay)
-            if self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+            head = set(head_parameters(model))
+            inner = any(each.requires_grad and name not in head for name, each in model.named_parameters())
+            if inner and self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
                 raise InputError(
                     f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "
                     "use optimizer.layer_decay=null, or a model of timm"
@@ -84,9 +148,12 @@ class OptimizerOption(ABC):
 class SGD(OptimizerOption):
     """`torch.optim.SGD`."""
 
-    lr: float = 0.1
     momentum: float = ranged(0.9, least=0, below=1)
     nesterov: bool = False
+
+    @property
+    def usual(self) -> UsualRate:
+        return OF_SGD
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
@@ -96,7 +163,7 @@ class SGD(OptimizerOption):
             )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        options = {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
+        options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov, "fused": True}
         optimizer = direct(torch.optim.SGD)(groups, **options)
         if self.momentum:
             # torch allocates the momenta at the first step, and leaves them uninitialised if a loss scaler skips that
@@ -118,7 +185,7 @@ class Adam(OptimizerOption):
             raise InputError(f"optimizer.betas is {self.betas}, expected two numbers: optimizer.betas=[0.9,0.999]")
 
     def _options(self) -> dict[str, Any]:
-        return {"lr": self.lr, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
+        return {"lr": self.rate, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         return direct(torch.optim.Adam)(groups, **self._options())
@@ -163,11 +230,23 @@ class Timm(OptimizerOption):
                 "give what it has with +optimizer.options.KEY=VALUE"
             )
 
+    @property
+    def usual(self) -> UsualRate:
+        """That of SGD for its relatives; for the others the default of the class, where there is one."""
+        from timm.optim import get_optimizer_info
+
+        name = self.opt.split("_")[-1]
+        if any(word in name for word in ("sgd", "momentum", "nesterov")):
+            return OF_SGD
+        cls = get_optimizer_info(name).opt_class
+        own = None if isinstance(cls, str) else inspect.signature(cls).parameters.get("lr")  # str: not installed
+        return replace(OF_ADAM, lr=own.default) if own is not None and isinstance(own.default, float) else OF_ADAM
+
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2
 
         built: torch.optim.Optimizer = create_optimizer_v2(
-            groups, opt=self.opt, lr=self.lr, momentum=self.momentum, **self.options
+            groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options
         )
         return built
 

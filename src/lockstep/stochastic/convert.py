@@ -61,6 +61,11 @@ class ForwardDraws:
             reseed(self.device, generator_seed(self.seed, micro.step, micro.number))
         return forward_keys(self.seed, micro) if self.keys.draws else None
 
+    def begin(self, micro: MicroBatch) -> None:
+        """Have the model's next forward pass, where it is called without keys, draw by those of a micro-batch."""
+        if (keys := self.of(micro)) is not None:
+            self.keys.begin(keys)
+
     def blank(self, examples: int) -> Tensor | None:
         """Keys for a pass over blank images."""
         return torch.zeros((examples, 2), dtype=torch.int64, device=self.device) if self.keys.draws else None

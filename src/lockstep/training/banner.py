@@ -22,6 +22,7 @@ from lockstep.telemetry.display import clock
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.trainer import Progress
+from lockstep.training.usual import Usual
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
@@ -33,7 +34,7 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "strategy": type(job.strategy).__name__,
         "precision": type(job.precision).__name__,
         "optimizer": type(job.optimizer).__name__,
-        "lr": job.optimizer.lr,
+        "lr": float(job.optimizer.lr),
         "weight_decay": job.optimizer.weight_decay,
         "schedule": named(job.schedule),
         "batch": job.batch,
@@ -93,25 +94,32 @@ def banner(
     plan: Plan,
     overrides: Sequence[str],
     parameters: int,
+    frozen: str,
     examples: tuple[int, int],
     loader_reason: str,
     origin: str,
     step: int,
     notes: Sequence[str],
+    composed: Mapping[str, Any],
 ) -> None:
-    """Show in a dozen lines what is about to run, and what differs from the defaults."""
+    """Show in a dozen lines what is about to run, and what differs from the defaults.
+
+    `composed` is the config as the user gave it: what is `auto` there was chosen.
+    """
+    usual = Usual(job, composed)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     rows = {
         "run": _shown(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
-        "model": f"{named(job.model)}, {_count(parameters)} parameters",
-        "data": f"{named(job.dataset, frozenset({'root'}))}, {examples[0]:,} to train on, "
-        f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}",
+        "model": f"{named(job.model)}, {_count(parameters)} parameters" + f", {frozen}" * bool(frozen),
+        "data": f"{named(job.dataset, frozenset({'root'}) | usual.sizes)}, {examples[0]:,} to train on, "
+        f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}{usual.input_reason}",
         "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}",
         "ranks": _ranks(job, world),
-        "optimizer": f"{named(job.optimizer)}, lr {job.optimizer.lr:g}, {named(job.schedule)}",
+        "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {float(job.optimizer.lr):.3g}"
+        f"{usual.rate_reason}, {named(job.schedule)}",
         "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} epochs of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",

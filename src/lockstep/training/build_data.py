@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,8 @@ from lockstep.core.data_protocols import BoxAugment, LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
-from lockstep.data.datasets.splits import Crop, FileSplit
+from lockstep.data.datasets.splits import Crop, FileSplit, interpolated
+from lockstep.data.loading.balanced import balanced_order
 from lockstep.data.loading.prefetch import sample
 from lockstep.data.loading.shards import Loader
 from lockstep.data.loading.shared_memory import share_listings
@@ -81,6 +83,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
     Raises:
         InputError: more images cannot be decoded than may be left out.
     """
+    balanced = job.train.sampling == "balanced"
     values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
     return Loader(
         world=world,
@@ -95,6 +98,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         partners=data.pipeline.mix is not None,
         stride=job.loader.stride(data.plan.batch // world.size, values, world),
         order_device=job.loader.order_device(world),
+        order_of=partial(balanced_order, job.seed, labels=data.train.labels) if balanced else None,
         skip=data.train.skip,
     )
 
@@ -105,12 +109,12 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
         job.dataset.prepare()
     world.barrier()
     share_listings(job.dataset, world)
-    train = job.dataset.train()
+    train, val = (interpolated(split, job.input.interpolation) for split in (job.dataset.train(), job.dataset.eval()))
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)
         assert isinstance(job.augment, BoxAugment)
         train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
-    return train, job.dataset.eval()
+    return train, val
 
 
 def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
@@ -138,4 +142,7 @@ def _pipeline(job: Job, world: World) -> Pipeline:
         seed=job.seed,
         cutout=job.train.cutout,
         mix=mix if mix.on else None,
+        mean=job.input.mean,
+        std=job.input.std,
+        interpolation=job.input.interpolation,
     )

@@ -21,6 +21,7 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training.compile import compile_model
+from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
 
@@ -39,25 +40,40 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     model: nn.Module = job.model.build(job.dataset.classes, shape)
     job.model.initialise(model, images)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
-    if job.init_from is not None:
-        checkpoint.load_weights(model, Path(job.init_from))
+    notes = [] if job.init_from is None else _start_from(model, Path(job.init_from), job.dataset.classes)
+    frozen, until = frozen_names(model, job.train.freeze), freeze_until(job, plan)
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
     flops = training_flops(model, shape) if peak else 0.0
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
     blank = blank.to(memory_format=job.model.memory_format)
     draws = key_draws(model, blank[:1], job.seed)
+    if until is None:
+        freeze_for_good(model, frozen)
     replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
+    optimizer = job.optimizer.build(model)
+    freezing = Freezing.of(model, frozen, until)
+    freezing.begin(step=1)
     return Network(
         model=model,
         replica=replica,
         forward_keys=draws.of,
-        optimizer=job.optimizer.build(model),
+        begin_forward=draws.begin,
+        optimizer=optimizer,
+        freezing=freezing,
         scaler=precision.scaler(world.device),
         ema=make_ema(model, job.train.ema) if job.train.ema is not None else None,
-        notes=draws.notes,
+        notes=[*notes, *draws.notes],
         flops=flops,
         peak=peak if flops else 0.0,
     )
+
+
+def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
+    """Fill a model with the weights of `init_from`; what of them does not fit, as sentences."""
+    anew = checkpoint.load_start(model, path)
+    if not anew:
+        return []
+    return [f"init_from: the head of {path} does not fit {classes:,} classes: {', '.join(anew)} start anew"]
 
 
 def interrupts_compiling(job: Job, world: World) -> bool:

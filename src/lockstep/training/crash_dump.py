@@ -57,7 +57,7 @@ def _write(error: NumericalError, trainer: Trainer, run_dir: RunDir) -> None:
         "epoch": batch.epoch,
         "seen_at_step": trainer.progress.step,
         "learning_rate": trainer.lr * trainer.schedule.factor(step, trainer.plan),
-        "samples": batch.indices.tolist(),
+        "samples": (batch.indices % trainer.plan.examples).tolist(),
         "checkpoint": before[0] if before else None,
     }
     write_atomic(folder / "incident.json", json.dumps(facts, indent=2) + "\n")

@@ -78,7 +78,7 @@ def run(
         loss=loss,
         strategy=job.strategy,
         precision=job.precision,
-        lr=job.optimizer.lr,
+        lr=float(job.optimizer.lr),
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,

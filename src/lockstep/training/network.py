@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.core.data_protocols import MicroBatch
+from lockstep.training.freezing import Freezing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Network:
         model: the raw module, which is evaluated and saved; `replica` the wrapped one, which is called in training.
         forward_keys: gives the key of each example in a micro-batch, from which the forward pass draws its random
             numbers; None where the model has none.
+        begin_forward: has the next forward pass of `model` itself, in place of the replica's, draw those numbers.
+        freezing: which of the model is not trained in which step.
         scaler: of the loss; disabled where the number format needs none.
         ema: the average of the weights, where one is kept.
         notes: sentences about random layers whose numbers depend on the ranks.
@@ -30,8 +33,10 @@ class Network:
     model: nn.Module
     replica: nn.Module
     forward_keys: Callable[[MicroBatch], Tensor | None]
+    begin_forward: Callable[[MicroBatch], None]
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    freezing: Freezing = field(default_factory=Freezing)
     ema: AveragedModel | None = None
     notes: list[str] = field(default_factory=list)
     flops: float = 0.0

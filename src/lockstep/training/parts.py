@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import Job
+from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
@@ -18,6 +19,7 @@ from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network
+from lockstep.training.freezing import Freezing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,9 @@ class Parts:
         plan: in steps.
         model: on the device.
         optimizer: of the model's parameters, at the base learning rate.
+        begin_forward: called before a forward pass over other examples than a whole batch of `batches`, so that the
+            model's random layers draw the numbers of these examples.
+        freezing: which of the model is not trained in which step.
         criterion: logits (b, classes) and targets to the loss of each example, (b,).
     """
 
@@ -37,6 +42,8 @@ class Parts:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     criterion: nn.Module
+    freezing: Freezing
+    begin_forward: Callable[[MicroBatch], None]
     loader: Loader
     pipeline: Pipeline
 
@@ -48,6 +55,7 @@ class Parts:
         """
         for shard in self.pipeline.train(self.loader.train(after=after)):
             images, targets = self.pipeline.mixed(shard)
+            self.begin_forward(shard)
             yield shard.step, images, targets
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -56,8 +64,9 @@ class Parts:
             yield self.pipeline.eval(images).to(self.pipeline.dtype), labels
 
     def set_learning_rate(self, step: int) -> None:
-        """Give the optimizer its learning rates for a step, counted from 1."""
-        set_learning_rate(self.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
+        """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
+        self.freezing.begin(step)
+        set_learning_rate(self.optimizer, float(self.job.optimizer.lr) * self.job.schedule.factor(step, self.plan))
 
 
 def build_parts(job: Job) -> Parts:
@@ -78,6 +87,8 @@ def build_parts(job: Job) -> Parts:
         model=network.model,
         optimizer=network.optimizer,
         criterion=loss.loss,
+        freezing=network.freezing,
+        begin_forward=network.begin_forward,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
     )

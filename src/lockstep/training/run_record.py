@@ -55,11 +55,13 @@ class RunRecord(NoRecord):
             plan=data.plan,
             overrides=yaml_io.load_list(self.run_dir.overrides),
             parameters=network.parameters,
+            frozen=str(network.freezing),
             examples=(len(data.train), len(data.val)),
             loader_reason=data.loader_reason,
             origin=origin,
             step=progress.step,
             notes=self._notes(job, data, network),
+            composed=yaml_io.load(self.run_dir.composed),
         )
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:

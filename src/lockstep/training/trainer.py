@@ -114,6 +114,7 @@ class Trainer:
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch."""
         network = self.network
+        network.freezing.begin(shard.step)
         set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.

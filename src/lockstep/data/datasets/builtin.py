@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.data.datasets.files import LARGEST_SIDE
+from lockstep.data.datasets.sizes import AUTO
 from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 
@@ -25,11 +26,11 @@ class ArraySource(ABC):
     """A data set that fits in memory.
 
     Fields:
-        input_size: side in pixels of what the model sees; null is the size of the stored images. Images are
-            resized on the device, a batch at a time.
+        input_size: side in pixels of what the model sees; null is the size of the stored images, and so is `auto`,
+            unless the model starts from weights of another size. Images are resized on the device, a batch at a time.
     """
 
-    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
+    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
 
     classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]]
@@ -41,8 +42,10 @@ class ArraySource(ABC):
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.image_shape
-        return (channels, self.input_size or height, self.input_size or width)
+        channels = self.image_shape[0]
+        if isinstance(self.input_size, int):
+            return (channels, self.input_size, self.input_size)
+        return self.image_shape
 
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:

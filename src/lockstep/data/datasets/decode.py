@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.core.model_card import INTERPOLATION
 from lockstep.data.datasets import exif, photo_formats
 from lockstep.data.datasets.members import Member
 from lockstep.data.datasets.to_rgb import to_rgb
@@ -81,7 +82,7 @@ class ImageFile(NamedTuple):
         _check_size(file, file.height * file.width)
         return file
 
-    def square(self, size: int) -> Stored:
+    def square(self, size: int, interpolation: str = INTERPOLATION) -> Stored:
         """The centre of the image after resizing its shorter side to `size`: (3, size, size).
 
         Raises:
@@ -94,11 +95,11 @@ class ImageFile(NamedTuple):
         if pixels.shape[:2] == (size, size):
             return pixels.transpose(2, 0, 1)
         height, width = (size * side // short for side in (self.height, self.width))
-        resized = _resized(pixels, (height, width))
+        resized = _resized(pixels, (height, width), interpolation)
         top, left = round((height - size) / 2), round((width - size) / 2)
         return resized[:, top : top + size, left : left + size]
 
-    def box(self, box: Box, size: tuple[int, int]) -> Stored:
+    def box(self, box: Box, size: tuple[int, int], interpolation: str = INTERPOLATION) -> Stored:
         """A box of the whole image, resized: (3, *size). Raises like `square`."""
         top, left, height, width = box
         pixels, eighths = self._decoded(max(size[0] / height, size[1] / width), top + height)
@@ -107,7 +108,7 @@ class ImageFile(NamedTuple):
             slice(start * eighths // 8, -(-(start + side) * eighths // 8))
             for start, side in ((top, height), (left, width))
         )
-        return _resized(pixels[rows, columns], size)
+        return _resized(pixels[rows, columns], size, interpolation)
 
     def _decoded(self, share: float, bottom: int) -> tuple[Pixels, int]:
         """Decode the image, or at least its rows above `bottom`. Also returns the scale, in eighths.
@@ -234,7 +235,7 @@ def _by_pillow(data: bytes) -> Pixels:
         return to_rgb(image)
 
 
-def _resized(pixels: Pixels, size: tuple[int, int]) -> Stored:
-    """Resize, bilinear with antialiasing, in integers: on a CPU three times as fast as Pillow."""
+def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Stored:
+    """Resize, with antialiasing, in integers: on a CPU three times as fast as Pillow."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    return F.interpolate(image, size, mode="bilinear", antialias=True)[0].numpy()
+    return F.interpolate(image, size, mode=interpolation, antialias=True)[0].numpy()

@@ -12,6 +12,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.fields import ranged
 from lockstep.data.datasets.listing import LISTINGS, Listing
 from lockstep.data.datasets.members import Members
+from lockstep.data.datasets.sizes import AUTO, central_share, seen_side, stored_side
 from lockstep.data.datasets.splits import FileSplit
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -40,14 +41,15 @@ class FileSource(ABC):
     Fields:
         decode_size: side in pixels of a stored image.
         input_size: side in pixels of what the model sees; null is `decode_size`.
-        crop: the central share of a stored image's side that is evaluated.
+        crop: the central share of a stored image's side that is evaluated. What is `auto` of these three is that of
+            the weights that a model starts from, or else the usual for photographs.
         crop_from: what an augmentation that cuts boxes cuts them from in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
     """
 
-    decode_size: int = ranged(256, least=1, most=LARGEST_SIDE)
-    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
-    crop: float = ranged(1.0, above=0, most=1)
+    decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
     crop_from: CropFrom = CropFrom.square
     skip: int = ranged(0, least=0, most=1_000_000_000)
 
@@ -73,20 +75,21 @@ class FileSource(ABC):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        return (3, self.decode_size, self.decode_size)
+        side = stored_side(self.decode_size)
+        return (3, side, side)
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        size = self.input_size or self.decode_size
-        return (3, size, size)
+        side = seen_side(self.input_size, stored_side(self.decode_size))
+        return (3, side, side)
 
     @property
     def eval_crop(self) -> float:
-        return self.crop
+        return central_share(self.crop, self.image_shape[1], self.input_shape[1])
 
     @property
     def usual_augment(self) -> str:
-        return "standard" if self.crop_from is CropFrom.file else usual_for_photos(self.decode_size)
+        return "standard" if self.crop_from is CropFrom.file else usual_for_photos(stored_side(self.decode_size))
 
     def prepare(self) -> None:
         self.listings()
@@ -121,7 +124,7 @@ class FileSource(ABC):
         return notes
 
     def _split(self, files: Files) -> FileSplit:
-        return FileSplit(files, files.labels, self.decode_size, self.skip)
+        return FileSplit(files, files.labels, stored_side(self.decode_size), self.skip)
 
 
 def usual_for_photos(side: int) -> str:

@@ -59,6 +59,4 @@ class Folder(FileSource):
 class ImageNet(Folder):
     """ImageNet-1k in class folders: trained at 224 pixels, evaluated on the central 224 pixels of a square of 256."""
 
-    input_size: int | None = 224
-    crop: float = 0.875
     crop_from: CropFrom = CropFrom.file

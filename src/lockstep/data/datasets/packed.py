@@ -29,6 +29,7 @@ from lockstep.core.fields import pathname, ranged
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.data.datasets.files import LARGEST_SIDE, usual_for_photos
+from lockstep.data.datasets.sizes import AUTO, central_share, seen_side
 from lockstep.data.datasets.splits import ArraySplit, check_labels
 
 SPLITS = ("train", "val")
@@ -42,12 +43,12 @@ class Packed:
     Fields:
         path: that folder.
         input_size: side in pixels of what the model sees; null is the size of the stored images.
-        crop: the central share of a stored image's side that is evaluated.
+        crop: the central share of a stored image's side that is evaluated. `auto` of both is as for image files.
     """
 
     path: str = pathname("???")
-    input_size: int | None = ranged(None, least=1, most=LARGEST_SIDE)
-    crop: float = ranged(1.0, above=0, most=1)
+    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
 
     @property
     def classes(self) -> int:
@@ -64,11 +65,14 @@ class Packed:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         channels, height, width = self.image_shape
-        return (channels, self.input_size or height, self.input_size or width)
+        if self.input_size is None or (height != width and self.input_size == AUTO):
+            return self.image_shape
+        side = seen_side(self.input_size, height)
+        return (channels, side, side)
 
     @property
     def eval_crop(self) -> float:
-        return self.crop
+        return central_share(self.crop, self.image_shape[1], self.input_shape[1])
 
     @property
     def usual_augment(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import Split
 from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile
 from lockstep.data.datasets.members import Member
@@ -89,7 +91,7 @@ class FileSplit:
     """Image files, each decoded to RGB and a square of `size` pixels: the shorter side resized, the centre kept.
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch. `skip` is the most broken
-    images that a run leaves out.
+    images that a run leaves out, `interpolation` how images are resized.
     """
 
     paths: Sequence[Path | Member]
@@ -97,6 +99,7 @@ class FileSplit:
     size: int
     skip: int = 0
     crop: Crop | None = None
+    interpolation: str = INTERPOLATION
 
     images: ClassVar[None] = None
 
@@ -115,10 +118,19 @@ class FileSplit:
         boxes = self.crop.boxes_for(files, indices, epoch) if self.crop is not None else None
         for number, file in enumerate(files):
             try:
-                decoded[number] = file.square(self.size) if boxes is None else file.box(boxes[number], size)
+                decoded[number] = (
+                    file.square(self.size, self.interpolation)
+                    if boxes is None
+                    else file.box(boxes[number], size, self.interpolation)
+                )
             except Exception as error:  # the decoders raise all kinds for a damaged file
                 raise self._broken(indices[number], error) from error
         return torch.from_numpy(decoded)
 
     def _broken(self, index: int, error: Exception) -> BrokenImage:
         return BrokenImage(index, str(self.paths[index]), decoding_failure(error))
+
+
+def interpolated(split: Split, interpolation: str) -> Split:
+    """The same split, with its images resized in that way while they are read."""
+    return replace(split, interpolation=interpolation) if isinstance(split, FileSplit) else split

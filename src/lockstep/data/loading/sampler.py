@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +39,11 @@ def shard_indices(
     after: int,
     mix_partners: bool = False,
     device: torch.device | None = None,
+    order_of: Callable[[int], Tensor] | None = None,
 ) -> Iterator[ShardIndices]:
     """The shards of one rank for every step after step `after`, to the end of the run; the indices are on `device`.
+
+    `order_of` gives the order of an epoch; without it that is a permutation of the examples.
 
     The mix partner of a sample is the next sample of the global batch; the last sample's partner is the first.
     """
@@ -48,7 +51,8 @@ def shard_indices(
     for step in range(after + 1, plan.total_steps + 1):
         epoch = plan.epoch(step)
         if order is None or epoch != order_epoch:
-            order, order_epoch = permutation(seed, epoch, plan.examples, device), epoch
+            order_epoch = epoch
+            order = order_of(epoch).to(device) if order_of else permutation(seed, epoch, plan.examples, device)
         start = plan.position(step) * plan.batch
         global_batch = order[start : start + plan.batch]
         own, count = share(len(global_batch), ranks, rank), len(global_batch)

@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,7 +31,8 @@ class Shard:
     Fields:
         step, epoch: of the global batch.
         images: (b, C, H, W), as stored (uint8) or as the model takes them.
-        known_labels, indices: int64 (b,).
+        known_labels, indices: int64 (b,). Under balanced sampling an index also says which time an example comes in
+            its epoch (see `balanced_order`).
         count: examples of the global batch.
         number: of the piece, from 0.
         pieces: how many there are.
@@ -124,6 +125,7 @@ class Loader:
         partners: whether a shard also has the mix partner of its last example.
         stride: the most steps whose shards are read together.
         order_device: computes the order of the examples; the images' device, so that no step waits for the order.
+        order_of: gives the order of an epoch; None is a permutation of the examples.
         skip: the most broken images that are left out.
         broken_seen: the broken images so far, as (whether of the training split, index).
     """
@@ -139,6 +141,7 @@ class Loader:
     partners: bool = False
     stride: int = 1
     order_device: torch.device | None = None
+    order_of: Callable[[int], Tensor] | None = None
     skip: int = 0
     broken_seen: set[tuple[bool, int]] = field(default_factory=set)
 
@@ -155,10 +158,11 @@ class Loader:
                 after=after,
                 mix_partners=self.partners,
                 device=self.order_device,
+                order_of=self.order_of,
             )
             for steps in batch_groups(shards, self.stride):
                 requested.append(steps)
-                yield steps[0].epoch, torch.cat([step.indices for step in steps])
+                yield steps[0].epoch, self._examples(torch.cat([step.indices for step in steps]))
 
         for images, broken in self.train_feed(requests()):
             self._mark_broken(broken, self.train_labels)
@@ -166,15 +170,20 @@ class Loader:
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
-        whole = next(shard_indices(self.plan, self.seed, rank=0, ranks=1, after=step - 1))
-        images, _ = next(iter(self.train_feed([(whole.epoch, whole.indices)])))
+        whole = next(shard_indices(self.plan, self.seed, rank=0, ranks=1, after=step - 1, order_of=self.order_of))
+        images, _ = next(iter(self.train_feed([(whole.epoch, self._examples(whole.indices))])))
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
+
+    def _examples(self, indices: Tensor) -> Tensor:
+        """The examples that indices stand for, whichever time they come."""
+        return indices if self.order_of is None else indices % self.plan.examples
 
     def _group(
         self, steps: list[ShardIndices], images: Tensor, rank: int, ranks: int, mix_partners: bool
     ) -> BatchGroup:
         indices = torch.cat([step.indices for step in steps]).to(self.world.device, non_blocking=True)
-        return BatchGroup(steps, images, self.train_labels[indices], indices, rank, ranks, mix_partners)
+        labels = self.train_labels[self._examples(indices)]
+        return BatchGroup(steps, images, labels, indices, rank, ranks, mix_partners)
 
     def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's blocks of the evaluation split: uint8 images and labels."""

@@ -1,0 +1,46 @@
+"""What the images were that weights were trained on: a model that starts from them is shown the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.core.model_card import ModelCard
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedInput:
+    """The images of a model's earlier training.
+
+    Fields:
+        size: side in pixels of what the model saw.
+        crop: the central share of a stored image's side that was evaluated.
+        mean, std: of each channel, for pixels from 0 to 1.
+        interpolation: how images were resized.
+        stored: side in pixels of a stored image; None where it is not known.
+    """
+
+    size: int
+    crop: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    stored: int | None = None
+
+    @classmethod
+    def of_card(cls, card: ModelCard) -> TrainedInput:
+        return cls(
+            size=max(card.input_shape[1:]),
+            crop=card.eval_crop,
+            mean=card.mean,
+            std=card.std,
+            interpolation=card.interpolation,
+            stored=max(card.image_shape[1:]),
+        )
+
+    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation for images of `channels`: of grey ones the average; None for other numbers."""
+        if len(self.mean) == channels:
+            return self.mean, self.std
+        if channels == 1:
+            return (sum(self.mean) / len(self.mean),), (sum(self.std) / len(self.std),)
+        return None

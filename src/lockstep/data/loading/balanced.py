@@ -1,0 +1,42 @@
+"""An order in which every class comes equally often: a pure function of the seed, the epoch and the labels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.core.rng import BALANCED, ORDER, draw, key
+
+
+def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
+    """The order of an epoch of as many examples as there are labels, int64 (n,), on the CPU.
+
+    Every class that has examples comes as often as any other, but for one. Of a small class all examples come before
+    one comes again; of a large one each epoch has other examples.
+
+    A number stands for an example and which time it comes, from 0: example + time * n. So the same example is
+    augmented in another way each time.
+
+    Args:
+        labels: int64 (n,), on the CPU.
+    """
+    n = len(labels)
+    keyed = key(seed, BALANCED, epoch)
+    counts = torch.bincount(labels)
+    classes = counts.nonzero().flatten()
+    quotas = torch.zeros_like(counts)
+    quotas[classes] = n // len(classes)
+    quotas[classes[torch.argsort(draw(keyed, -1 - classes))[: n % len(classes)]]] += 1
+    times = torch.ceil(quotas / counts.clamp(min=1)).long()[labels]  # of each example, at the most
+    examples = torch.repeat_interleave(times)
+    time = torch.arange(len(examples)) - (times.cumsum(0) - times)[examples]
+    numbers = examples + time * n
+    # By class, in it by time, and at random within these: of each class the first ones are taken.
+    order = torch.argsort(draw(keyed, numbers), stable=True)
+    order = order[torch.argsort(time[order], stable=True)]
+    order = order[torch.argsort(labels[examples[order]], stable=True)]
+    ordered = labels[examples[order]]
+    sizes = torch.bincount(ordered, minlength=len(counts))
+    place = torch.arange(len(order)) - (sizes.cumsum(0) - sizes)[ordered]
+    chosen = numbers[order[place < quotas[ordered]]]
+    return chosen[torch.argsort(draw(key(seed, ORDER, epoch), chosen), stable=True)]

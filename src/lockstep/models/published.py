@@ -1,0 +1,133 @@
+"""The files of timm's published weights: found in a cache, or fetched where the network can be reached.
+
+timm asks the network before it looks into its cache, and tries again for the best part of a minute. Here the cache is
+looked at first, and the network is tried once, for a few seconds.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import torch
+
+from lockstep.core.errors import InputError
+
+REACH_S = 5.0  # how long the network may take to answer
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """A file of published weights. `custom` says that the model's class has a format of its own for it."""
+
+    path: Path
+    custom: bool = False
+
+    @property
+    def overlay(self) -> dict[str, Any]:
+        """What has timm read it, in place of its own search."""
+        return {"file": str(self.path), "custom_load": self.custom}
+
+
+def published_weights(name: str) -> WeightsFile:
+    """The weights of timm's model `name`, fetched if they are not in a cache.
+
+    Raises:
+        InputError: there are none, or they are not here and cannot be fetched.
+    """
+    import timm
+
+    facts = timm.get_pretrained_cfg(name)
+    if facts is None or not (facts.hf_hub_id or facts.url):
+        raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
+    return _cached(facts) or _fetched(name, facts)
+
+
+def _names(facts: Any) -> list[str]:
+    """The files of a repository that can hold the weights, the best first."""
+    from timm.models import _hub
+
+    name = facts.hf_hub_filename or _hub.HF_WEIGHTS_NAME
+    return [*_hub._get_safe_alternatives(name), name]
+
+
+def _url_file(facts: Any) -> Path:
+    """Where torch keeps the file of an address."""
+    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(facts.url).path).name)
+
+
+def _cached(facts: Any) -> WeightsFile | None:
+    if facts.hf_hub_id:
+        from huggingface_hub import try_to_load_from_cache
+
+        repository, _, revision = facts.hf_hub_id.partition("@")
+        for name in _names(facts):
+            path = try_to_load_from_cache(repository, name, revision=revision or None)
+            if isinstance(path, str):
+                return WeightsFile(Path(path))
+    if facts.url and (file := _url_file(facts)).is_file():
+        return WeightsFile(file, bool(facts.custom_load))
+    return None
+
+
+def _fetched(name: str, facts: Any) -> WeightsFile:
+    from huggingface_hub import constants
+
+    address = constants.ENDPOINT if facts.hf_hub_id else facts.url
+    place = f"{facts.hf_hub_id} of {address}" if facts.hf_hub_id else address
+    reason = "HF_HUB_OFFLINE is set" if facts.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
+    if not reason:
+        try:
+            return _download(facts)
+        except Exception as error:  # the libraries raise all kinds
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise InputError(
+        f"model.pretrained: the weights of {name} are not in the cache of this machine, and cannot be fetched from "
+        f"{place} ({reason}); use init_from=FILE.safetensors for a file that you have, or model.pretrained=false"
+    )
+
+
+def _download(facts: Any) -> WeightsFile:
+    if not facts.hf_hub_id:
+        file = _url_file(facts)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(facts.url, str(file), progress=False)
+        return WeightsFile(file, bool(facts.custom_load))
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    repository, _, revision = facts.hf_hub_id.partition("@")
+    *first, last = _names(facts)
+    for name in first:
+        try:
+            return WeightsFile(Path(hf_hub_download(repository, name, revision=revision or None)))
+        except EntryNotFoundError:
+            continue
+    return WeightsFile(Path(hf_hub_download(repository, last, revision=revision or None)))
+
+
+def _unreachable(address: str) -> str:
+    """Why no connection to `address`, or to the proxy in front of it, can be made; empty if one can."""
+    parts = urlsplit(address)
+    proxy = urlsplit(getproxies().get(parts.scheme, ""))
+    host, port = (proxy.hostname, proxy.port) if proxy.hostname else (parts.hostname, parts.port)
+    port = port or (443 if parts.scheme == "https" else 80)
+    outcome: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host or "", port), timeout=REACH_S).close()
+            outcome.append("")
+        except OSError as error:
+            outcome.append(f"{host}: {error.strerror or error}")
+
+    # In a thread, because looking up a name takes no limit of time.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(REACH_S)
+    return outcome[0] if outcome else f"{host} does not answer within {REACH_S:g} s"

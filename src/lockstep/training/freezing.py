@@ -1,0 +1,117 @@
+"""Layers that are not trained: for the whole run, or until a step of it.
+
+Which layers those are in a step is a function of the step alone, so that a resume cannot get it wrong. The batch
+norms among them keep their running statistics and use them, as in an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.head import head_layers, within
+from lockstep.core.plan import Plan, steps
+
+BACKBONE = "backbone"  # all layers but the head, where no layer has that name
+SHOWN = 30
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """What is frozen in a model, and until when.
+
+    Fields:
+        switched: the parameters that are frozen at first and trained later.
+        norms: the batch norms that keep their running statistics.
+        until: the last step in which they are frozen; None is the last step of the run.
+        numbers: how many numbers are frozen.
+    """
+
+    switched: tuple[nn.Parameter, ...] = ()
+    norms: tuple[nn.Module, ...] = ()
+    until: int | None = None
+    numbers: int = 0
+
+    @classmethod
+    def of(cls, model: nn.Module, names: frozenset[str], until: int | None) -> Freezing:
+        """That of a wrapped model, by the names that `frozen_names` gives."""
+        norms = []
+        for name, module in model.named_modules():
+            own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            if isinstance(module, _BatchNorm) and (names.issuperset(own) if own else name in names):
+                norms.append(module)
+        parameters = [parameter for name, parameter in model.named_parameters() if name in names]
+        switched = tuple(each for each in parameters if each.requires_grad)
+        return cls(switched, tuple(norms), until, sum(each.numel() for each in parameters))
+
+    def begin(self, step: int) -> None:
+        """Freeze or thaw for a step, counted from 1."""
+        frozen = self.until is None or step <= self.until
+        for parameter in self.switched:
+            parameter.requires_grad_(not frozen)
+        for norm in self.norms:  # an evaluation leaves the whole model in training mode
+            norm.train(not frozen)
+
+    def __str__(self) -> str:
+        when = "" if self.until is None else f" until step {self.until:,}"
+        return f"{self.numbers:,} of them frozen{when}" if self.numbers else ""
+
+
+def freeze_until(job: Job, plan: Plan) -> int | None:
+    """The last step in which `train.freeze` holds; None for the whole run."""
+    until = job.train.freeze_until
+    if until is None:
+        return None
+    return steps("train.freeze_until", until, steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
+
+
+def freeze_for_good(model: nn.Module, names: frozenset[str]) -> None:
+    """Freeze parameters for the whole run; neither a strategy nor an optimizer need know of them."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
+
+
+def frozen_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
+    """The names of the parameters and batch norms that `patterns` freeze (see `train.freeze`).
+
+    Raises:
+        InputError: a pattern fits nothing, or nothing would be left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    frozen: set[str] = set()
+    for pattern in patterns:
+        fitting = {name for name in names if _fits(name, pattern)}
+        if not fitting and pattern == BACKBONE:
+            head = head_layers(model)
+            fitting = {name for name in names if not any(within(name, layer) for layer in head)}
+        if not fitting:
+            raise _unknown(model, pattern)
+        frozen |= fitting
+    if all(name in frozen for name, parameter in model.named_parameters() if parameter.requires_grad):
+        raise InputError(f"train.freeze is [{','.join(patterns)}], which leaves nothing to train; freeze less")
+    return frozenset(frozen)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern fits a dotted name, or that of a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[: number + 1]), pattern) for number in range(len(parts)))
+
+
+def _unknown(model: nn.Module, pattern: str) -> InputError:
+    modules = {name: module for name, module in model.named_modules() if name and any(map(id, module.parameters()))}
+    top = [f"{name} ({type(module).__name__})" for name, module in modules.items() if "." not in name]
+    shown = ", ".join(top[:SHOWN]) + ", ..." * (len(top) > SHOWN)
+    return InputError(
+        f"train.freeze: {pattern!r} fits no layer of the model, expected {BACKBONE} (all but the head, "
+        f"{' and '.join(head_layers(model)) or 'which it does not have'}), or layers by name, with * for any text: "
+        f"{shown}.{did_you_mean(pattern, [BACKBONE, *modules])}"
+    )

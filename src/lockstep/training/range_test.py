@@ -1,0 +1,83 @@
+"""The learning rate range test (Smith 2017, "Cyclical Learning Rates for Training Neural Networks")."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from lockstep.core.errors import InputError
+from lockstep.optim.optimizers import set_learning_rate
+from lockstep.training.parts import Parts
+
+SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
+EXPLODED = 4.0  # times the lowest average: the test ends
+SHARE = 0.1  # of the rate with the lowest loss: what is suggested
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest:
+    """The loss of each step while the rate rises.
+
+    Fields:
+        rates: of the steps.
+        losses: their exponential averages, without the bias towards the start.
+    """
+
+    rates: list[float]
+    losses: list[float]
+
+    @property
+    def lowest(self) -> int:
+        """The step with the lowest loss, counted from 0."""
+        return min(range(len(self.losses)), key=self.losses.__getitem__)
+
+    @property
+    def suggestion(self) -> float:
+        """A learning rate to train with, of two digits."""
+        return float(f"{SHARE * self.rates[self.lowest]:.1e}")
+
+
+def range_test(parts: Parts, low: float, high: float) -> RangeTest:
+    """Train a job in parts to the end of its plan, while its rate rises from `low` to `high` by a constant factor.
+
+    Ends early where the loss explodes or is not finite.
+
+    Raises:
+        InputError: the loss falls nowhere, so that nothing can be said.
+    """
+    total, job = parts.plan.total_steps, parts.job
+    scaler = job.precision.scaler(parts.pipeline.scale.device)
+    test, average = RangeTest(rates=[], losses=[]), 0.0
+    parts.model.train()
+    for shard in parts.pipeline.train(parts.loader.train(after=0)):
+        rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
+        parts.freezing.begin(shard.step)
+        set_learning_rate(parts.optimizer, rate)
+        loss = 0.0
+        for micro, _ in shard.micro_batches(parts.plan.micro_batches):
+            images, targets = parts.pipeline.mixed(micro)
+            parts.begin_forward(micro)
+            with job.precision.autocast(images.device):
+                logits = parts.model(images).to(job.precision.sums)
+                share = parts.criterion(logits, targets).sum() / shard.count
+            scaler.scale(share).backward()
+            loss += float(share.detach())
+        scaler.unscale_(parts.optimizer)
+        if job.train.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parts.model.parameters(), job.train.clip_norm)
+        scaler.step(parts.optimizer)
+        scaler.update()
+        parts.optimizer.zero_grad(set_to_none=True)
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        smoothed = average / (1 - SMOOTHING**shard.step)
+        if not math.isfinite(smoothed) or (test.losses and smoothed > EXPLODED * min(test.losses)):
+            break
+        test.rates.append(rate)
+        test.losses.append(smoothed)
+    if len(test.losses) < 2 or test.lowest == 0:
+        raise InputError(
+            f"lr-find: the loss falls at no rate from {low:g} to {high:g}; use a lower --low, or more --steps"
+        )
+    return test

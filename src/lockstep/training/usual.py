@@ -1,0 +1,53 @@
+"""Why a job has the input and the learning rate that it has, where the user left them to what is usual."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.config.schema import Job
+
+AUTO = "auto"
+SIZES = ("decode_size", "input_size", "crop")
+
+
+@dataclass(frozen=True)
+class Usual:
+    """The words for what was `auto` in the config of a job (`composed`)."""
+
+    job: Job
+    composed: Mapping[str, Any]
+
+    @property
+    def sizes(self) -> frozenset[str]:
+        """The sizes of the data set that were chosen."""
+        return frozenset(name for name in SIZES if self._told("dataset", name) == AUTO)
+
+    @property
+    def rate_reason(self) -> str:
+        """Behind the learning rate: that it is the usual one."""
+        if self._told("optimizer", "lr") != AUTO:
+            return ""
+        return f" (usual at batch {self.job.batch}" + " for trained weights" * self.job.starts_trained + ")"
+
+    @property
+    def input_reason(self) -> str:
+        """Behind the shape of the input: whose size and normalisation it has."""
+        source = self.job.dataset
+        if self.job.starts_trained:
+            words = [
+                "size" * ("input_size" in self.sizes),
+                "crop" * ("crop" in self.sizes),
+                "mean and std" * (self._told("input", "mean") is None and self._told("input", "std") is None),
+                self.job.input.interpolation * (self._told("input", "interpolation") == AUTO),
+            ]
+            whose = "as the weights were trained"
+        else:
+            words = ["size" * ("input_size" in self.sizes and source.input_shape != source.image_shape)]
+            whose = f"usual for dataset={type(source).__name__.lower()}"
+        chosen = ", ".join(word for word in words if word)
+        return f" ({chosen} {whose})" if chosen else ""
+
+    def _told(self, group: str, key: str) -> Any:
+        return (self.composed.get(group) or {}).get(key)

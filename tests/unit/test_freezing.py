@@ -1,0 +1,143 @@
+"""Fine-tuning: a new head on old weights, frozen layers and their batch norms, rates by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from helpers import losses, train_here, weights
+from lockstep.checkpoint import load_start
+from lockstep.core.errors import InputError
+from lockstep.core.head import head_parameters
+from lockstep.models import BasicNet, DigitNet, Linear, WhiteNet
+from lockstep.optim import SGD, AdamW
+from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
+
+RUN = (
+    "model=test_resnet",
+    "dataset.input_size=16",
+    "batch=240",
+    "precision=fp64",
+    "optimizer=sgd",
+    "train.eval_every=2",
+    "checkpoint.every=100%",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [
+        (DigitNet().build(10, (1, 8, 8)), ("13.weight", "13.bias")),
+        (BasicNet().build(10, (1, 28, 28)), ("10.weight", "10.bias")),
+        (Linear().build(10, (1, 8, 8)), ("1.weight", "1.bias")),
+        (WhiteNet().build(10, (3, 32, 32)), ("7.weight",)),
+        (timm.create_model("resnet18"), ("fc.weight", "fc.bias")),
+        (timm.create_model("test_vit"), ("head.weight", "head.bias")),
+        (timm.create_model("test_convnext"), ("head.fc.weight", "head.fc.bias")),
+        (
+            timm.create_model("deit_tiny_distilled_patch16_224"),
+            ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"),
+        ),
+    ],
+)
+def test_the_head_of_a_model_is_known(model: torch.nn.Module, head: tuple[str, ...]) -> None:
+    assert head_parameters(model) == head
+
+
+def test_weights_with_another_head_leave_the_model_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    trained = timm.create_model("resnet18", num_classes=20).state_dict()
+    save_file(trained, tmp_path / "twenty.safetensors")
+    torch.manual_seed(2)
+    model = timm.create_model("resnet18", num_classes=3)
+    head = model.fc.weight.detach().clone()
+    assert load_start(model, tmp_path / "twenty.safetensors") == ("fc.weight", "fc.bias")
+    assert torch.equal(model.fc.weight, head)
+    assert torch.equal(model.layer4[1].conv2.weight, trained["layer4.1.conv2.weight"])
+    backbone = {name: tensor for name, tensor in trained.items() if not name.startswith("fc.")}
+    save_file(backbone, tmp_path / "backbone.safetensors")
+    assert load_start(model, tmp_path / "backbone.safetensors") == ("fc.weight", "fc.bias")
+    same = timm.create_model("resnet18", num_classes=20)
+    assert load_start(same, tmp_path / "twenty.safetensors") == ()
+    assert torch.equal(same.fc.weight, trained["fc.weight"])
+    with pytest.raises(InputError, match=r"is of another model: \d+ tensors differ"):
+        load_start(timm.create_model("resnet34", num_classes=3), tmp_path / "twenty.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        (["backbone"], {"fc"}),
+        (["conv1", "bn1", "layer*"], {"fc"}),
+        (["layer?.0", "fc"], {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4"}),
+        (["*.conv1"], {"conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"}),
+    ],
+)
+def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained: set[str]) -> None:
+    model = timm.create_model("resnet18")
+    freeze_for_good(model, frozen_names(model, patterns))
+    assert {name.partition(".")[0] for name, each in model.named_parameters() if each.requires_grad} == trained
+    for optimizer in (SGD(weight_decay=0.1), AdamW(layer_decay=0.5)):
+        groups = optimizer.build(model).param_groups
+        assert all(each.requires_grad for group in groups for each in group["params"])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (
+            ["layr1"],
+            r"'layr1' fits no layer of the model, expected backbone.*conv1 \(Conv2d\).*you mean 'layer1'",
+        ),
+        (["*"], r"train\.freeze is \[\*\], which leaves nothing to train"),
+        (["backbone", "fc"], "which leaves nothing to train"),
+    ],
+)
+def test_a_pattern_that_cannot_be_is_refused(patterns: list[str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        frozen_names(timm.create_model("resnet18"), patterns)
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
+    model = timm.create_model("resnet18")
+    freezing = Freezing.of(model, frozen_names(model, ["bn1", "layer1.0.bn1", "layer2.0.bn1.weight"]), until=2)
+    model.train()
+    freezing.begin(2)
+    assert [model.bn1.training, model.layer1[0].bn1.training, model.layer2[0].bn1.training] == [False, False, True]
+    assert not model.bn1.weight.requires_grad
+    freezing.begin(3)
+    assert model.bn1.training
+    assert model.bn1.weight.requires_grad
+    assert model.layer2[0].bn1.weight.requires_grad
+
+
+def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
+    model = timm.create_model("resnet18", num_classes=3)
+    for optimizer in (SGD(lr=0.01, head_lr=0.1), AdamW(lr=0.01, head_lr=0.1, layer_decay=0.5, weight_decay=0.1)):
+        groups = optimizer.build(model).param_groups
+        scales = {id(each): group["scale"] for group in groups for each in group["params"]}
+        assert len(scales) == len(list(model.parameters()))
+        assert scales[id(model.fc.weight)] == scales[id(model.fc.bias)] == pytest.approx(10)
+        assert max(scales[id(each)] for name, each in model.named_parameters() if "fc" not in name) <= 1
+
+
+def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
+    frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=3", "steps=5", "optimizer=adamw", "train.ema=0.5")
+    whole = train_here(tmp_path / "whole", *frozen)
+    for stop in (2, 4):
+        path = tmp_path / f"stopped{stop}"
+        train_here(path, *frozen, stop_at=stop)
+        resumed = train_here(path, *frozen)
+        assert losses(resumed) == losses(whole)
+        assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(resumed).items())
+
+
+def test_only_what_is_not_frozen_moves(tmp_path: Path) -> None:
+    start = train_here(tmp_path / "start", *RUN, "steps=1")
+    tuned = train_here(tmp_path / "tuned", *RUN, "steps=3", f"init_from={start.path}", "train.freeze=[backbone]")
+    before, after = weights(start), weights(tuned)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}

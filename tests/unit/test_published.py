@@ -1,0 +1,99 @@
+"""timm's published weights: from a cache as the libraries lay it out, and one sentence where there are none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+
+from lockstep.core.errors import InputError
+from lockstep.models import Timm, published
+
+NAME = "resnet18.a1_in1k"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Empty caches of both libraries, and an address at which nobody listens."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "torch"))
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield tmp_path
+
+
+def put_in_hub(cache: Path, name: str) -> dict[str, torch.Tensor]:
+    """Weights in the cache of the hub: a blob, a snapshot that links to it, and the reference to that."""
+    torch.manual_seed(3)
+    weights = timm.create_model(name).state_dict()
+    repository = cache / "hub" / f"models--{timm.get_pretrained_cfg(name).hf_hub_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / "0123abcd"
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    save_file(weights, repository / "blobs" / "f00d")
+    (repository / "refs" / "main").write_text("0123abcd")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/f00d")
+    return weights
+
+
+def test_weights_in_the_cache_of_the_hub_need_no_network(cache: Path) -> None:
+    weights = put_in_hub(cache, NAME)
+    option = Timm(name=NAME, pretrained=True)
+    option.prepare()
+    model = option.build(7, (1, 32, 32)).state_dict()
+    assert torch.equal(model["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+    assert torch.equal(model["conv1.weight"], weights["conv1.weight"].sum(1, keepdim=True))
+    assert model["fc.weight"].shape == (7, 512)
+
+
+@pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "127.0.0.1: ")])
+def test_weights_that_cannot_be_had_are_one_sentence_at_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, says: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    began = time.monotonic()
+    with pytest.raises(InputError, match=f"are not in the cache of this machine.*{says}.*init_from=FILE.safetensors"):
+        Timm(name=NAME, pretrained=True).prepare()
+    assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
+
+
+def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "REACH_S", 0.1)
+    monkeypatch.setattr(published, "getproxies", dict)
+    answered = threading.Event()
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: answered.wait() and socket.socket())
+    assert published._unreachable("https://example.invalid") == "example.invalid does not answer within 0.1 s"
+    answered.set()
+
+
+def test_weights_of_an_address_are_found_in_the_cache_of_torch(cache: Path) -> None:
+    name = next(each for each in timm.list_pretrained() if not timm.get_pretrained_cfg(each).hf_hub_id)
+    facts = timm.get_pretrained_cfg(name)
+    file = cache / "torch" / "checkpoints" / facts.url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert published.published_weights(name) == published.WeightsFile(file, bool(facts.custom_load))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size"),
+    [("vit_tiny_patch16_224", (3, 8, 8), 224), ("inception_v3", (3, 32, 32), 299), ("levit_128s", (1, 8, 8), 224)],
+)
+def test_a_model_that_cannot_take_the_images_says_which_it_can(
+    name: str, shape: tuple[int, int, int], size: int
+) -> None:
+    with pytest.raises(
+        InputError, match=rf"model={name} cannot be built for images .*use dataset\.input_size={size}"
+    ):
+        Timm(name=name).build(10, shape)
