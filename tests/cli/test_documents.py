@@ -29,6 +29,7 @@ from lockstep.telemetry.sinks import LAYOUT
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
+    "docs/clusters.md",
     "docs/configuration.md",
     "docs/distributed.md",
     "docs/extending.md",
@@ -142,6 +143,22 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
     "experiment=cifar10_resnet34 batch=2048": ("needs two machines", composes),
+    "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous=10.0.0.1:29500": (
+        "needs two machines; test_machines.py has them",
+        composes,
+    ),
+    "python train.py launcher=slurm launcher.nodes=2 launcher.gpus=8 launcher.partition=gpu launcher.time=4h": (
+        "needs SLURM; test_slurm.py has one",
+        composes,
+    ),
+    "python train.py -m launcher=slurm launcher.gpus=1 seed=1,2,3": (
+        "needs SLURM; test_slurm.py has one",
+        lambda text: None,
+    ),
+    "srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python train.py experiment=cifar10_resnet34 batch=2048": (
+        "needs SLURM; test_slurm.py has one",
+        composes,
+    ),
 }
 
 

@@ -34,6 +34,7 @@ ASKS_FOR_MAIN: dict[str, str] = {
     "training.build_observers": "gives main its observers",
     "metrics": "counts the predictions of all ranks on main",
     "training.run_record": "gives main its record",
+    "launcher.elastic": "main's machine is the one where the others meet",
     "launcher.attach": "one run folder and one summary for ranks that exist already",
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.core import network
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.world import World
@@ -56,6 +57,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
         torch.cuda.set_device(on_device)
     if place.local_size == place.size:
         _stay_on_loopback()
+    else:
+        _use_interface_to_main()
     allow_connections(place.size)
     _init_process_group(backend, timedelta(seconds=timeout), on_device)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -130,6 +133,16 @@ def _stay_on_loopback() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def _use_interface_to_main() -> None:
+    """Have gloo listen where the other machines reach this one: on the interface by which it reaches main's.
+
+    By itself gloo takes the address of this machine's own name, which can be one of the loopback interface, or none.
+    """
+    name = network.interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if sys.platform == "linux" and name is not None and name != "lo":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _local_peer_pids(control: Any) -> dict[int, int]:

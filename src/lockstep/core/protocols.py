@@ -132,6 +132,10 @@ class Launcher(Component, Protocol):
     def ranks(self) -> int | str: ...
 
     @property
+    def world_size(self) -> int:
+        """The ranks of the job on all machines, once they are resolved; `ranks` are those of each machine."""
+
+    @property
     def threads(self) -> int | str:
         """CPU threads of each rank."""
 

@@ -21,6 +21,8 @@ from lockstep.core.safe_write import write_atomic
 NAME_LIMIT = 100
 LATEST = "latest"
 MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
+# Of the logs, what a job can have written before training starts.
+PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
 
 def slug(text: str) -> str:
@@ -174,7 +176,7 @@ class RunDir:
         """The files that a job writes before training starts; some of them may not exist."""
         written = {self.lock, self.config, self.command, self.environment, self.summary, self.log, self.none_yet}
         written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
-        return written | {*self.logs.glob("rank*.log"), *self.logs.glob("rank*.error.json")}
+        return written | {path for name in PREPARED_LOGS for path in self.logs.glob(name)}
 
     @property
     def only_prepared(self) -> bool:

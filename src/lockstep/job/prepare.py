@@ -12,11 +12,11 @@ from lockstep.config import components, composition, messages, yaml_io
 from lockstep.config.invocation import ConfigFiles, Invocation
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir, slug
+from lockstep.core.run_dir import RunDir
 from lockstep.job.preparation import Preparation
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import check_kept_config, resumed_job
-from lockstep.job.run_folder import continued, lock_run_folder
+from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run
 from lockstep.launcher import Spawn
@@ -52,11 +52,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:
-        told = [
-            override for override in invocation.overrides if not override.startswith(("output_root=", "data_root="))
-        ]
-        label = slug(",".join(told) or "defaults")
-        run_dir = RunDir.at(invocation.folder / f"{invocation.number:03}-{label}")
+        run_dir = RunDir.at(sweep_job_folder(invocation))
     else:
         run_dir = RunDir.create(Path(built.output_root), built.name)
     if folder is None:

@@ -21,10 +21,10 @@ from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.sizes import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.launcher import Auto as AutoLauncher
-from lockstep.launcher import Elastic, Inline, Spawn
+from lockstep.launcher import Elastic, Inline, Slurm, Spawn
 from lockstep.optim.optimizers import OptimizerOption
 from lockstep.runtime.host import cores
-from lockstep.strategy import DDP, Single, Strict
+from lockstep.strategy import DDP, Accelerate, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 
 # What `train.eval_batch=auto` is: the most images of a block, and the most pixels. A block of 256 images of 336x336
@@ -38,16 +38,21 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     Raises:
         InputError: the machine does not have what was asked for.
     """
+    if isinstance(job.launcher, Slurm):
+        job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     trained = _trained_input(job)
     strategy, dataset = _strategy(job), with_sizes(_with_absolute_paths(job.dataset), trained)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
-        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if ranks > 1 else Single()
+        several = ranks * _most_nodes(job.launcher) > 1
+        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if several else Single()
+    # While layers are frozen DDP waits for no gradient of theirs, and later it does: the graph changes.
     if isinstance(strategy, DDP) and job.train.freeze_until is not None and not strategy.static_graph:
-        # While layers are frozen DDP waits for no gradient of theirs, and later it does: the graph changes.
         strategy = replace(strategy, static_graph=False, find_unused_parameters=True)
+    if isinstance(strategy, Accelerate) and job.train.freeze_until is not None:
+        strategy = replace(strategy, find_unused_parameters=True)
     return replace(
         job,
         device=device,
@@ -55,7 +60,9 @@ def resolve(job: Job, *, sweep: bool) -> Job:
         launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
         repro="strict" if isinstance(strategy, Strict) else "exact",
         train=replace(
-            job.train, micro_batches=_micro_batches(job, strategy, ranks), eval_batch=_eval_batch(job, dataset)
+            job.train,
+            micro_batches=_micro_batches(job, strategy, ranks * _most_nodes(job.launcher)),
+            eval_batch=_eval_batch(job, dataset),
         ),
         augment=_augment(job, dataset),
         optimizer=_optimizer(job),
@@ -82,6 +89,11 @@ def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: b
     return replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
     )
+
+
+def _most_nodes(launcher: Launcher) -> int:
+    """The machines of a job; the most that it may have."""
+    return launcher.node_range[1] if isinstance(launcher, Elastic) else 1
 
 
 def _absolute(path: str) -> str:

@@ -12,6 +12,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_json
 from lockstep.job.preparation import content_to_keep
+from lockstep.job.run_folder import continued
 
 SHOWN = 4
 # Not compared: the name comes from the run itself, and the place to write from the present command.
@@ -32,6 +33,20 @@ def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], lis
     if "name" not in map(messages.key_of, added):
         job["name"] = yaml_io.load(run_dir.config).get("name", job["name"])
     return job, [*stored, *added]
+
+
+def launcher_node(job: dict[str, Any], today: Invocation) -> Mapping[str, Any]:
+    """The launcher of a job in the config, or of the run that it goes on with.
+
+    Raises:
+        InputError: there is no such run, or it has no launcher.
+    """
+    if (earlier := continued(job, today)) is not None:
+        job, _ = resumed_job(RunDir(earlier), today)
+    node = job["launcher"]
+    if not isinstance(node, Mapping):
+        raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
+    return node
 
 
 def _missing_extensions(run_dir: RunDir) -> str:

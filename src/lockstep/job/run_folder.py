@@ -14,7 +14,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import problems
-from lockstep.core.run_dir import MANIFEST, RunDir, latest
+from lockstep.core.run_dir import MANIFEST, RunDir, latest, slug
 from lockstep.core.safe_read import kind
 from lockstep.job.run_lock import Lock
 
@@ -67,6 +67,13 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
         )
     _check_kinds(run_dir)
     return folder
+
+
+def sweep_job_folder(invocation: Invocation) -> Path:
+    """The run folder of a job of a sweep, in the sweep's: its number and its overrides."""
+    assert invocation.folder is not None
+    told = [word for word in invocation.overrides if not word.startswith(("output_root=", "data_root="))]
+    return invocation.folder / f"{invocation.number:03}-{slug(','.join(told) or 'defaults')}"
 
 
 def _check_kinds(run_dir: RunDir) -> None:

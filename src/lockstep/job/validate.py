@@ -24,6 +24,7 @@ from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
+from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
 from lockstep.precision import BF16Pure
 from lockstep.strategy import DDP, DataParallel, Strict
@@ -66,6 +67,20 @@ def check_effects(job: Job) -> None:
             f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "
             "number moves by 1/256 of itself or not at all; use precision=bf16, or leave out train.ema"
         )
+    launcher = job.launcher
+    if isinstance(launcher, Elastic):
+        least, most = launcher.node_range
+        if most == 1 and (launcher.rendezvous is not None or launcher.node_rank != "auto"):
+            key = "rendezvous" if launcher.rendezvous is not None else "node_rank"
+            raise InputError(
+                f"launcher.{key} is {getattr(launcher, key)}, but launcher.nodes is 1, so there is nobody to meet; "
+                f"use launcher.nodes=2, or leave out launcher.{key}"
+            )
+        if least != most and isinstance(job.strategy, Strict):
+            raise InputError(
+                f"launcher.nodes is {launcher.nodes}, but repro=strict deals its virtual shards to a fixed number of "
+                f"ranks; use launcher.nodes={most}, or repro=exact"
+            )
     loader = job.loader
     if isinstance(loader, Streaming) and loader.workers == 0 and loader.prefetch != Streaming.prefetch:
         raise InputError(
@@ -108,7 +123,7 @@ def check_folders(job: Job) -> None:
 def check_job(job: Job) -> None:
     """Check all that can be checked without the data. One error has everything that is wrong."""
     single: list[Callable[[], None]] = [
-        lambda: job.strategy.check(int(job.launcher.ranks), job.device),
+        lambda: job.strategy.check(job.launcher.world_size, job.device),
         lambda: job.strategy.check_parts(job.optimizer, job.precision, job.train.micro_batches),
         lambda: job.precision.check(job.device),
         job.model.check,

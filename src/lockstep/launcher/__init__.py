@@ -7,6 +7,9 @@ jobs of a sweep are run.)
 from lockstep.launcher.attach import create_on_main
 from lockstep.launcher.base import Auto, Inline
 from lockstep.launcher.elastic import Elastic
+from lockstep.launcher.machines import Machines
+from lockstep.launcher.member import Member
+from lockstep.launcher.slurm import Slurm
 from lockstep.launcher.spawn import Spawn
 
-__all__ = ["Auto", "Elastic", "Inline", "Spawn", "create_on_main"]
+__all__ = ["Auto", "Elastic", "Inline", "Machines", "Member", "Slurm", "Spawn", "create_on_main"]

@@ -35,6 +35,11 @@ class Inline:
     timeout: str = ruled("10min", Time())
     threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))
 
+    @property
+    def world_size(self) -> int:
+        """The ranks of the job, once they are resolved."""
+        return int(self.ranks)
+
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry` in every rank, wait for all, and return the job's objective.
 

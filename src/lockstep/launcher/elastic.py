@@ -1,25 +1,130 @@
-"""The launcher that restarts the ranks when one fails."""
+"""The launcher that restarts the ranks when one fails, and that runs a job on several machines."""
 
 from __future__ import annotations
 
+import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lockstep.core.fields import ranged
+from lockstep.core import network
+from lockstep.core.durations import parse_time
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged, ruled
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
+from lockstep.launcher.lead import Lead
+from lockstep.launcher.machines import Machines
+from lockstep.launcher.member import Member
 from lockstep.launcher.spawn import Spawn
+
+MOST_NODES = 4096
+
+
+@dataclass(frozen=True)
+class NodeRange:
+    """How many machines: a number, or the fewest and the most."""
+
+    expected = f"a whole number from 1 to {MOST_NODES:,}, or the fewest and the most, such as 2:4"
+
+    def fits(self, value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            return False
+        if (match := re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", str(value))) is None:
+            return False
+        return 1 <= int(match[1]) <= int(match[2] or match[1]) <= MOST_NODES
+
+
+@dataclass(frozen=True)
+class HostPort:
+    """A host and a port, `host:port`; an IPv6 address stands in brackets."""
+
+    expected = "HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:29500"
+
+    def fits(self, value: Any) -> bool:
+        match = re.fullmatch(r"([\w.-]{1,253}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", str(value))
+        return match is not None and 1 <= int(match[2]) <= 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Spawn):
-    """One fresh interpreter per rank, which shares nothing with a failed attempt.
+    """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several.
 
     Fields:
         restarts: how often the ranks are started again, from the last checkpoint, after one of them failed.
+        nodes: how many machines; `2:4`: it starts with two, and has up to four come and go.
+        rendezvous: where they meet, `host:port`; the host is main's machine.
+        node_rank: of this machine; `auto`: 0 on the machine of `rendezvous`, the others in the order of arrival.
     """
 
     restarts: int = ranged(0, least=0, most=1_000_000)
+    nodes: int | str = ruled(1, NodeRange())
+    rendezvous: str | None = ruled(None, HostPort())
+    node_rank: int | str = ranged("auto", least=0, most=MOST_NODES - 1, words=("auto",))
+
+    @property
+    def world_size(self) -> int:
+        return int(self.ranks) * self.node_range[1]
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The fewest and the most machines."""
+        least, _, most = str(self.nodes).partition(":")
+        return int(least), int(most or least)
 
     def most_restarts(self) -> int:
         return self.restarts
 
     def can_fork(self) -> bool:
         return False
+
+    def meet(self, overrides: Sequence[str]) -> Machines | Member:
+        """This machine's part of a job on several.
+
+        Args:
+            overrides: of the command, without those that are a machine's own.
+
+        Raises:
+            InputError: the machines cannot meet there.
+        """
+        least, most = self.node_range
+        timeout = parse_time(self.timeout)
+        assert timeout is not None
+        if self.rendezvous is None:
+            raise InputError(
+                f"launcher.nodes is {self.nodes}, but nothing says where the machines meet; name main's machine and "
+                "a free port of it, the same on each: launcher.rendezvous=10.0.0.1:29500"
+            )
+        if isinstance(self.node_rank, int) and self.node_rank >= most:
+            raise InputError(f"launcher.node_rank is {self.node_rank}, expected a number from 0 to {most - 1}")
+        host, _, text = self.rendezvous.rpartition(":")
+        host, port = host.strip("[]"), int(text)
+        if self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(host, port)):
+            return Machines(_listener(host, port), least=least, most=most, overrides=overrides, timeout=timeout)
+        node_rank = None if self.node_rank == "auto" else int(self.node_rank)
+        return Member(host, port, node_rank=node_rank, overrides=overrides, timeout=timeout)
+
+    def launch_on(self, machines: Machines, entry: Entry, run_dir: RunDir) -> float | None:
+        """As `launch`, on this machine and others. This one has main."""
+        Lead(machines=machines, ranks=int(self.ranks), restarts=self.restarts).run(entry, run_dir)
+        objective: float | None = run_dir.read_summary().get("objective")
+        return objective
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket at the rendezvous, at the address of main's machine that the others were told.
+
+    A machine can know its own name as a loopback address, which the others do not reach: then at all addresses.
+    """
+    family, address = network.addresses(host, port)[0]
+    named = re.fullmatch(r"[\d.]+|.*:.*|localhost", host) is None
+    if named and address.startswith("127."):
+        address = ""
+    try:
+        return socket.create_server((address, port), family=family, backlog=MOST_NODES)
+    except OSError as error:
+        raise InputError(
+            f"launcher.rendezvous: this machine cannot listen at {address or host}:{port} ({error.strerror}); use an "
+            "address of it and a free port, or launcher.node_rank=1 if this is not main's machine"
+        ) from error

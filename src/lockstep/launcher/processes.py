@@ -112,7 +112,7 @@ def loopback_listener() -> socket.socket:
     return socket.create_server((LOOPBACK, 0))
 
 
-def loopback_store(listener: socket.socket) -> TCPStore:
+def store(listener: socket.socket) -> TCPStore:
     """A store that serves this port. By default a `TCPStore` listens on all interfaces. It starts threads."""
-    port = listener.getsockname()[1]
-    return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    address, port, *_ = listener.getsockname()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

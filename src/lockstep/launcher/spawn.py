@@ -31,8 +31,8 @@ from lockstep.launcher.processes import (
     failures,
     forwarding,
     loopback_listener,
-    loopback_store,
     starting,
+    store,
 )
 from lockstep.runtime import child
 
@@ -64,18 +64,16 @@ class Spawn(Inline):
         forget_errors(run_dir)
         listener = loopback_listener()
         port = listener.getsockname()[1]
-        environments = [_environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]
+        environments = [environment(rank, int(self.ranks), LOOPBACK, port) for rank in range(int(self.ranks))]
         fork, children = self.can_fork(), Children()
         with children, forwarding(children) as request:
             with starting():
-                for environment in environments:
-                    rank = (
-                        _forked(entry, run_dir, environment, listener)
-                        if fork
-                        else _fresh(entry, run_dir, environment)
-                    )
-                    children.ranks.append(rank)
-            children.store = loopback_store(listener)
+                for variables in environments:
+                    if fork:
+                        children.ranks.append(_forked(entry, run_dir, variables, listener))
+                    else:
+                        children.ranks.append(fresh_rank(entry, run_dir, variables))
+            children.store = store(listener)
             request.repeat()
             if failed := children.join():
                 failure = first_failure(run_dir, failed)
@@ -128,7 +126,7 @@ def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener
     return Rank(process.pid, process.sentinel, lambda: process.exitcode, close)
 
 
-def _fresh(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Rank:
+def fresh_rank(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Rank:
     """A rank as a fresh interpreter, which does not import the program of this process again."""
     ended, lives = os.pipe()  # the child alone keeps `lives` open, to its end
     process = subprocess.Popen(
@@ -177,14 +175,22 @@ class Children:
                 os.kill(rank.pid, number)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The variables that torch.distributed needs in the environment of a rank."""
+def environment(rank: int, size: int, address: str, port: int, local: range | None = None) -> dict[str, str]:
+    """The variables that torch.distributed needs in the environment of a rank.
+
+    Args:
+        rank: of the process.
+        size: the world size.
+        address, port: where the store of the ranks is.
+        local: the ranks of its machine; by default all.
+    """
+    local = range(size) if local is None else local
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": LOOPBACK,
+        "LOCAL_RANK": str(local.index(rank)),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(len(local)),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

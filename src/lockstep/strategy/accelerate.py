@@ -36,7 +36,13 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerate(Distributed):
-    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too."""
+    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too.
+
+    Fields:
+        find_unused_parameters: for models that leave parameters without a gradient; costs a walk over the graph.
+    """
+
+    find_unused_parameters: bool = False
 
     def check(self, ranks: int, device: str) -> None:
         if importlib.util.find_spec("accelerate") is None:
@@ -53,7 +59,9 @@ class Accelerate(Distributed):
                 )
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        replica: nn.Module = accelerator(example[0].device).prepare_model(model, device_placement=False)
+        replica: nn.Module = accelerator(
+            example[0].device, find_unused_parameters=self.find_unused_parameters
+        ).prepare_model(model, device_placement=False)
         rehearse(replica, example, passes=2)  # DDP rebuilds its buckets, see `DDP.replicate`
         return replica
 
@@ -70,8 +78,8 @@ class Accelerate(Distributed):
         return replica.no_sync()
 
 
-def accelerator(device: torch.device) -> Any:
-    """The Accelerator of this rank. It changes neither the number of threads nor the number format."""
+def accelerator(device: torch.device, **ddp: bool) -> Any:
+    """The Accelerator of this rank, with options of DDP. It changes neither the threads nor the number format."""
     import accelerate
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -82,7 +90,7 @@ def accelerator(device: torch.device) -> Any:
             cpu=device.type == "cpu",
             mixed_precision="no",
             device_placement=False,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, **ddp)],
         )
     torch.set_num_threads(threads)
     return built

@@ -17,6 +17,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched
 from lockstep.core.safe_read import parsed_json, read_lines
 from lockstep.runtime import program
+from lockstep.sweep import array
 from lockstep.sweep.jobs import LEDGER, Outcome
 
 
@@ -64,6 +65,9 @@ class Report(Callback):
         from rich.table import Table
 
         folder = Path(config.hydra.sweep.dir)
+        if array.WAITING:
+            with program.bypass_hydra_errors():
+                array.submit_all(folder.absolute())
         outcomes = [Outcome(**parsed_json(line)) for line in _ledger(folder)[self.earlier :]]
         if not outcomes:
             return

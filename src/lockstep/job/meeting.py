@@ -1,0 +1,44 @@
+"""What part this machine has in a job on several: main is here, or on another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.config import components, messages
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import InputError, LockstepError, RankFailed
+from lockstep.launcher import Elastic, Machines, Member, Slurm
+
+# Keys that may differ from machine to machine.
+OWN_KEYS = ("launcher.node_rank",)
+
+
+@contextmanager
+def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member]:
+    """The part of this machine in a job with this node of a launcher. The other machines are told how it ended.
+
+    Raises:
+        InputError: the job cannot be one of several machines.
+    """
+    built = components.build("launcher", launcher)
+    if isinstance(built, Slurm):
+        built = built.in_allocation()
+    assert isinstance(built, Elastic)
+    if invocation.sweep:
+        raise InputError(
+            f"launcher.nodes is {built.nodes}, but the jobs of a sweep run on one machine, or each as a job of "
+            "SLURM; use launcher.nodes=1 or launcher=slurm"
+        )
+    part = built.meet([word for word in invocation.overrides if messages.key_of(word) not in OWN_KEYS])
+    error: LockstepError | None = RankFailed("main has ended; see what it says")
+    try:
+        yield part
+        error = None
+    except LockstepError as raised:
+        error = raised
+        raise
+    finally:
+        if isinstance(part, Machines):
+            part.end(error)

@@ -1,0 +1,180 @@
+"""Submitting jobs to SLURM through submitit: one, or those of a sweep as an array."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import components, messages
+from lockstep.config.invocation import Invocation
+from lockstep.config.program_words import program_words
+from lockstep.core.durations import parse_time
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
+from lockstep.job.run_lock import Lock
+from lockstep.job.slurm_task import Task
+from lockstep.launcher import Slurm
+
+# How often a job may come to its time limit: submitit wants a number.
+MOST_REQUEUES = 1_000_000
+SAID_CHARACTERS = 300
+# The folder, beside run folders, of what submitit keeps: scripts, pickles of ours, and what it prints itself.
+KEPT = ".slurm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """A job that is to be submitted.
+
+    Fields:
+        name: for SLURM's lists.
+        command: on each machine, without the folder.
+        folder: of its run; None: a new one below `root`.
+        goes_on: whether the run is in that folder already, and the command names it.
+    """
+
+    launcher: Slurm
+    name: str
+    command: tuple[str, ...]
+    folder: Path | None
+    root: Path
+    goes_on: bool = False
+
+    def task(self, folder: Path) -> Task:
+        words = () if self.goes_on else (f"hydra.run.dir={_quoted(str(folder))}",)
+        return Task([*self.command, *words], str(folder))
+
+
+def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
+    """What is to be submitted for a composed job.
+
+    What depends on the machine, such as its devices and data, is checked where the job runs.
+
+    Raises:
+        InputError: a value of the job does not fit, or its folder is in use.
+    """
+    folder = lock_run_folder(dict(job), invocation, lock)
+    lock.close()  # the job takes it when it starts
+    earlier = continued(dict(job), invocation)
+    if earlier is None:
+        components.build_job(job)
+    told = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
+    resume = [f"resume={_quoted(str(earlier or Path(job['resume']).absolute()))}"] if job["resume"] else []
+    if invocation.sweep:
+        folder = sweep_job_folder(invocation)
+    return Submission(
+        launcher=launcher,
+        name=str(job["name"]),
+        command=(*_program(), *invocation.configs.words, *told, *resume),
+        folder=folder,
+        root=Path(job["output_root"]).expanduser().absolute(),
+        goes_on=earlier is not None,
+    )
+
+
+def _program() -> list[str]:
+    """The words that start this program on another machine."""
+    if program_words()[0] == "python":
+        return [sys.executable, str(Path(sys.argv[0]).absolute())]
+    return [sys.executable, "-m", "lockstep", "train"]
+
+
+def _quoted(text: str) -> str:
+    """A text as the value of an override."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def script(submissions: Sequence[Submission]) -> str:
+    """The script that SLURM would get for a job, or for an array of several, with the commands in comments."""
+    first = submissions[0]
+    executor = _executor(first.launcher, first.name, first.root / KEPT)
+    if len(submissions) > 1:
+        executor.parameters["map_count"] = len(submissions)
+    text = str(executor._make_submission_file_text(executor._submitit_command_str, ""))
+    commands = [f"# on each machine: {shlex.join(each.command)}" for each in submissions]
+    return "\n".join([text.rstrip(), *commands])
+
+
+def submit(submissions: Sequence[Submission], folder: Path | None = None) -> list[tuple[str, Path]]:
+    """Submit jobs; several as an array, for which they need the same launcher.
+
+    Args:
+        submissions: the jobs.
+        folder: of their sweep.
+
+    Returns:
+        The number of each in SLURM, and its run folder.
+
+    Raises:
+        InputError: SLURM does not take them. The folders that were made for them are removed.
+    """
+    if shutil.which("sbatch") is None:
+        raise InputError(
+            "launcher=slurm needs the commands of SLURM (sbatch), which this machine does not have; start it on one "
+            "that has them, see the script with launcher.dry_run=true, or use launcher=auto here"
+        )
+    first = submissions[0]
+    existed = [each.folder is not None and each.folder.exists() for each in submissions]
+    runs = [
+        RunDir.at(each.folder) if each.folder is not None else RunDir.create(each.root, each.name)
+        for each in submissions
+    ]
+    try:
+        executor = _executor(first.launcher, first.name, (folder or first.root) / KEPT)
+        with executor.batch():
+            jobs = [executor.submit(each.task(run.path)) for each, run in zip(submissions, runs, strict=True)]
+    except Exception as error:
+        for run, old in zip(runs, existed, strict=True):
+            if not old:
+                shutil.rmtree(run.path)
+        said = (str(error).strip() or type(error).__name__).splitlines()[-1][:SAID_CHARACTERS]
+        raise InputError(
+            f"launcher=slurm: the job was not submitted ({said}); change it with launcher.KEY=..."
+        ) from (error)
+    return [(str(job.job_id), run.path) for job, run in zip(jobs, runs, strict=True)]
+
+
+def _executor(launcher: Slurm, name: str, folder: Path) -> Any:
+    """submitit's executor with the parameters of a launcher."""
+    if importlib.util.find_spec("submitit") is None:
+        raise InputError(
+            "launcher=slurm needs the package submitit, which is not installed; install it with pip install "
+            "'lockstep[slurm]'"
+        )
+    import submitit
+
+    class Executor(submitit.SlurmExecutor):
+        """Shows a script also where there is no SLURM."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 1
+
+    seconds = {key: parse_time(getattr(launcher, key)) or 0.0 for key in ("time", "save_before")}
+    parameters = {
+        "job_name": name,
+        "nodes": launcher.nodes,
+        "ntasks_per_node": 1,
+        "time": math.ceil(seconds["time"] / 60),
+        "signal_delay_s": math.ceil(seconds["save_before"]),
+        "gpus_per_node": launcher.gpus,
+        "cpus_per_task": launcher.cpus,
+        "mem": f"{launcher.memory}G" if launcher.memory is not None else None,
+        **{key: getattr(launcher, key) for key in ("partition", "account", "qos", "constraint")},
+        # A job must not import from the folder in which it was submitted, which can be someone else's run.
+        "setup": ["export PYTHONSAFEPATH=1", *launcher.setup],
+        "stderr_to_stdout": True,
+        "additional_parameters": {"requeue": True},
+    }
+    executor = Executor(folder, max_num_timeout=MOST_REQUEUES)
+    executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})
+    return executor

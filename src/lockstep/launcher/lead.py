@@ -1,0 +1,132 @@
+"""Running a job on several machines from main's: attempts, and what ends one or begins another."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.core import log
+from lockstep.core.errors import LockstepError, RankFailed, Stopped
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
+from lockstep.launcher.base import first_failure, forget_errors
+from lockstep.launcher.machines import Machines
+from lockstep.launcher.processes import LOOPBACK, POLL_S, Forwarding, failures, forwarding, starting, store
+from lockstep.launcher.spawn import Children, environment, fresh_rank
+
+
+class Everyone:
+    """The ranks of all machines."""
+
+    def __init__(self, here: Children, machines: Machines) -> None:
+        self.here = here
+        self.machines = machines
+
+    def codes(self) -> dict[int, int | None]:
+        self.machines.poll()
+        return {**self.here.codes(), **self.machines.codes()}
+
+    def send(self, number: int) -> None:
+        self.here.send(number)
+        self.machines.send(number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lead:
+    """Main's part of a job on several machines.
+
+    Fields:
+        machines: the others.
+        ranks: of each machine.
+        restarts: how often failed ranks are started again. A machine that comes, or leaves in order, is no failure.
+    """
+
+    machines: Machines
+    ranks: int
+    restarts: int
+
+    def run(self, entry: Entry, run_dir: RunDir) -> None:
+        """Run `entry` in every rank of every machine.
+
+        Raises:
+            LockstepError: what ended the job.
+        """
+        restarts = self.restarts
+        while again := self._attempt(entry, run_dir, can_restart=restarts > 0):
+            log.warn(f"{again}; all ranks are started again from the last checkpoint")
+            restarts -= isinstance(again, RankFailed)
+
+    def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> LockstepError | None:
+        """Start the ranks of all machines that have come, and wait for them.
+
+        Returns:
+            Why they are to be started again; None if they are done.
+
+        Raises:
+            LockstepError: what ended them otherwise.
+        """
+        forget_errors(run_dir)
+        machines, here = self.machines, Children()
+        everyone = Everyone(here, machines)
+        with here, forwarding(everyone) as request:
+            machines.gather(run_dir, _stop_waiting(request))
+            self._start(here, entry, run_dir)
+            request.repeat()
+            failed, joined = self._wait(everyone)
+            if not failed:
+                return None
+            failure = first_failure(run_dir, failed)
+            if isinstance(failure, RankFailed):
+                failure = machines.failure() or failure
+            changed = joined or any(member.leaving for member in machines.members)
+            if not request.requested:
+                if isinstance(failure, Stopped) and changed and machines.remaining >= machines.least:
+                    return Stopped(f"machines have come or left, and the job goes on with {machines.remaining}")
+                if isinstance(failure, RankFailed) and can_restart:
+                    return failure
+            raise failure
+
+    def _start(self, here: Children, entry: Entry, run_dir: RunDir) -> None:
+        machines = self.machines
+        address = machines.address if machines.members else LOOPBACK
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        port, size = listener.getsockname()[1], self.ranks * (1 + len(machines.members))
+        with starting():
+            for rank in range(self.ranks):
+                variables = environment(rank, size, address, port, range(self.ranks))
+                here.ranks.append(fresh_rank(entry, run_dir, variables))
+        here.store = store(listener)
+        for number, member in enumerate(machines.members, start=1):
+            first = number * self.ranks
+            member.codes = dict.fromkeys(range(first, first + self.ranks))
+            member.give_up_at = None
+            member.send(start={"first": first, "ranks": self.ranks, "size": size, "address": address, "port": port})
+
+    def _wait(self, everyone: Everyone) -> tuple[dict[int, int], bool]:
+        """Wait until all ranks have ended.
+
+        Returns:
+            The exit codes of those that failed, and whether a machine has come, for which they were asked to save.
+        """
+        joined = False
+        while True:
+            running = [rank.sentinel for rank in everyone.here.ranks if rank.code() is None]
+            multiprocessing.connection.wait(running, POLL_S)
+            failed = failures(everyone)
+            if failed or None not in everyone.codes().values():
+                return failed, joined
+            if self.machines.newcomers and not joined:
+                joined = True
+                everyone.send(signal.SIGTERM)
+
+
+def _stop_waiting(request: Forwarding) -> Callable[[], None]:
+    def check() -> None:
+        if request.requested:
+            raise Stopped("stopped while it waited for machines; the same command on each goes on")
+
+    return check

@@ -1,0 +1,257 @@
+"""Main's side of a job on several machines: who has come, and their ranks beside those of this machine.
+
+Main's launcher listens at the rendezvous from its start on. Those of the other machines connect, are told the run
+folder, and start and end ranks as main says: to main these are further ranks, whose exit codes come in messages. So a
+rank that fails, a stop and a restart are what they are on one machine.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.core import log, safe_read
+from lockstep.core.errors import InputError, LockstepError, RankFailed
+from lockstep.core.run_dir import RunDir
+from lockstep.launcher.connection import Connection, ConnectionGone
+from lockstep.launcher.processes import GRACE_S, POLL_S
+
+# Seconds that machines have at least to come to their first meeting, and that a job which could start with those
+# that are there waits for more.
+FIRST_S, LAST_CALL_S = 600.0, 5.0
+
+
+@dataclass(eq=False)
+class Member:
+    """Another machine, as main sees it.
+
+    Fields:
+        host: its name; its address until it has said it.
+        node_rank: what it was told to be; None if it was not.
+        overrides: of its command; None until it has said them.
+        ready: whether it sees the run folder, and waits for the word to start.
+        refused: why it cannot take part.
+        leaving: whether it was asked to stop.
+        codes: the exit codes of its ranks in the present attempt; None while they run.
+        gone: why it is gone; empty while it is there.
+        give_up_at: when it is gone unless its ranks have ended, which were told to.
+    """
+
+    connection: Connection
+    host: str
+    node_rank: int | None = None
+    overrides: list[str] | None = None
+    ready: bool = False
+    refused: str = ""
+    leaving: bool = False
+    codes: dict[int, int | None] = field(default_factory=dict)
+    gone: str = ""
+    give_up_at: float | None = None
+
+    @property
+    def runs(self) -> bool:
+        return not self.gone and None in self.codes.values()
+
+    def send(self, **message: Any) -> None:
+        with suppress(ConnectionGone):  # the next `poll` notices
+            self.connection.send(**message)
+
+    def poll(self) -> None:
+        """Take note of what it has said, or that it is gone."""
+        try:
+            for message in self.connection.receive():
+                self._take(message)
+        except ConnectionGone as error:
+            self.gone = str(error)
+        if self.runs and self.give_up_at is not None and time.monotonic() > self.give_up_at:
+            self.gone = f"its ranks were to end, and no answer came in {GRACE_S:g} s"
+        if self.gone:
+            self.connection.close()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"host": str(host), "node_rank": int() | None as node_rank, "overrides": list(overrides)}:
+                self.host, self.node_rank, self.overrides = host, node_rank, list(map(str, overrides))
+            case {"ready": True}:
+                self.ready = True
+            case {"refused": str(sentence)}:
+                self.refused = sentence
+            case {"leaving": True}:
+                self.leaving = True
+            case {"codes": dict(codes)}:
+                self.codes.update({int(rank): code for rank, code in codes.items()})
+            case _:
+                raise ConnectionGone("it is no launcher of ours")
+
+
+class Machines:
+    """The machines of a job beside main's own.
+
+    Args:
+        listener: the socket at the rendezvous.
+        least, most: on how many machines the job runs, with main's.
+        overrides: of main's command; the others have to be started with the same.
+        timeout: seconds of silence after which a machine is gone, and to wait for another then.
+    """
+
+    def __init__(
+        self, listener: socket.socket, *, least: int, most: int, overrides: Sequence[str], timeout: float
+    ) -> None:
+        listener.setblocking(False)
+        self.listener = listener
+        self.least, self.most = least, most
+        self.overrides = sorted(overrides)
+        self.timeout = timeout
+        self.run_dir: RunDir | None = None
+        self.arrived: list[Member] = []  # whoever is connected and no member, in the order of arrival
+        self.members: list[Member] = []  # the machines of the present attempt, by node rank
+        self.began = False  # whether an attempt was made
+
+    @property
+    def place(self) -> str:
+        address, port, *_ = self.listener.getsockname()
+        return f"{address}:{port}"
+
+    def poll(self) -> None:
+        """Take note of who has come, what they say, and who is gone."""
+        self._accept()
+        for member in self.arrived:
+            unknown = member.overrides is None
+            member.poll()
+            if unknown and member.overrides is not None:
+                self._welcome(member)
+            if member.refused:
+                self._refuse(member)
+        self.arrived = [member for member in self.arrived if not member.gone]
+        for member in self.members:
+            if not member.gone:
+                member.poll()
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                connected, _ = self.listener.accept()
+                connection = Connection(connected, self.timeout)
+                self.arrived.append(Member(connection, connection.peer_address))
+
+    def _welcome(self, member: Member) -> None:
+        """Tell a machine the run folder, if it was started with main's command."""
+        assert self.run_dir is not None
+        assert member.overrides is not None
+        others = [other for other in (*self.arrived, *self.members) if other is not member and not other.gone]
+        if sorted(member.overrides) != self.overrides:
+            theirs, ours = (" ".join(words) or "nothing" for words in (sorted(member.overrides), self.overrides))
+            member.refused = f"it was started with {theirs}, and main with {ours}; use the same command on each"
+        elif member.node_rank is not None and member.node_rank in [other.node_rank for other in others]:
+            member.refused = f"another machine has launcher.node_rank={member.node_rank} too; give each its own"
+        else:
+            member.send(folder=str(self.run_dir.path), lock=safe_read.read_text(self.run_dir.lock))
+
+    def _refuse(self, member: Member) -> None:
+        """Send a machine away that cannot take part. A job that cannot start without it is refused.
+
+        Raises:
+            InputError: it is.
+        """
+        sentence = f"machine {member.host}: {member.refused}"
+        member.send(end=InputError.exit_code, sentence=sentence)
+        member.gone = member.refused
+        member.connection.close()
+        if not self.began and self.least == self.most:
+            raise InputError(sentence)
+        log.warn(sentence)
+
+    def gather(self, run_dir: RunDir, check: Callable[[], None]) -> None:
+        """Wait until the job can start, and choose its machines: `members`.
+
+        Args:
+            run_dir: the run folder.
+            check: called in between; raises what ends the wait.
+
+        Raises:
+            RankFailed: too few have come in time.
+            InputError: one that is needed cannot take part.
+        """
+        self.run_dir = run_dir
+        self.arrived = [member for member in (*self.members, *self.arrived) if not (member.gone or member.leaving)]
+        self.members = []
+        patience = self.timeout if self.began else max(self.timeout, FIRST_S)
+        until, last_call, said = time.monotonic() + patience, 0.0, False
+        while True:
+            self.poll()
+            check()
+            ready = [member for member in self.arrived if member.ready]
+            count, now = 1 + len(ready), time.monotonic()
+            if count >= self.least:
+                last_call = last_call or now + LAST_CALL_S
+                if count >= self.most or now > last_call:
+                    break
+            elif now > until:
+                raise RankFailed(
+                    f"{count} of {self.least} machines met at {self.place} within "
+                    f"{patience:g} s; start the same command on each, and see what the others say"
+                )
+            elif not said:
+                log.console.print(f"waiting at {self.place} for {self.least - count} of {self.least} machines")
+                said = True
+            time.sleep(POLL_S)
+        ready.sort(key=lambda member: self.most if member.node_rank is None else member.node_rank)
+        self.members = ready[: self.most - 1]
+        self.arrived = [member for member in self.arrived if member not in self.members]
+        self.began = True
+
+    @property
+    def address(self) -> str:
+        """The address by which the members reach main's machine."""
+        return self.members[0].connection.own_address
+
+    @property
+    def newcomers(self) -> bool:
+        """Whether a machine waits for which there is room."""
+        return len(self.members) + 1 < self.most and any(member.ready for member in self.arrived)
+
+    @property
+    def remaining(self) -> int:
+        """How many machines the job would have now without those that are leaving or gone."""
+        staying = (member for member in self.members if not (member.gone or member.leaving))
+        return 1 + sum(1 for _ in staying) + sum(member.ready for member in self.arrived)
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit codes of the members' ranks. One whose machine is gone has failed."""
+        return {
+            rank: LockstepError.exit_code if code is None and member.gone else code
+            for member in self.members
+            for rank, code in member.codes.items()
+        }
+
+    def send(self, number: int) -> None:
+        """Send a signal to the members' ranks that still run."""
+        for member in self.members:
+            if member.runs:
+                member.send(signal=int(number))
+                if number == signal.SIGKILL and member.give_up_at is None:
+                    member.give_up_at = time.monotonic() + GRACE_S
+
+    def failure(self) -> RankFailed | None:
+        """That machines have gone with their ranks, if any have."""
+        gone = [
+            f"machine {member.host} is gone ({member.gone})"
+            for member in self.members
+            if member.gone and None in member.codes.values()
+        ]
+        return RankFailed("; ".join(gone)) if gone else None
+
+    def end(self, error: LockstepError | None) -> None:
+        """Tell all machines how the job ended."""
+        code, sentence = (error.exit_code, str(error)) if error is not None else (0, "")
+        self._accept()  # those that came before the job was refused
+        for member in (*self.members, *self.arrived):
+            if not member.gone:
+                member.send(end=code, sentence=sentence)
+                member.connection.close()
+        self.listener.close()

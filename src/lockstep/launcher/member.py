@@ -1,0 +1,163 @@
+"""Another machine's side of a job on several: it starts, signals and ends ranks as main says."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import log, safe_read
+from lockstep.core.errors import BY_EXIT_CODE, InputError, RankFailed, Stopped
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.launcher.connection import Connection, ConnectionGone
+from lockstep.launcher.machines import FIRST_S
+from lockstep.launcher.processes import POLL_S, Forwarding, failures, forwarding, starting
+from lockstep.launcher.spawn import Children, environment, fresh_rank
+
+# Seconds for one try to connect, and for a file to be seen that another machine has written (NFS keeps what it knows
+# of a folder for up to a minute, by default for 3 to 60 s).
+CONNECT_S, SEEN_S = 2.0, 30.0
+
+
+class Member:
+    """This machine's part of a job of which another has main.
+
+    Args:
+        host, port: of the rendezvous.
+        node_rank: what this machine was told to be; None if it was not.
+        overrides: of this machine's command, without what is its own.
+        timeout: seconds of silence after which main is gone.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, node_rank: int | None, overrides: Sequence[str], timeout: float
+    ) -> None:
+        self.host, self.port = host, port
+        self.node_rank = node_rank
+        self.overrides = list(overrides)
+        self.timeout = timeout
+        self.children = Children()
+        self.reported: dict[int, int | None] = {}
+        self.first = 0
+        self.run_dir: RunDir | None = None
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit codes of this machine's ranks, by their number in the job."""
+        return {self.first + rank: code for rank, code in self.children.codes().items()}
+
+    def send(self, number: int) -> None:
+        self.children.send(number)
+
+    def run(self, entry: Entry) -> None:
+        """Do what main says, to the end of the job.
+
+        Raises:
+            LockstepError: what ended it.
+        """
+        with closing(self._connected()) as connection, forwarding(self) as request:
+            try:
+                connection.send(host=socket.gethostname(), node_rank=self.node_rank, overrides=self.overrides)
+                self._obey(connection, entry, request)
+            except ConnectionGone as error:
+                raise RankFailed(f"main's machine, {self.host}, is gone ({error})") from error
+            finally:
+                self.children.__exit__()
+
+    def _connected(self) -> Connection:
+        """A connection to main, once it listens.
+
+        Raises:
+            RankFailed: it does not in time.
+        """
+        patience = max(self.timeout, FIRST_S)
+        until, said = time.monotonic() + patience, False
+        while True:
+            try:
+                return Connection(socket.create_connection((self.host, self.port), CONNECT_S), self.timeout)
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise RankFailed(
+                        f"nobody listens at launcher.rendezvous={self.host}:{self.port} ({error.strerror or error}) "
+                        f"since {patience:g} s; start the same command on that machine, and see "
+                        "what it says there"
+                    ) from error
+            if not said:
+                log.console.print(f"waiting for main at {self.host}:{self.port}")
+                said = True
+            time.sleep(POLL_S)
+
+    def _obey(self, connection: Connection, entry: Entry, request: Forwarding) -> None:
+        leaving = False
+        while True:
+            for message in connection.receive(POLL_S):
+                match message:
+                    case {"folder": str(folder), "lock": str(lock)}:
+                        self._see(connection, Path(folder), lock)
+                    case {"start": dict(start)}:
+                        self._start(entry, start)
+                        request.repeat()
+                    case {"signal": int(number)}:
+                        self.send(signal.Signals(number))
+                    case {"end": 0}:
+                        return
+                    case {"end": int(code), "sentence": str(sentence)}:
+                        raise BY_EXIT_CODE.get(code, RankFailed)(sentence)
+                    case _:
+                        raise ConnectionGone("it is no launcher of ours")
+            if request.requested and not leaving:
+                leaving = True
+                connection.send(leaving=True)
+            failures(self)
+            if (codes := self.codes()) != self.reported:
+                connection.send(codes=codes)
+                self.reported = codes
+            if leaving and not self._runs:
+                raise Stopped("this machine has left the job as it was asked to; what was done is saved")
+
+    @property
+    def _runs(self) -> bool:
+        return None in self.codes().values()
+
+    def _see(self, connection: Connection, path: Path, lock: str) -> None:
+        """Tell main that this machine sees the run folder.
+
+        Raises:
+            InputError: it does not.
+        """
+        self.run_dir = RunDir(path)
+        until = time.monotonic() + SEEN_S
+        while not _is_locked(self.run_dir, lock):
+            if time.monotonic() > until or not path.parent.is_dir():
+                sentence = (
+                    f"the run folder {path}, which main on {self.host} has made, is not to be seen on "
+                    f"{socket.gethostname()}; put it on a file system that all machines share: output_root=FOLDER"
+                )
+                connection.send(refused=sentence)
+                raise InputError(sentence)
+            time.sleep(POLL_S)
+        connection.send(ready=True)
+
+    def _start(self, entry: Entry, start: Mapping[str, Any]) -> None:
+        assert self.run_dir is not None
+        self.children.__exit__()
+        self.children, self.reported = Children(), {}
+        self.first = int(start["first"])
+        local = range(self.first, self.first + int(start["ranks"]))
+        with starting():
+            for rank in local:
+                variables = environment(rank, int(start["size"]), str(start["address"]), int(start["port"]), local)
+                self.children.ranks.append(fresh_rank(entry, self.run_dir, variables))
+
+
+def _is_locked(run_dir: RunDir, lock: str) -> bool:
+    """Whether this is the very folder that main has locked, and not one of the same path on another disk."""
+    try:
+        return safe_read.read_text(run_dir.lock) == lock and run_dir.config.is_file()
+    except UnreadableFile:
+        return False

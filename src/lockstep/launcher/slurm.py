@@ -1,0 +1,67 @@
+"""The launcher that has SLURM run the job. How it is submitted: `lockstep.job.submit`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.core import slurm
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged, ruled
+from lockstep.core.rules import Text, Time
+from lockstep.launcher.elastic import MOST_NODES, Elastic
+from lockstep.launcher.spawn import Spawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Spawn):
+    """A job of SLURM, with one task on each machine, which starts the ranks there as `elastic` does.
+
+    Fields:
+        restarts: how often failed ranks are started again from the last checkpoint, within one job of SLURM.
+        nodes: how many machines.
+        gpus: of each machine.
+        cpus: cores of each machine.
+        memory: of each machine, in GB.
+        time: limit of the job. Before it the run is saved and queued again.
+        save_before: how long before the limit, or before it has to make room for another job.
+        partition, account, qos, constraint: as for `sbatch`.
+        setup: lines of shell before the job, such as `module load cuda`.
+        dry_run: show the script, and submit nothing.
+    """
+
+    restarts: int = ranged(0, least=0, most=1_000_000)
+    nodes: int = ranged(1, least=1, most=MOST_NODES)
+    gpus: int | None = ranged(None, least=0, most=1024)
+    cpus: int | None = ranged(None, least=1, most=65_536)
+    memory: int | None = ranged(None, least=1, most=1_000_000)
+    time: str = ruled("1h", Time())
+    save_before: str = ruled("2min", Time())
+    partition: str | None = ruled(None, Text())
+    account: str | None = ruled(None, Text())
+    qos: str | None = ruled(None, Text())
+    constraint: str | None = ruled(None, Text())
+    setup: list[str] = ruled([], Text())
+    dry_run: bool = False
+
+    def in_allocation(self) -> Elastic:
+        """What this is on a machine of the job, once SLURM has started it there.
+
+        Raises:
+            InputError: SLURM has not.
+        """
+        if not slurm.is_submitted():
+            raise InputError(
+                "launcher=slurm submits the job, which only the command line can do; use lockstep train, or "
+                "launcher=auto here"
+            )
+        several = self.nodes > 1
+        return Elastic(
+            ranks=self.ranks,
+            backend=self.backend,
+            timeout=self.timeout,
+            threads=self.threads,
+            restarts=self.restarts,
+            nodes=self.nodes,
+            rendezvous=slurm.rendezvous() if several else None,
+            node_rank=slurm.node_rank() if several else "auto",
+        )

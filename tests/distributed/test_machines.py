@@ -1,0 +1,150 @@
+"""A job on two machines, which are network namespaces: real links that are cut, real processes that are killed."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import ROOT, losses, records, weights
+from namespaces import Machine, two_machines
+from processes import Process, background, ended, processes, start, steps_done, wait_for
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+JOB = (
+    *("strategy=ddp", "launcher.threads=1", "device=cpu", "precision=fp64", "batch=1442", "train.eval_every=1000"),
+    *(f"steps={STEPS}", "checkpoint.every=5", "schedule=constant"),
+)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    with two_machines() as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same job on one machine, whose weights are expected of the others."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    code, err = ended(start(folder, *JOB, "launcher=spawn", "launcher.ranks=2"))
+    assert code == 0, err
+    return folder
+
+
+def begin(machine: Machine, main: Machine, folder: Path, *overrides: str) -> Process:
+    """The command of a job of two machines on one of them."""
+    place = (f"launcher.rendezvous={main.address}:29500", "launcher=elastic", "launcher.ranks=1")
+    return start(folder, *JOB, *place, "launcher.nodes=2", *overrides, launch=machine.python)
+
+
+def ranks_of(machine: Machine) -> list[int]:
+    found = []
+    for pid in machine.pids():
+        with suppress(OSError):
+            if b"lockstep.runtime.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def assert_done(main: Process, other: Process, folder: Path) -> None:
+    for process in (main, other):
+        code, err = ended(process)
+        assert code == 0, err
+    assert [line["step"] for line in records(folder) if "loss/train" in line] == list(range(1, STEPS + 1))
+    assert not processes(folder)
+
+
+def test_a_killed_rank_a_cut_link_and_a_machine_that_dies_and_returns_leave_the_run_as_on_one_machine(
+    machines: tuple[Machine, Machine], alone: Path, tmp_path: Path
+) -> None:
+    one, two = machines
+    folder, told = tmp_path / "run", ("launcher.restarts=2", "launcher.timeout=60s")
+    main, other = begin(one, one, folder, *told), begin(two, one, folder, *told)
+    wait_for(lambda: steps_done(folder) >= 6)
+    (rank,) = ranks_of(two)
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: ranks_of(two) not in ([], [rank]) and steps_done(folder) >= 15)
+    one.cut()
+    time.sleep(2)
+    cut_at = steps_done(folder)
+    assert cut_at < STEPS
+    one.mend()
+    wait_for(lambda: steps_done(folder) > cut_at)
+    for pid in two.pids():
+        os.kill(pid, signal.SIGKILL)
+    assert other.wait() == -signal.SIGKILL
+    assert_done(main, begin(two, one, folder, *told), folder)
+    expected = weights(alone)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())
+
+
+def test_a_machine_may_come_later_and_go_earlier(
+    machines: tuple[Machine, Machine], alone: Path, tmp_path: Path
+) -> None:
+    one, two = machines
+    folder, told = tmp_path / "run", ("launcher.nodes=1:2", "steps=100000")
+    main = begin(one, one, folder, *told)
+    other = begin(two, one, folder, *told)
+    wait_for(lambda: ranks_of(two) and steps_done(folder) >= 3)
+    came_at = steps_done(folder)
+    wait_for(lambda: steps_done(folder) > came_at)
+    os.kill(other.pid, signal.SIGTERM)
+    code, err = ended(other)
+    assert (code, "has left the job" in err) == (75, True), err
+    left_at = steps_done(folder)
+    wait_for(lambda: steps_done(folder) > left_at + 2)
+    os.kill(main.pid, signal.SIGTERM)
+    assert ended(main)[0] == 75
+    pairs = list(zip(losses(folder), losses(alone), strict=False))
+    assert len(pairs) > 5
+    assert all(math.isclose(found, expected, rel_tol=1e-10) for found, expected in pairs)
+
+
+def test_a_link_that_stays_cut_ends_both_sides_within_the_timeout(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    one, two = machines
+    folder, timeout = tmp_path / "run", 8
+    told = (f"launcher.timeout={timeout}s", "steps=100000")
+    main, other = begin(one, one, folder, *told), begin(two, one, folder, *told)
+    wait_for(lambda: steps_done(folder) >= 3)
+    one.cut()
+    began = time.monotonic()
+    try:
+        ends = {}
+        for name, process in (("main", main), ("other", other)):
+            code, err = ended(process)
+            ends[name] = time.monotonic() - began
+            assert code == 70, err
+        print(f"ended after {ends}")
+        assert max(ends.values()) < timeout + 60  # 10 s, and what a busy machine adds
+        assert not processes(folder)
+    finally:
+        one.mend()
+
+
+def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    one, two = machines
+    shared, told = tmp_path / "shared" / "runs", ("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1")
+    shared.parent.mkdir()
+    command = ("train.py", *told, f"launcher.rendezvous={one.address}:29500", "device=cpu", f"output_root={shared}")
+    hidden = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {shared.parent} && exec "$@"', "sh")
+    main = background(shared, *one.python, *command, cwd=ROOT)
+    other = background(shared, *two.shell, *hidden, two.python[-1], *command, cwd=ROOT)
+    for process in (main, other):
+        code, err = ended(process)
+        assert code == 2, err
+        assert "put it on a file system that all machines share: output_root=FOLDER" in err
+    assert not list(shared.iterdir())
