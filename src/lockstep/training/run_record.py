@@ -6,13 +6,14 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.schema import Job
-from lockstep.core.errors import NumericalError, StorageError
+from lockstep.core.errors import InputError, NumericalError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
@@ -64,8 +65,15 @@ class RunRecord(NoRecord):
             origin=origin,
             step=progress.step,
             notes=self._notes(job, data, network),
-            composed=yaml_io.load(self.run_dir.composed),
+            composed=self._composed(),
         )
+
+    def _composed(self) -> dict[str, Any]:
+        """The config as the user gave it; empty where the folder has none: it only explains what was chosen."""
+        try:
+            return yaml_io.load(self.run_dir.composed)
+        except InputError:
+            return {}
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
         """Where the promise of equal runs ends for this job, and what makes it slow here."""
