@@ -208,7 +208,7 @@ def run(path: list[str], program: str, *words: str) -> None:
 
 def main() -> None:
     """Import, then serve."""
-    from lockstep.runtime.native_threads import configure_native_threads
+    from lockstep.core.native_threads import configure_native_threads
 
     configure_native_threads()  # only a process of one thread is forked into ranks
     for name in sys.argv[2:]:

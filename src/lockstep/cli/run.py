@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.invocation import Invocation
 from lockstep.core.launched import is_launched
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import launcher_node
 from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
-from lockstep.runtime.native_threads import configure_native_threads
 
 if TYPE_CHECKING:
     from lockstep.launcher import Machines

@@ -21,6 +21,7 @@ from pathlib import Path
 from lockstep.config import options
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError
+from lockstep.core.native_threads import configure_native_threads
 
 ENTRY_POINTS = "lockstep.extensions"
 # In the environment of the ranks: the extensions that the program named, with the folders they are in.
@@ -58,6 +59,7 @@ class Extension:
             InputError: it cannot be imported, or declares an option that cannot be one.
         """
         name = module or self.package
+        configure_native_threads()  # before the extension imports NumPy, whose threads keep ranks from being forked
         try:
             importlib.import_module(name)
         except InputError:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import signals
 
 
@@ -32,6 +33,7 @@ def begin(
     if inherited is not None:
         os.close(inherited)
     os.environ.update(environment or {})
+    configure_native_threads()
     importlib.import_module(module).exit_as_rank(path)
 
 
