@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from helpers import NARROW, Case, launch, records, run_dir, run_until, train_here
 from lockstep import checkpoint
@@ -101,9 +102,9 @@ def injected(name: str) -> Iterator[None]:
         FAULTS[name](self, shard)
         return whole(self, shard)
 
-    def slow_keep(error: NumericalError, trainer: Trainer, run: RunDir) -> None:
+    def slow_keep(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run: RunDir) -> None:
         time.sleep(0.5)
-        keep(error, trainer, run)
+        keep(error, trainer, weights, run)
 
     Trainer.step, crash_dump.keep = step, slow_keep
     try:
