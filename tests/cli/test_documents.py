@@ -124,7 +124,7 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "mypy": ("CI's", is_in_ci),
     "python -m pytest -n 2 --dist loadfile": ("runs all tests", is_in_ci),
     "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 "
-    "python -m pytest -n 2 --dist loadfile -m numerics": ("CI's", is_in_ci),
+    'python -m pytest -n 2 --dist loadfile -m "numerics and not slow"': ("CI's", is_in_ci),
     "python -m pytest tests/unit": ("runs many tests", is_declared),
     'python -m pytest -m "not slow"': ("runs many tests", is_declared),
     "python -m pytest -m gpu": ("needs a GPU", is_declared),

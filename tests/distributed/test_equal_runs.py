@@ -61,16 +61,26 @@ LOSSES = {
 }
 
 
-def cases(folder: Path) -> dict[str, Case]:
-    """Every strategy with and without accumulation, and a network with batch norm."""
+# Which strategy is tried in what on how many ranks: each in everything, and `ddp` in everything on both.
+MICRO_BATCHES = [
+    ("ddp", 4, 2),
+    ("ddp", 1, 3),
+    *((strategy, *at) for strategy in STRATEGIES for at in ((1, 2), (4, 3))),
+]
+BATCH_NORM = [("ddp", 3), ("fsdp", 3), *((strategy, 2) for strategy in STRATEGIES)]
+FREEZING = [("ddp", "frozen", 2), ("ddp", "thawed", 3), *((strategy, "thawed", 2) for strategy in STRATEGIES)]
+
+
+def cases(folder: Path, ranks: int) -> dict[str, Case]:
+    """What is tried on so many ranks."""
     found = {
         f"{strategy}-{micro}": (*COMMON, *PLAIN, f"strategy={strategy}", f"train.micro_batches={micro}")
-        for strategy in STRATEGIES
-        for micro in (1, 4)
+        for strategy, micro, on in MICRO_BATCHES
+        if on == ranks
     }
-    found |= {f"{each}-bn": (*COMMON, *NORMED, f"strategy={each}") for each in STRATEGIES}
+    found |= {f"{each}-bn": (*COMMON, *NORMED, f"strategy={each}") for each, on in BATCH_NORM if on == ranks}
     found |= {
-        f"{name}-{each}": (*BASE, *words, f"strategy={each}") for name, words in FROZEN.items() for each in STRATEGIES
+        f"{name}-{each}": (*BASE, *FROZEN[name], f"strategy={each}") for each, name, on in FREEZING if on == ranks
     }
     found["fp32"] = (*COMMON, *DIGITS, "strategy=ddp")
     found["streaming"] = (*COMMON, *PLAIN, "strategy=ddp", "loader=streaming", "loader.workers=2")
@@ -92,7 +102,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]
     root = tmp_path_factory.mktemp("runs")
     done: dict[int, dict[str, Path]] = {}
     for ranks in (2, 3):
-        these = cases(root / str(ranks))
+        these = cases(root / str(ranks), ranks)
         if ranks == 3:  # what a hook or a switch does to a bucket does not depend on the ranks
             these = {name: case for name, case in these.items() if not name.startswith(("hook-", "tuned"))}
         gang(root / f"gang{ranks}", ranks, list(these.values()))
@@ -113,9 +123,7 @@ def largest_difference(one: Path, other: Path) -> float:
     return max(abs(a - b) / abs(a) for a, b in pairs)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "micro", "ranks"), MICRO_BATCHES)
 def test_losses_do_not_depend_on_strategy_ranks_or_accumulation(
     runs: dict[int, dict[str, Path]], strategy: str, micro: int, ranks: int
 ) -> None:
@@ -130,8 +138,7 @@ def test_no_loss_depends_on_how_the_batch_is_cut(runs: dict[int, dict[str, Path]
     assert largest_difference(runs[1][name], runs[ranks][f"loss-{name}"]) < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "ranks"), BATCH_NORM)
 def test_a_network_with_batch_norm_trains_alike_on_any_number_of_ranks(
     runs: dict[int, dict[str, Path]], strategy: str, ranks: int
 ) -> None:
@@ -140,9 +147,7 @@ def test_a_network_with_batch_norm_trains_alike_on_any_number_of_ranks(
     assert difference < 1e-12
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", FROZEN)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "name", "ranks"), FREEZING)
 def test_what_is_frozen_is_so_on_any_number_of_ranks(
     runs: dict[int, dict[str, Path]], strategy: str, name: str, ranks: int
 ) -> None:

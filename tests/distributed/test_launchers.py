@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import command, losses, records, train, weights
-from processes import ELASTIC, JOB, PATIENCE, THREADED, TWO, ended, processes, start, steps_done, summary, wait_for
+from processes import ELASTIC, JOB, PATIENCE, TWO, ended, processes, start, steps_done, summary, wait_for
 
 STEPS = 10
 
@@ -26,14 +26,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["fork", "fresh"])
-def test_spawn_gives_the_run_of_elastic(
-    reference: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if how == "fresh":
-        monkeypatch.setenv(*THREADED)
+def test_forked_ranks_give_the_run_of_fresh_ones(reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    code, err = ended(start(folder, *TWO, f"steps={STEPS}", "launcher=spawn", afresh=how == "fresh"))
+    code, err = ended(start(folder, *TWO, f"steps={STEPS}", "launcher=spawn"))
     assert code == 0, err
     assert_same(folder, reference)
 
