@@ -15,9 +15,8 @@ SHOW = "import os, lockstep.core.native_threads as t; t.configure_native_threads
     ("given", "left"),
     [
         ({}, ["5000", None, "1"]),
-        ({"GOMP_SPINCOUNT": "5"}, ["5", None, "1"]),
         ({"OMP_WAIT_POLICY": "active"}, [None, "active", "1"]),
-        ({"OPENBLAS_NUM_THREADS": "3"}, ["5000", None, "3"]),
+        ({"GOMP_SPINCOUNT": "5", "OPENBLAS_NUM_THREADS": "3"}, ["5", None, "3"]),
         ({"OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_OPENBLAS": "1"}, ["5000", None, "1"]),
     ],
     ids=str,
