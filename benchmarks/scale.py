@@ -144,6 +144,7 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         nonlocal step
         step += LOG_EVERY
         telemetry.steps, telemetry.counts = [step], [PER_RANK]
+        telemetry.losses = torch.zeros(1, dtype=torch.float64)
         for _ in range(STEPS):
             telemetry.stragglers.end()
 

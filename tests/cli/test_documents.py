@@ -36,6 +36,7 @@ DOCUMENTS = (
     "docs/fine_tuning.md",
     "docs/performance.md",
     "docs/reliability.md",
+    "docs/scale.md",
     "docs/use.md",
 )
 CI = (ROOT / ".ci" / "run").read_text()
