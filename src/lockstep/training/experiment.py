@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -16,9 +16,10 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
+from lockstep.telemetry.gpu import NoMonitor
 from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
-from lockstep.training.build_data import build_data, build_loader
+from lockstep.training.build_data import TrainingData, build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
 from lockstep.training.build_observers import build_observers
@@ -54,15 +55,7 @@ def run(
         loading = reader.submit(load_state, job, run_dir)
         network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
     compile_network(job, network, world, stop)
-    checkpointer = Checkpointer(
-        run_dir=run_dir,
-        fingerprint=data.fingerprint,
-        keep=job.checkpoint.keep,
-        keep_best=job.checkpoint.keep_best,
-        writes=world.is_main,
-        every_s=data.plan.save_every_s,
-        card=card_of(job),
-    )
+    checkpointer = build_checkpointer(job, run_dir, world, data)
     progress, origin = restore(job, network, checkpointer, loading.result())
     checkpointer.repair_export(progress.best_step)
 
@@ -92,16 +85,34 @@ def run(
         cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
         progress=progress,
     )
+    gpu = train(trainer, gpu_monitor, explaining(job, run_dir, world, trainer, record))
+    record.complete(job, progress, {**telemetry.totals_of_run(), **gpu}, skipped=loader.count_skipped())
+
+
+def build_checkpointer(job: Job, run_dir: RunDir, world: World, data: TrainingData) -> Checkpointer:
+    """What saves the run, on main, and restores it on every rank."""
+    return Checkpointer(
+        run_dir=run_dir,
+        fingerprint=data.fingerprint,
+        keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
+        writes=world.is_main,
+        every_s=data.plan.save_every_s,
+        card=card_of(job),
+    )
+
+
+def train(trainer: Trainer, gpu_monitor: NoMonitor, explaining: AbstractContextManager[None]) -> dict[str, float]:
+    """Train to the end, and close what was open; returns the figures of the GPUs as `gpu_NAME`."""
     gpu_monitor.start()
     gpu: dict[str, float] = {}
     with (
-        closing(lambda: gpu.update(gpu_monitor.close()), checkpointer.close, telemetry.close),
-        explaining(job, run_dir, world, trainer, record),
+        closing(lambda: gpu.update(gpu_monitor.close()), trainer.checkpointer.close, trainer.telemetry.close),
+        explaining,
     ):
         trainer.fit()
-        telemetry.outcome = "completed"
-    figures = {**telemetry.totals_of_run(), **{f"gpu_{key}": value for key, value in gpu.items()}}
-    record.complete(job, progress, figures, skipped=loader.count_skipped())
+        trainer.telemetry.outcome = "completed"
+    return {f"gpu_{key}": value for key, value in gpu.items()}
 
 
 def configure_torch(job: Job, world: World) -> None:
