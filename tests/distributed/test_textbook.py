@@ -27,6 +27,7 @@ JOB = (
     "augment=none",
     "schedule=constant",
     "schedule.warmup=0",
+    "optimizer.lr=0.001",
     "optimizer.decay_all=true",
 )
 
