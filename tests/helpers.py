@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -186,6 +187,20 @@ class Done:
     code: int
     out: str
     err: str
+
+
+def build_wheel(folder: Path) -> Path:
+    """The project as a wheel in `folder`, built from a copy, which leaves nothing in the project's folder."""
+    source = folder / "source"
+    for name in ("conf", "src"):
+        ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    done = command(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(source))
+    assert done.code == 0, done.err
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:

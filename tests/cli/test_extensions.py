@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, Done, command, forked, weights
+from helpers import Done, build_wheel, command, forked, weights
 
 pytestmark = pytest.mark.slow
 
@@ -207,15 +206,7 @@ def test_a_project_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_wheel_has_the_configs_the_template_and_what_it_needs(tmp_path: Path) -> None:
     """Built without the network and imported from a folder of its own: `lockstep train` and `lockstep new` work."""
-    build = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path))
-    source = tmp_path / "source"
-    for folder in ("conf", "src"):
-        ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignored)
-    for file in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / file, source)
-    assert command(*build, str(source)).code == 0
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = build_wheel(tmp_path)
     site = tmp_path / "site"
     assert command(sys.executable, "-m", "zipfile", "-e", str(wheel), str(site)).code == 0
     metadata = next(site.glob("*.dist-info/METADATA")).read_text()

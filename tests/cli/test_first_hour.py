@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from helpers import ROOT, Done, command
+from helpers import ROOT, Done, build_wheel, command
 
 pytestmark = pytest.mark.slow
 SCRIPT = (ROOT / "tests" / "first_hour.sh").read_text().splitlines()
@@ -39,18 +38,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment of its own with the wheel in it; it takes all other packages from the one of the tests."""
     folder = tmp_path_factory.mktemp("environment")
     pip = (sys.executable, "-m", "pip")
-    source = folder / "source"
-    for name in ("conf", "src"):
-        ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
-    built = command(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))
-    assert built.code == 0, built.err
+    wheel = build_wheel(folder)
     assert command(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")).code == 0
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (site / "packages.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
-    (wheel,) = folder.glob("*.whl")
     python = folder / "venv" / "bin" / "python"
     words = ("--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel))
     done = command(*pip, *words)
