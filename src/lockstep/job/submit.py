@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components, messages
+from lockstep.config.commands import override
 from lockstep.config.invocation import Invocation
 from lockstep.config.program_words import program_words
 from lockstep.core.durations import parse_time
@@ -49,7 +50,7 @@ class Submission:
     goes_on: bool = False
 
     def task(self, folder: Path) -> Task:
-        words = () if self.goes_on else (f"hydra.run.dir={_quoted(str(folder))}",)
+        words = () if self.goes_on else (override("hydra.run.dir", folder),)
         return Task([*self.command, *words], str(folder))
 
 
@@ -67,7 +68,7 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
     if earlier is None:
         components.build_job(job)
     told = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
-    resume = [f"resume={_quoted(str(earlier or Path(job['resume']).absolute()))}"] if job["resume"] else []
+    resume = [override("resume", earlier or Path(job["resume"]).absolute())] if job["resume"] else []
     if invocation.sweep:
         folder = sweep_job_folder(invocation)
     return Submission(
@@ -85,12 +86,6 @@ def _program() -> list[str]:
     if program_words()[0] == "python":
         return [sys.executable, str(Path(sys.argv[0]).absolute())]
     return [sys.executable, "-m", "lockstep", "train"]
-
-
-def _quoted(text: str) -> str:
-    """A text as the value of an override."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 def script(submissions: Sequence[Submission]) -> str:
