@@ -24,8 +24,9 @@ from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline, Slurm, Spawn
 from lockstep.optim.optimizers import OptimizerOption
 from lockstep.runtime.host import cores
-from lockstep.strategy import DDP, Accelerate, Single, Strict
+from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
+from lockstep.strategy.base import Distributed
 
 # What `train.eval_batch=auto` is: the most images of a block, and the most pixels. A block of 256 images of 336x336
 # takes 10 GB in a usual network.
@@ -48,11 +49,8 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     if type(strategy) is AutoStrategy:
         several = ranks * _most_nodes(job.launcher) > 1
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if several else Single()
-    # While layers are frozen DDP waits for no gradient of theirs, and later it does: the graph changes.
-    if isinstance(strategy, DDP) and job.train.freeze_until is not None and not strategy.static_graph:
-        strategy = replace(strategy, static_graph=False, find_unused_parameters=True)
-    if isinstance(strategy, Accelerate) and job.train.freeze_until is not None:
-        strategy = replace(strategy, find_unused_parameters=True)
+    if isinstance(strategy, Distributed) and job.train.freeze_until is not None:
+        strategy = strategy.with_changing_graph()
     return replace(
         job,
         device=device,

@@ -9,8 +9,8 @@ import importlib.util
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -57,6 +57,9 @@ class Accelerate(Distributed):
                     f"accelerate asks for {name}={value}, but a run is what its config says; use {override}, and "
                     "leave it out of `accelerate launch` and `accelerate config`"
                 )
+
+    def with_changing_graph(self) -> Self:
+        return replace(self, find_unused_parameters=True)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         replica: nn.Module = accelerator(

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.strategy.base import Distributed
+from lockstep.strategy.base import Distributed, copy_back, flattened
 
 LARGE = 2**16  # elements of a gradient that gets an all-reduce of its own
 
@@ -36,11 +35,9 @@ class AllReduce(Distributed):
         for gradient in filter(_is_large, gradients):
             dist.all_reduce(gradient)
         if small := [gradient for gradient in gradients if not _is_large(gradient)]:
-            total = torch.cat([gradient.flatten() for gradient in small])
+            total = flattened(small)
             dist.all_reduce(total)
-            parts = total.split([gradient.numel() for gradient in small])
-            sums = [part.view(gradient.shape) for part, gradient in zip(parts, small, strict=True)]
-            torch._foreach_copy_(small, sums)
+            copy_back(total, small)
 
 
 def _is_large(gradient: Tensor) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -137,6 +138,10 @@ class Distributed(Single):
         share_weights(model)
         return self.replicate(model, plan, example)
 
+    def with_changing_graph(self) -> Self:
+        """The same for a run in which not all parameters have gradients at every step, as while layers are frozen."""
+        return self
+
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica, for a job of several ranks."""
         return model
@@ -149,6 +154,25 @@ class Distributed(Single):
                 "strategy.sync_batchnorm=true makes them the same"
             )
         return notes
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in one list for each dtype, in their order."""
+    lists: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(tensor.dtype, []).append(tensor)
+    yield from lists.values()
+
+
+def flattened(tensors: list[Tensor]) -> Tensor:
+    """Tensors of one dtype in one row: one message costs less than many."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def copy_back(message: Tensor, tensors: list[Tensor]) -> None:
+    """Fill tensors with their parts of what `flattened` has made of them."""
+    parts = message.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
 
 
 def share_weights(model: nn.Module) -> None:

@@ -6,8 +6,8 @@ import enum
 import inspect
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -55,6 +55,11 @@ class DDP(Distributed):
     find_unused_parameters: bool = False
     bucket_mb: float | None = ranged(None, least=0.001, most=100_000)
     comm_hook: CommHook = CommHook.none
+
+    def with_changing_graph(self) -> Self:
+        # Where DDP is not told, it waits for gradients that do not come, or sends none of those that come later. A
+        # static graph that the user has promised is left as it is.
+        return self if self.static_graph else replace(self, static_graph=False, find_unused_parameters=True)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         legal = plan.micro_batches == 1

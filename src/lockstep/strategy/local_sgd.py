@@ -19,7 +19,7 @@ from lockstep.core.fields import duration, ranged
 from lockstep.core.plan import Plan, steps
 from lockstep.core.protocols import Optimizer, Precision, Trained
 from lockstep.core.world import World
-from lockstep.strategy.base import Distributed
+from lockstep.strategy.base import Distributed, by_dtype, copy_back, flattened
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 
@@ -105,15 +105,11 @@ class LocalSGD(Distributed):
 
 def average(tensors: Iterable[Tensor]) -> None:
     """Replace tensors by their mean over the ranks, in place, with one message for each dtype. Collective."""
-    lists: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        lists.setdefault(tensor.dtype, []).append(tensor)
-    for same in lists.values():
-        message = torch.cat([tensor.flatten() for tensor in same])
+    for same in by_dtype(tensors):
+        message = flattened(same)
         dist.all_reduce(message)
         message /= dist.get_world_size()
-        parts = message.split([tensor.numel() for tensor in same])
-        torch._foreach_copy_(same, [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)])
+        copy_back(message, same)
 
 
 def _is_float(value: Any) -> bool:

@@ -6,7 +6,7 @@ to every rank when it is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.sharding import ShardedOptimizer
 from lockstep.core.update_scope import UpdateScope, refuse_wider
 from lockstep.core.world import World
+from lockstep.strategy.base import by_dtype, copy_back, flattened
 from lockstep.strategy.ddp import DDP
 
 
@@ -48,8 +49,8 @@ class ZeROOptimizer(ShardedOptimizer):
         self.world = world
         self.owners = assign([parameter for group in self.param_groups for parameter in group["params"]], world.size)
         for group in whole.param_groups:
-            group["params"] = [each for each in group["params"] if self.owners[each] == world.rank]
-        for parameter in [each for each in whole.state if self.owners[each] != world.rank]:
+            group["params"] = [own for own in group["params"] if self.owners[own] == world.rank]
+        for parameter in [other for other in whole.state if self.owners[other] != world.rank]:
             del whole.state[parameter]
 
     @property
@@ -65,7 +66,7 @@ class ZeROOptimizer(ShardedOptimizer):
             own |= {key: value for key, value in group.items() if key != "params"}
         self.own.step()
         for rank in range(self.world.size):
-            for tensors in by_dtype(each for each, owner in self.owners.items() if owner == rank):
+            for tensors in by_dtype(parameter for parameter, owner in self.owners.items() if owner == rank):
                 _broadcast(tensors, rank, self.world.rank)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -130,18 +131,9 @@ def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
     return owners
 
 
-def by_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in one list for each dtype."""
-    lists: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        lists.setdefault(tensor.dtype, []).append(tensor)
-    yield from lists.values()
-
-
 def _broadcast(tensors: list[Tensor], source: int, rank: int) -> None:
     """Give every rank the tensors of rank `source`, in one message."""
-    message = torch.cat([tensor.flatten() for tensor in tensors])
+    message = flattened(tensors)
     dist.broadcast(message, source)
     if rank != source:
-        parts = message.split([tensor.numel() for tensor in tensors])
-        torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
+        copy_back(message, tensors)
