@@ -33,23 +33,27 @@ SESSIONS: dict[Path, set[int]] = {}  # of the jobs in a folder; what they start 
 
 
 def start(
-    folder: Path, *overrides: str, launch: tuple[str, ...] = (sys.executable,), afresh: bool = False
+    folder: Path,
+    *overrides: str,
+    launch: tuple[str, ...] = (sys.executable,),
+    afresh: bool = False,
+    **environment: str,
 ) -> Process:
     """`train.py` in the background, its run folder at `folder`.
 
-    With `python` or `python -c` for `launch` it is a copy of an interpreter that has imported torch, unless it is to
-    begin `afresh`.
+    With `python`, `python -c` or `MODULE:FUNCTION` for `launch` it is a copy of an interpreter that has imported
+    torch, unless it is to begin `afresh`.
     """
     words = ("train.py", *JOB, f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides)
-    return background(folder, *launch, *words, afresh=afresh)
+    return background(folder, *launch, *words, afresh=afresh, **environment)
 
 
 def background(folder: Path, *words: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> Process:
     """A command in the background, as `start` has it; `processes(folder)` finds it and all that it starts."""
     environment[MARK] = str(folder)
     process: Process
-    if words[0] in (sys.executable, "lockstep") and not afresh:
-        process = forks().start(*(words if words[0] == "lockstep" else words[1:]), cwd=cwd, **environment)
+    if (words[0] in (sys.executable, "lockstep") or ":" in words[0]) and not afresh:
+        process = forks().start(*(words[1:] if words[0] == sys.executable else words), cwd=cwd, **environment)
     else:
         process = subprocess.Popen(
             words,

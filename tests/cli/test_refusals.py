@@ -300,22 +300,34 @@ def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() ->
     assert messages.translate_before_job(ImportError("broken")) is None
 
 
+TORCHRUN, SRUN = {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_PROCID": "0"}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("starter", "overrides", "says"),
     [
         (
+            TORCHRUN,
             ("launcher.ranks=4",),
-            "launcher.ranks is 4, but torchrun has started 2; use launcher.ranks=auto, or torchrun",
+            "launcher.ranks is 4, but torchrun has started 2; use launcher.ranks=auto, or start 4 (torchrun --nproc",
         ),
-        (("launcher=elastic", "launcher.restarts=3"), "use launcher=auto and torchrun --max-restarts=3"),
-        (("launcher=spawn",), "launcher=spawn starts ranks, but torchrun has started them; use launcher=auto"),
+        (SRUN, ("launcher.ranks=4",), "but srun has started 2; use launcher.ranks=auto, or start 4 (srun --ntasks)"),
+        ({}, ("launcher.ranks=4",), "but your script (RANK and WORLD_SIZE are set) has started 2; use launcher.ran"),
+        (TORCHRUN, ("launcher=elastic", "launcher.restarts=3"), "use launcher=auto and torchrun --max-restarts=3"),
+        (TORCHRUN, ("launcher=spawn",), "launcher=spawn starts ranks, but torchrun has started them; use launcher=a"),
+        (SRUN, ("launcher=slurm",), "but srun has started them; use launcher=auto, or launcher=slurm without srun"),
+        (SRUN, ("launcher=elastic",), "srun has started them; use launcher=auto, or launcher=elastic without srun"),
     ],
 )
-def test_what_torchrun_has_decided_is_not_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], says: str
+def test_what_another_launcher_has_decided_is_not_asked_for_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    starter: dict[str, str],
+    overrides: tuple[str, ...],
+    says: str,
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **starter}.items():
+        monkeypatch.setenv(name, value)
     assert says in refusal(tmp_path / "runs", "device=cpu", *overrides)
     prepared(f"output_root={tmp_path / 'other'}", "device=cpu", "launcher.ranks=2")
 

@@ -42,7 +42,7 @@ def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
 
 def submits(job: dict[str, Any], invocation: Invocation) -> bool:
     """Whether a job is to be submitted to SLURM, and not to be run by this process."""
-    if is_submitted():
+    if is_submitted() or is_launched():  # a rank that `srun` has started is told that it cannot
         return False
     node = job["launcher"] if invocation.sweep else launcher_node(job, invocation)
     return isinstance(node, Mapping) and node.get("_target_") == SLURM

@@ -15,6 +15,7 @@ from lockstep.config import completion, composition, extensions
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
+from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun
 from lockstep.runtime import program
 
@@ -23,6 +24,7 @@ def main(packages: Sequence[str] = ()) -> None:
     """Train the job or the sweep of the command line, with extensions; exit with its code if it fails."""
     started_as(sys.argv[0])
     adopt_srun()
+    sys.argv[1:] = without_local_rank(sys.argv[1:])
     composition.register()
     with program.command_line():
         extensions.use(packages)

@@ -1,11 +1,13 @@
-"""Whether somebody launched this process as a rank (we, torchrun, srun with the variables set), and as which.
+"""Whether somebody launched this process as a rank (we, torchrun, srun, a script with the variables), and as which.
 
 Imports no torch: it is asked before that.
 """
 
 from __future__ import annotations
 
+import enum
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.core.errors import InputError
@@ -21,9 +23,39 @@ class Place:
     local_size: int
 
 
+class Starter(enum.Enum):
+    """Who has started the ranks that a launcher of ours need not start; the value is how it is told their number."""
+
+    torchrun = "torchrun --nproc-per-node"
+    srun = "srun --ntasks"
+    script = "by WORLD_SIZE"
+
+    @property
+    def said(self) -> str:
+        """Its name in a sentence."""
+        return "your script (RANK and WORLD_SIZE are set)" if self is Starter.script else self.name
+
+
 def is_launched() -> bool:
     """Whether this process is a rank that somebody launched."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def started_by() -> Starter:
+    """Who launched this rank. torchrun can be in a task of `srun`, and then it was torchrun."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return Starter.torchrun
+    return Starter.srun if os.environ.get("SLURM_PROCID") == os.environ.get("RANK") else Starter.script
+
+
+def without_local_rank(words: Sequence[str]) -> list[str]:
+    """The words of a rank's command without `--local-rank=N`.
+
+    `torch.distributed.launch` adds it, as torchrun did once. It says the same by LOCAL_RANK.
+    """
+    if not is_launched() or "LOCAL_RANK" not in os.environ:
+        return list(words)
+    return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
 
 
 def launched() -> Place:
@@ -42,14 +74,28 @@ def launched() -> Place:
     )
 
 
+def store_address() -> tuple[str, int]:
+    """The host and the port of the store at which launched ranks meet.
+
+    Raises:
+        InputError: a variable is missing, or the port is no number of its range.
+    """
+    if not (host := os.environ.get("MASTER_ADDR")):
+        raise InputError(
+            "the environment has RANK and WORLD_SIZE, but no MASTER_ADDR, where the ranks meet; set it to "
+            "the address of rank 0 and MASTER_PORT to a free port there, or leave out RANK and WORLD_SIZE"
+        )
+    return host, _number("MASTER_PORT", 1, 65_535)
+
+
 def local_size(ranks: int) -> int:
     """How many of a job's `ranks` are on this machine: all, unless a launcher says otherwise."""
     return launched().local_size if is_launched() else ranks
 
 
 def _number(name: str, least: int, most: int, default: int | None = None) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or not least <= int(text) <= most:
+    text = os.environ.get(name, "" if default is None else str(default))
+    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
         raise InputError(
             f"the environment has {name}={text!r}, expected a number from {least} to {most}; let a launcher set it "
             "(torchrun), or leave out RANK and WORLD_SIZE"

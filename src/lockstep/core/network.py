@@ -1,7 +1,11 @@
-"""Addresses of this machine: which are its own, and which network interface reaches another. Imports no torch."""
+"""This machine among others: what tells it from them, its addresses, and the interface that reaches another.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import socket
@@ -12,8 +16,25 @@ from pathlib import Path
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 
-SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
-NAME_BYTES = 16  # of an interface in that call
+SIOCGIFCONF = 0x8912  # ioctl of Linux: all interfaces with their IPv4 addresses
+# Of one entry, a `struct ifreq`: its bytes, those of the name, and where the address is.
+ENTRY_BYTES, NAME_BYTES, ADDRESS = 40, 16, slice(20, 24)
+MOST_ENTRIES = 1024
+ELSEWHERE = "198.51.100.1"  # of a network that does not exist (RFC 5737): by default it is reached as most are
+
+
+def machine() -> str:
+    """What tells this machine from others, also from one of the same host name: its boot, and its loopback interface.
+
+    Containers of one machine have an interface each, and cannot reach one another there.
+    """
+    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    words = [socket.gethostname()]
+    with suppress(safe_read.UnreadableFile):
+        words.append(safe_read.read_text(boot).strip())
+    with suppress(OSError):
+        words.append(str(network.readlink()))
+    return " ".join(words)
 
 
 def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
@@ -26,8 +47,7 @@ def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise InputError(
-            f"the host {host!r} is not known on this machine ({error.strerror}); use its address: "
-            "launcher.rendezvous=10.0.0.1:29500"
+            f"the host {host!r} is not known on this machine ({error.strerror}); use its address, such as 10.0.0.1"
         ) from error
     return [(family, str(address[0])) for family, _, _, _, address in known]
 
@@ -53,6 +73,12 @@ def interface_to(host: str, port: int) -> str | None:
     return None
 
 
+def interface_elsewhere() -> str | None:
+    """The interface by which this machine reaches others: by default, or else the only one besides loopback."""
+    names = {name for name, address in _interfaces() if not address.is_loopback and not address.is_link_local}
+    return interface_to(ELSEWHERE, 1) or (names.pop() if len(names) == 1 else None)
+
+
 def interface_of(address: str) -> str | None:
     """The interface that has `address`, IPv4 or IPv6; None if there is none, or its system does not tell."""
     here = ipaddress.ip_address(address.partition("%")[0])
@@ -65,11 +91,14 @@ def interface_of(address: str) -> str | None:
 def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """The interfaces of this machine with their addresses."""
     pairs: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none of IPv4
-                packed = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[: NAME_BYTES - 1]))
-                pairs.append((name, ipaddress.IPv4Address(packed[20:24])))
+    room = array.array("B", bytes(ENTRY_BYTES * MOST_ENTRIES))
+    asked = struct.pack("iL", len(room), room.buffer_info()[0])
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, suppress(OSError):
+        length, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, asked))
+        for start in range(0, length, ENTRY_BYTES):
+            entry = room[start : start + ENTRY_BYTES].tobytes()
+            name = entry[:NAME_BYTES].partition(b"\0")[0].decode()
+            pairs.append((name.partition(":")[0], ipaddress.IPv4Address(entry[ADDRESS])))
     with suppress(safe_read.UnreadableFile):  # without IPv6
         for line in safe_read.read_text(Path("/proc/net/if_inet6")).splitlines():
             digits, *_, name = line.split()

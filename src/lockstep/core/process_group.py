@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from lockstep.core import network
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.launched import is_launched, launched
+from lockstep.core.launched import is_launched, launched, store_address
 from lockstep.core.world import World
 
 SPARE_FILES = 512  # that a rank may have open besides its connections
@@ -139,15 +138,20 @@ def _use_interface_to_main() -> None:
     """Have gloo listen where the other machines reach this one: on the interface by which it reaches main's.
 
     By itself gloo takes the address of this machine's own name, which can be one of the loopback interface, or none.
+    So can be that of MASTER_ADDR, on main's machine.
     """
-    name = network.interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    if sys.platform == "linux" and name is not None and name != "lo":
+    if sys.platform != "linux":
+        return
+    name = network.interface_to(*store_address())
+    if name == "lo":
+        name = network.interface_elsewhere()
+    if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _local_peer_pids(control: Any) -> dict[int, int]:
     """The process numbers of the other ranks of this machine. Collective."""
-    here = (socket.gethostname(), os.getpid())
+    here = (network.machine(), os.getpid())
     everyone: list[tuple[str, int]] = [here] * dist.get_world_size()
     dist.all_gather_object(everyone, here, group=control)
-    return {rank: pid for rank, (host, pid) in enumerate(everyone) if host == here[0] and pid != here[1]}
+    return {rank: pid for rank, (machine, pid) in enumerate(everyone) if machine == here[0] and pid != here[1]}

@@ -16,6 +16,11 @@ import subprocess
 SUBMITTED = "LOCKSTEP_SLURM_JOB"
 # Ports for the ranks to meet at: below those that Linux gives out by itself.
 PORTS = range(10_000, 30_000)
+# What `srun` tells each task of a step.
+NEEDED = {
+    *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"),
+}
 
 
 def is_submitted() -> bool:
@@ -25,15 +30,15 @@ def is_submitted() -> bool:
 
 def adopt_srun() -> None:
     """In one of several tasks of `srun`, set the variables of a rank that other launchers set."""
-    names = {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"}
     environ = os.environ
-    if "RANK" in environ or not names <= environ.keys() or int(environ["SLURM_STEP_NUM_TASKS"]) < 2:
+    if "RANK" in environ or not environ.keys() >= NEEDED or int(environ["SLURM_STEP_NUM_TASKS"]) < 2:
         return
-    local_sizes = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]))
     environ["RANK"] = environ["SLURM_PROCID"]
     environ["WORLD_SIZE"] = environ["SLURM_STEP_NUM_TASKS"]
     environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
-    environ["LOCAL_WORLD_SIZE"] = str(local_sizes[int(environ.get("SLURM_NODEID", "0"))])
+    environ["LOCAL_WORLD_SIZE"] = str(
+        tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[int(environ["SLURM_NODEID"])]
+    )
     environ.setdefault("MASTER_ADDR", address_of(first_host(environ["SLURM_STEP_NODELIST"])))
     environ.setdefault("MASTER_PORT", str(port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))))
 

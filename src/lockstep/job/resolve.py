@@ -12,7 +12,7 @@ from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
-from lockstep.core.launched import is_launched, launched, local_size
+from lockstep.core.launched import Starter, is_launched, launched, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Optimizer, Strategy
@@ -39,7 +39,7 @@ def resolve(job: Job, *, sweep: bool) -> Job:
     Raises:
         InputError: the machine does not have what was asked for.
     """
-    if isinstance(job.launcher, Slurm):
+    if isinstance(job.launcher, Slurm) and not is_launched():
         job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
@@ -217,21 +217,20 @@ def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> in
 
 
 def _launched_ranks(launcher: Launcher) -> int:
-    """The ranks that torchrun has started, which leaves a launcher of ours nothing to do."""
-    ranks = launched().size
+    """The ranks that torchrun, srun or a script has started, which leaves a launcher of ours nothing to do."""
+    ranks, starter = launched().size, started_by()
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
-            f"launcher.ranks is {launcher.ranks}, but torchrun has started {ranks}; use launcher.ranks=auto, or "
-            f"torchrun --nproc-per-node={launcher.ranks}"
+            f"launcher.ranks is {launcher.ranks}, but {starter.said} has started {ranks}; use launcher.ranks=auto, "
+            f"or start {launcher.ranks} ({starter.value})"
         )
     if type(launcher) not in (AutoLauncher, Inline):
         name = type(launcher).__name__.lower()
-        restarts = (
-            f" --max-restarts={launcher.restarts}" if isinstance(launcher, Elastic) and launcher.restarts else ""
-        )
+        instead = f", or launcher={name} without {starter.said}"
+        if starter is Starter.torchrun and isinstance(launcher, Elastic):
+            instead = f" and torchrun --max-restarts={launcher.restarts}" if launcher.restarts else ""
         raise InputError(
-            f"launcher={name} starts ranks, but torchrun has started them; use launcher=auto"
-            + (f" and torchrun{restarts}" if restarts else "")
+            f"launcher={name} starts ranks, but {starter.said} has started them; use launcher=auto{instead}"
         )
     return ranks
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
+from lockstep.core import network
 from lockstep.core.errors import LockstepError, RankFailed
-from lockstep.core.launched import is_launched, launched
+from lockstep.core.launched import is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
 
 # For main's word, which comes when the data is there; and for the store of an agent, which is there before its ranks.
@@ -34,7 +35,7 @@ def create_on_main(
         make: makes the folder, and gives the context in which it is used. Called by main only.
         say: shows an error to the user.
     """
-    if not is_launched():
+    if not is_launched() or launched().size == 1:
         with make() as run_dir:
             yield run_dir
         return
@@ -42,6 +43,8 @@ def create_on_main(
     # torchrun's agent serves a store. Without one (srun) main serves it, and the process group uses it too.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(serve=rank == 0 and not served, seconds=REACHED_S if served else WAIT_S)
+    if not served:
+        _find_local_ranks(store)
     key = f"lockstep/run_dir/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         try:
@@ -54,19 +57,33 @@ def create_on_main(
             store.set(key, f"{OK} {run_dir.path}")
             yield run_dir
         return
-    status, _, word = _awaited(store, key).partition(" ")
+    status, _, word = _awaited(store, key, "main has made no run folder").partition(" ")
     if status == FAILED:
         raise SystemExit(int(word))
     yield RunDir(Path(word))
+
+
+def _find_local_ranks(store: TCPStore) -> None:
+    """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher has not said which of them share a machine."""
+    place = launched()
+    key = "lockstep/machine/{}"
+    store.set(key.format(place.rank), network.machine())
+    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+        return
+    machines = [_awaited(store, key.format(rank), f"rank {rank} has not come") for rank in range(place.size)]
+    local_ranks = [rank for rank, machine in enumerate(machines) if machine == machines[place.rank]]
+    os.environ.setdefault("LOCAL_RANK", str(local_ranks.index(place.rank)))
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(local_ranks))
 
 
 def _store(*, serve: bool, seconds: float) -> TCPStore:
     """The store of the job's ranks.
 
     Raises:
+        InputError: nothing says where it is.
         RankFailed: it is not there, and does not come within so many seconds; or its port is taken.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = store_address()
     until = time.monotonic() + seconds
     try:
         # Poll, because signal handlers do not run while the store waits.
@@ -96,13 +113,17 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-def _awaited(store: TCPStore, key: str) -> str:
-    """The value of `key` in the store, once it is set. Polled, because signal handlers do not run in a wait."""
+def _awaited(store: TCPStore, key: str, otherwise: str) -> str:
+    """The value of `key` in the store, once it is set. Polled, because signal handlers do not run in a wait.
+
+    Raises:
+        RankFailed: it is not set in time, of which `otherwise` says what that means; or the store has gone.
+    """
     until = time.monotonic() + WAIT_S
     try:
         while not store.check([key]):
             if time.monotonic() > until:
-                raise RankFailed(f"main has made no run folder in {WAIT_S:g} s; see what it says")
+                raise RankFailed(f"{otherwise} in {WAIT_S:g} s; see what it says")
             time.sleep(POLL_S)
         return store.get(key).decode()
     except (DistNetworkError, DistStoreError) as error:

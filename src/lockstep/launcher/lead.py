@@ -116,8 +116,9 @@ class Lead:
         while True:
             running = [rank.sentinel for rank in everyone.here.ranks if rank.code() is None]
             multiprocessing.connection.wait(running, POLL_S)
+            ended = None not in everyone.codes().values()  # asked first: a rank that ends now is looked at below
             failed = failures(everyone)
-            if failed or None not in everyone.codes().values():
+            if failed or ended:
                 return failed, joined
             if self.machines.newcomers and not joined:
                 joined = True

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, LockstepError, RankFailed
+from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.connection import Connection, ConnectionGone
 from lockstep.launcher.processes import GRACE_S, POLL_S
@@ -237,14 +237,13 @@ class Machines:
                 if number == signal.SIGKILL and member.give_up_at is None:
                     member.give_up_at = time.monotonic() + GRACE_S
 
-    def failure(self) -> RankFailed | None:
-        """That machines have gone with their ranks, if any have."""
-        gone = [
-            f"machine {member.host} is gone ({member.gone})"
-            for member in self.members
-            if member.gone and None in member.codes.values()
-        ]
-        return RankFailed("; ".join(gone)) if gone else None
+    def failure(self) -> LockstepError | None:
+        """That machines have gone with their ranks, if any have: in order, if they were asked to stop."""
+        gone = [member for member in self.members if member.gone and None in member.codes.values()]
+        if not gone:
+            return None
+        words = "; ".join(f"machine {member.host} is gone ({member.gone})" for member in gone)
+        return (Stopped if all(member.leaving for member in gone) else RankFailed)(words)
 
     def end(self, error: LockstepError | None) -> None:
         """Tell all machines how the job ended."""

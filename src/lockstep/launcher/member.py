@@ -117,12 +117,8 @@ class Member:
             if (codes := self.codes()) != self.reported:
                 connection.send(codes=codes)
                 self.reported = codes
-            if leaving and not self._runs:
+            if leaving and None not in codes.values():  # main has been told these
                 raise Stopped("this machine has left the job as it was asked to; what was done is saved")
-
-    @property
-    def _runs(self) -> bool:
-        return None in self.codes().values()
 
     def _see(self, connection: Connection, path: Path, lock: str) -> None:
         """Tell main that this machine sees the run folder.

@@ -14,21 +14,23 @@ from omegaconf import DictConfig
 from lockstep.config.program_words import program_name
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.launched import is_launched
+from lockstep.core.launched import is_launched, started_by
 from lockstep.core.safe_read import parsed_json, read_lines
 from lockstep.runtime import program
 from lockstep.sweep import array
 from lockstep.sweep.jobs import LEDGER, Outcome
 
 
-def _refuse_under_torchrun() -> None:
+def _refuse_as_rank() -> None:
     """Exit if this process is a launched rank: each rank would run the whole sweep."""
     if not is_launched():
         return
     from lockstep.launcher import create_on_main  # needs torch, which --help does not wait for
 
     def refuse() -> NoReturn:
-        raise InputError(f"torchrun would run the whole sweep in each rank; type {program_name()} -m ... instead")
+        raise InputError(
+            f"{started_by().said} would run the whole sweep in each rank; type {program_name()} -m ... instead"
+        )
 
     with create_on_main(refuse, program.say):
         raise AssertionError("a refusal ends every rank")
@@ -55,7 +57,7 @@ class Report(Callback):
     earlier = 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _refuse_under_torchrun()
+        _refuse_as_rank()
         # Hydra makes the folder before it composes the jobs, and has no callback for a mistake in one.
         folder = Path(config.hydra.sweep.dir).absolute()
         self.earlier = len(_ledger(folder))  # lines of an earlier sweep in this folder

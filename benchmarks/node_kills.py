@@ -1,0 +1,259 @@
+"""Kills one of two machines again and again, and shows that the run is still the one of a single machine.
+
+    python benchmarks/node_kills.py --kills 20 --json node_kills.json
+
+The machines are network namespaces with a link between them, so it needs Linux, root and `ip` (iproute2). A small
+real job (dropout, momentum, averaged weights, a checkpoint every three steps) runs on both with `launcher.restarts`,
+and once on one machine with as many ranks. Every process of the machine without main is killed with SIGKILL: while
+its rank starts, in a step, in an evaluation and while main saves, in turns. Which of them it met is read from the run
+folder. Up to 3 s later the same command is started there again, as on a machine that comes back. A run has up to four
+kills, and has to end with exit code 0 and with what the run on one machine has, to the last bit: weights, averaged
+weights, optimizer state, losses, each step once. Exits with 1 if one does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.core.run_dir import RunDir
+from measure import parser
+from soak import Record
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests"))
+from namespaces import Machine, Unavailable, two_machines  # noqa: E402
+
+STEPS, EVAL_EVERY = 40, 6
+JOB = (
+    *("name=node_kills", "device=cpu", "precision=fp64", "strategy=ddp", "launcher.threads=1", "batch=300"),
+    *("model.width=8", "model.dropout=0.3", "optimizer=sgd", "train.ema=0.9", "train.eval_batch=4"),
+    *("telemetry.interval=1", "logger=jsonl", f"steps={STEPS}", f"train.eval_every={EVAL_EVERY}"),
+    "checkpoint.every=3",
+)
+PHASES = ("start-up", "step", "evaluation", "checkpoint")
+RANK = b"lockstep.runtime.child"
+PATIENCE_S = 300.0  # for anything that has to happen
+LONGEST_AWAY_S = 3.0
+
+console = Console(highlight=False, width=110)
+
+
+class Failed(Exception):
+    """A run did not come through, and where."""
+
+
+@dataclass
+class Tally:
+    """What became of the runs and of the kills: by the phase that one was meant for, and the phase that it met."""
+
+    runs: int = 0
+    equal: int = 0
+    met: Counter[tuple[str, str]] = field(default_factory=Counter)
+    survived: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+
+class TwoMachines:
+    """A run on two machines, of which the other than main's is killed."""
+
+    def __init__(self, run: RunDir, main: Machine, other: Machine, restarts: int) -> None:
+        self.run, self.other = run, other
+        self.overrides = (
+            *("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1", "launcher.timeout=2min"),
+            *(f"launcher.rendezvous={main.address}:29500", f"launcher.restarts={restarts}"),
+        )
+        self.processes = [start(run, *self.overrides, shell=main.shell)]
+        self.ranks_began = 0.0  # when the rank of this attempt was seen
+        self.start_other()
+
+    def start_other(self) -> None:
+        self.processes.append(start(self.run, *self.overrides, shell=self.other.shell))
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until `condition` holds.
+
+        Raises:
+            Failed: the job ended, or it took too long.
+        """
+        until = time.monotonic() + PATIENCE_S
+        while not condition():
+            code = self.processes[0].poll()
+            if code is not None or time.monotonic() > until:
+                raise Failed(f"no {what}; main's machine has exit code {code}")
+            time.sleep(0.001)
+
+    def await_rank(self) -> None:
+        """Wait until the other machine has a rank."""
+        self.wait_for(lambda: any(RANK in words_of(pid) for pid in self.other.pids()), "rank on the other machine")
+        self.ranks_began = time.time()
+
+    def await_phase(self, phase: str, chance: random.Random) -> None:
+        """Wait for a moment of this phase."""
+        if phase == "start-up":
+            time.sleep(chance.uniform(0, 6))
+            return
+        first = chance.randrange(1, 4)  # of the steps of this attempt
+        self.wait_for(lambda: len(self.new_lines()) >= first, "step")
+        self.wait_for(lambda: self.phase() == phase, phase)
+        if phase == "step":
+            time.sleep(chance.uniform(0, 0.1))
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """The lines of the log that this attempt has written."""
+        return [line for line in lines(self.run) if line["time"] > self.ranks_began]
+
+    def phase(self) -> str:
+        """What the ranks do now."""
+        if any(self.run.checkpoints.glob(".*.tmp")):
+            return "checkpoint"
+        new = self.new_lines()
+        if not new:
+            return "start-up"
+        return "evaluation" if new[-1]["step"] % EVAL_EVERY == 0 and "loss/val" not in new[-1] else "step"
+
+    def kill_other(self, phase: str, chance: random.Random) -> str:
+        """Kill the other machine in a phase, and bring it back; returns the phase that it met."""
+        self.await_rank()
+        pids = self.other.pids()  # asked before the moment: asking takes longer than a save
+        self.await_phase(phase, chance)
+        met = self.phase()
+        for pid in (*pids, *self.other.pids()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.processes[-1].wait()
+        time.sleep(chance.uniform(0, LONGEST_AWAY_S))
+        self.start_other()
+        return met
+
+    def await_end(self) -> None:
+        """Wait until both commands have ended.
+
+        Raises:
+            Failed: one did not end with exit code 0.
+        """
+        for name, process in (("main's machine", self.processes[0]), ("the other", self.processes[-1])):
+            if code := process.wait(PATIENCE_S):
+                raise Failed(f"{name} ended with exit code {code}")
+
+    def close(self) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def start(run: RunDir, *overrides: str, shell: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    """The command of a user; what it prints is added to a file beside the folder."""
+    words = [sys.executable, "train.py", *JOB, *overrides, f"hydra.run.dir={run.path}"]
+    with run.path.with_suffix(".out").open("ab") as out:
+        return subprocess.Popen(
+            [*shell, *words, f"output_root={run.path.parent}"],
+            cwd=ROOT,
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def words_of(pid: int) -> bytes:
+    """The command of a process; empty if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
+def lines(run: RunDir) -> list[dict[str, Any]]:
+    """The whole lines of a log that is being written."""
+    text = run.metrics.read_text() if run.metrics.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def attempt(tally: Tally, run: RunDir, machines: tuple[Machine, Machine], kills: int, chance: random.Random) -> None:
+    """One run on two machines with so many kills.
+
+    Raises:
+        Failed: it did not come to its end.
+    """
+    phases = chance.sample(PHASES, kills)
+    with closing(TwoMachines(run, *machines, restarts=kills)) as job:
+        for phase in phases:
+            met = job.kill_other(phase, chance)
+            tally.met[phase, met] += 1
+            job.await_rank()
+            tally.survived[phase] += 1
+            console.print(f"{run.path.name}: killed, meant for {phase}, met {met}; its ranks are started again")
+        job.await_end()
+
+
+def compare(tally: Tally, run: RunDir, expected: Record) -> None:
+    """Count whether a run has what the one on one machine has."""
+    record = Record.of(run)
+    differences = list(record.differences(expected))
+    if record.fingerprint != expected.fingerprint:
+        differences.append("the newest checkpoint is another")
+    tally.equal += not differences
+    tally.faults += [f"{run.path.name}: {difference}" for difference in differences]
+
+
+def show(tally: Tally) -> None:
+    table = Table("meant for", "kills", *(f"met {phase}" for phase in PHASES), "survived")
+    for phase in PHASES:
+        met = [tally.met[phase, other] for other in PHASES]
+        table.add_row(phase, *map(str, (sum(met), *met, tally.survived[phase])))
+    console.print(table)
+    kills, survived = tally.met.total(), tally.survived.total()
+    console.print(f"{survived} of {kills} kills survived; {tally.equal} of {tally.runs} runs with the same bits")
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=20, help="in runs of up to four [20]")
+    options.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    arguments = options.parse_args()
+    chance, tally, began = random.Random(arguments.seed), Tally(), time.monotonic()
+    root = Path(tempfile.mkdtemp(prefix="lockstep-node-kills-"))
+    alone = RunDir(root / "alone")
+    if code := start(alone, "launcher=spawn", "launcher.ranks=2").wait():
+        sys.exit(f"the run on one machine ended with exit code {code}, see {alone.path.with_suffix('.out')}")
+    try:
+        with two_machines() as machines:
+            while tally.met.total() < arguments.kills and not tally.faults:
+                tally.runs += 1
+                run = RunDir(root / f"run-{tally.runs}")
+                try:
+                    attempt(tally, run, machines, min(len(PHASES), arguments.kills - tally.met.total()), chance)
+                    compare(tally, run, Record.of(alone))
+                except Failed as error:
+                    tally.faults.append(f"{run.path.name}: {error}, see {run.path.with_suffix('.out')}")
+    except Unavailable as error:
+        sys.exit(f"node_kills.py {error}")
+    show(tally)
+    if arguments.json:
+        figures = {"kills": tally.met.total(), "survived": tally.survived.total(), "runs": tally.runs}
+        times = {"equal": tally.equal, "seconds": round(time.monotonic() - began), "seed": arguments.seed}
+        arguments.json.write_text(json.dumps({**figures, **times}, indent=2) + "\n")
+    if tally.faults:
+        sys.exit("\n".join([*tally.faults, f"the folders are kept in {root}"]))
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Ranks that others launch: by torchrun, by srun, by a script. Where they meet, and which of them share a machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from lockstep.core import network, slurm
+from lockstep.core.errors import InputError
+from lockstep.core.launched import Place, Starter, launched, started_by, store_address, without_local_rank
+from lockstep.launcher import attach
+
+STEP = {
+    "SLURM_JOB_ID": "70001",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "3,1,2",
+    "SLURM_STEP_NODELIST": "localhost,gpu[07-08]",
+}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("SLURM_", "MASTER_", "TORCHELASTIC_")) or name.endswith(("RANK", "WORLD_SIZE")):
+            monkeypatch.delenv(name)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("login", "login"),
+        ("node[01-03,7]", "node01"),
+        ("node[7,01-03]", "node7"),
+        ("gpu-a[1-2]b", "gpu-a1b"),
+        ("gpu-a[10-12]b,login", "gpu-a10b"),
+        ("login,gpu[1-2]", "login"),
+        ("rack[2-3]node[08-16,20]", "rack2node08"),
+        ("a[1-2]b[3,5]c[7]d.example.org,z9", "a1b3c7d.example.org"),
+        ("[3-4]", "3"),
+        ("10-0-0-[1-8]", "10-0-0-1"),
+    ],
+)
+def test_the_first_host_of_a_list_is_found(hosts: str, first: str) -> None:
+    assert slurm.first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x3),1", [2, 2, 2, 1]), ("1,3(x2),16(x1)", [1, 3, 3, 16])],
+)
+def test_the_tasks_of_each_machine_are_found(text: str, sizes: list[int]) -> None:
+    assert slurm.tasks_per_node(text) == sizes
+
+
+def test_jobs_and_steps_that_run_beside_each_other_have_ports_of_their_own() -> None:
+    ports = [slurm.port(job, step) for job in range(4_000_000, 4_000_500) for step in range(10)]
+    assert len(set(ports)) == len(ports)
+    assert all(port in slurm.PORTS for port in ports)
+    assert slurm.port(2**32, 4_294_967_290) in slurm.PORTS  # of an interactive step
+
+
+def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, **STEP)
+    slurm.adopt_srun()
+    assert launched() == Place(rank=5, size=6, local_rank=1, local_size=2)
+    assert started_by() is Starter.srun
+    assert store_address() == ("localhost", slurm.port(70001, 2))
+
+
+def test_a_task_of_srun_meets_the_others_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, **STEP, MASTER_ADDR="10.0.0.9", MASTER_PORT="4444")
+    slurm.adopt_srun()
+    assert store_address() == ("10.0.0.9", 4444)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["launched by another", "the only task"]
+)
+def test_another_process_of_srun_is_left_alone(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
+    told(monkeypatch, **{**STEP, **changed})
+    slurm.adopt_srun()
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    told(monkeypatch, RANK="0", WORLD_SIZE="2")
+    assert started_by() is Starter.script
+    told(monkeypatch, SLURM_PROCID="0", TORCHELASTIC_RUN_ID="none")
+    assert started_by() is Starter.torchrun
+
+
+def test_the_local_rank_that_older_launchers_add_is_no_word_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--local-rank=1", "epochs=2", "--local_rank=1"]
+    assert without_local_rank(words) == words
+    told(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert without_local_rank(words) == ["epochs=2"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, "the environment has RANK and WORLD_SIZE, but no MASTER_ADDR"),
+        ({"MASTER_ADDR": "here"}, "the environment has MASTER_PORT='', expected a number from 1 to 65535"),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "²"}, "MASTER_PORT='²', expected a number from 1 to 65535"),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "0"}, "MASTER_PORT='0', expected a number from 1 to 65535"),
+    ],
+)
+def test_a_place_to_meet_that_is_none_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    told(monkeypatch, **variables)
+    with pytest.raises(InputError) as raised:
+        store_address()
+    assert says in str(raised.value)
+
+
+def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    for rank, machine in enumerate(("other", network.machine(), "other", "third")):
+        store.set(f"lockstep/machine/{rank}", machine)
+    told(monkeypatch, RANK="4", WORLD_SIZE="5")
+    attach._find_local_ranks(store)
+    assert launched() == Place(rank=4, size=5, local_rank=1, local_size=2)
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_to("127.0.0.2", 9) == "lo"
+    assert network.interface_of("198.51.100.1") is None
+
+
+def test_an_address_of_this_machine_is_known_as_its_own() -> None:
+    assert network.is_own("127.0.0.1", 29500)
+    assert network.is_own("localhost", 29500)
+    assert not network.is_own("198.51.100.1", 29500)
+
+
+def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(InputError, match=r"the host 'nowhere' is not known on this machine \(Name or service"):
+        network.addresses("nowhere", 1)
