@@ -1,9 +1,7 @@
 """Memory of the strategies: bytes of each rank for a model of 100 M parameters, over gloo, on this machine.
 
-    OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py --json memory.json
-    OPENBLAS_NUM_THREADS=1 python benchmarks/memory.py --ranks 2 --width 512
-
-Ranks are forked, which a process with NumPy's threads cannot be: hence the variable.
+    python benchmarks/memory.py --json memory.json
+    python benchmarks/memory.py --ranks 2 --width 512
 
 Each strategy takes two steps of AdamW on a batch of blank images, in a gang of ranks of its own. *Counted* are the
 bytes of this rank's parameters, gradients and optimizer state behind the second backward pass, when all three are
@@ -20,6 +18,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from lockstep.core.native_threads import configure_native_threads
+
+configure_native_threads()  # before NumPy and torch: with their threads this process could not be forked into ranks
 
 import torch
 from torch import Tensor, nn

@@ -3,7 +3,7 @@
     python benchmarks/node_kills.py --kills 20 --json node_kills.json
 
 The machines are network namespaces with a link between them, so it needs Linux, root and `ip` (iproute2). A small
-real job (dropout, momentum, averaged weights, a checkpoint every three steps) runs on both with `launcher.restarts`,
+real job (dropout, momentum, averaged weights, a checkpoint every four steps) runs on both with `launcher.restarts`,
 and once on one machine with as many ranks. Every process of the machine without main is killed with SIGKILL: while
 its rank starts, in a step, in an evaluation and while main saves, in turns. Which of them it met is read from the run
 folder. Up to 3 s later the same command is started there again, as on a machine that comes back. A run has up to four
@@ -45,7 +45,7 @@ JOB = (
     *("name=node_kills", "device=cpu", "precision=fp64", "strategy=ddp", "launcher.threads=1", "batch=300"),
     *("model.width=8", "model.dropout=0.3", "optimizer=sgd", "train.ema=0.9", "train.eval_batch=4"),
     *("telemetry.interval=1", "logger=jsonl", f"steps={STEPS}", f"train.eval_every={EVAL_EVERY}"),
-    "checkpoint.every=3",
+    "checkpoint.every=4",
 )
 PHASES = ("start-up", "step", "evaluation", "checkpoint")
 RANK = b"lockstep.runtime.child"
@@ -111,9 +111,11 @@ class TwoMachines:
             return
         first = chance.randrange(1, 4)  # of the steps of this attempt
         self.wait_for(lambda: len(self.new_lines()) >= first, "step")
-        self.wait_for(lambda: self.phase() == phase, phase)
-        if phase == "step":
-            time.sleep(chance.uniform(0, 0.1))
+        while True:
+            self.wait_for(lambda: self.phase() == phase, phase)
+            time.sleep(chance.uniform(0, 0.1) if phase == "step" else 0)
+            if self.phase() == phase:
+                return
 
     def new_lines(self) -> list[dict[str, Any]]:
         """The lines of the log that this attempt has written."""

@@ -1,9 +1,7 @@
 """Ranks: milliseconds per step of Lockstep's strategies and of plain and hand-tuned DDP, over gloo, on this machine.
 
-    OPENBLAS_NUM_THREADS=1 python benchmarks/scaling.py --json scaling.json
-    OPENBLAS_NUM_THREADS=1 python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
-
-Ranks are forked, which a process with NumPy's threads cannot be: hence the variable.
+    python benchmarks/scaling.py --json scaling.json
+    python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
 per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
@@ -24,6 +22,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from lockstep.core.native_threads import configure_native_threads
+
+configure_native_threads()  # before NumPy and torch: with their threads this process could not be forked into ranks
 
 import torch
 from torch import nn

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,9 @@ SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-SchedulerParameters=sched_interval=2,bf_interval=2
+SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
+GresTypes=gpu
 SlurmdTimeout=20
 KillWait=5
 ReturnToService=2
@@ -47,11 +49,13 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldPidFile={folder}/slurmctld.pid
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=4 RealMemory=1000 State=UNKNOWN
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=4 RealMemory=1000 State=UNKNOWN
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=4 RealMemory=1000 Gres=gpu:{gpus}
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=4 RealMemory=1000 Gres=gpu:{gpus}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=15
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
+GPUS = 2  # of each machine, to SLURM: device files that are none of a GPU
+GRES = "AutoDetect=off\nNodeName=node[1-2] Name=gpu File={folder}/gpu[0-{last}]\n"
 
 
 def missing() -> str:
@@ -69,8 +73,13 @@ def cluster() -> Iterator[dict[str, str]]:
     ports = _free_ports(3)
     config = folder / "slurm.conf"
     config.write_text(
-        CONFIG.format(host=socket.gethostname(), folder=folder, port=ports[0], port1=ports[1], port2=ports[2])
+        CONFIG.format(
+            host=socket.gethostname(), folder=folder, port=ports[0], port1=ports[1], port2=ports[2], gpus=GPUS
+        )
     )
+    (folder / "gres.conf").write_text(GRES.format(folder=folder, last=GPUS - 1))
+    for number in range(GPUS):
+        os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null by another name
     (folder / "state").mkdir()
     folder.chmod(0o755)
     key = folder / "munge.key"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,9 @@ import torch
 
 import slurm_cluster
 from helpers import ROOT, command, records, train, weights
+from lockstep.core.launched import launched
+from lockstep.core.process_group import own_gpu
+from lockstep.core.slurm import adopt_srun
 from processes import JOB, ended, start, steps_done, summary, wait_for
 
 pytestmark = pytest.mark.slow
@@ -18,6 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS = 6
 TWO = (*JOB, "strategy=ddp", "launcher.threads=1", "device=cpu", "precision=fp64")
 SLURM = ("launcher=slurm", "launcher.partition=main", "launcher.ranks=1")
+LONG = ("steps=100000", "schedule=constant", "checkpoint.every=1000", "device=cpu", "launcher.threads=1")
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +55,49 @@ def queue(slurm: dict[str, str], *words: str) -> str:
     return done.out.strip()
 
 
+def cancel(slurm: dict[str, str]) -> None:
+    """Cancel all jobs, and wait until they have ended."""
+    for line in queue(slurm).splitlines():
+        assert command("scancel", line.split()[0], **slurm).code == 0
+    wait_for(lambda: not queue(slurm))
+
+
 def runs(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if (path / "checkpoints").is_dir())
 
 
-def test_a_job_on_two_machines_and_srun_by_hand_give_the_run_of_one(
+def submitted(slurm: dict[str, str], folder: Path, *overrides: str) -> Path:
+    """The run folder of a job that was submitted."""
+    done = train(*overrides, *SLURM, f"output_root={folder}", **slurm)
+    assert done.code == 0, done.err
+    (run,) = runs(folder)
+    assert f": {run}" in done.out.replace("\n", "")
+    return run
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """The rank processes of a run, wherever they were started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"lockstep.runtime.child" in words and str(folder).encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def each_step_once(folder: Path) -> bool:
+    steps = [line["step"] for line in records(folder) if "loss/train" in line]
+    return steps == list(range(1, len(steps) + 1))
+
+
+def test_a_job_on_two_machines_with_a_killed_rank_and_srun_by_hand_give_the_run_of_one(
     slurm: dict[str, str], alone: Path, tmp_path: Path
 ) -> None:
     told = (*TWO, f"steps={STEPS}")
-    done = train(*told, *SLURM, "launcher.nodes=2", f"output_root={tmp_path}", **slurm)
-    assert done.code == 0, done.err
-    (folder,) = runs(tmp_path)
-    assert f": {folder}" in done.out.replace("\n", "")
+    folder = submitted(slurm, tmp_path, *told, "launcher.nodes=2", "launcher.restarts=1")
+    wait_for(lambda: ranks_of(folder))
+    os.kill(ranks_of(folder)[0], signal.SIGKILL)
     by_hand = tmp_path / "by hand"
     words = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "train.py")
     done = command(*words, *told, f"hydra.run.dir='{by_hand}'", f"output_root={tmp_path}", cwd=ROOT, **slurm)
@@ -66,7 +105,31 @@ def test_a_job_on_two_machines_and_srun_by_hand_give_the_run_of_one(
     wait_for(lambda: not queue(slurm))
     assert_same(by_hand, alone)
     assert_same(folder, alone)
-    assert (folder / "logs" / "slurm-1-1.log").is_file()  # of the second machine
+    logs = [(folder / "logs" / f"slurm-1-{node}.log").read_text() for node in (0, 1)]
+    assert logs[0].count("all ranks are started again from the last checkpoint") == 1
+
+
+@pytest.mark.parametrize("words", [("--gpus-per-task=1",), ("--gpus-per-node=2",)], ids=["one each", "all"])
+def test_each_task_of_srun_takes_another_gpu(
+    slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """SLURM has device files in place of GPUs here, and how many of them torch would see is what it says."""
+    names = ("SLURM_STEP", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "CUDA_VISIBLE_DEVICES")
+    show = f"import json, os; print(json.dumps({{k: v for k, v in os.environ.items() if k.startswith({names})}}))"
+    done = command("srun", "--nodes=1", "--ntasks=2", *words, sys.executable, "-c", show, cwd=ROOT, **slurm)
+    assert done.code == 0, done.err
+    taken = []
+    for environment in map(json.loads, done.out.splitlines()):
+        with monkeypatch.context() as task:
+            for name, value in environment.items():
+                task.setenv(name, value)
+            visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
+            task.setattr(torch.cuda, "device_count", lambda visible=visible: len(visible))
+            task.setenv("RANK", "")  # what `adopt_srun` sets is undone too
+            task.delenv("RANK")
+            adopt_srun()
+            taken.append((launched().rank, launched().local_size, visible[own_gpu(launched().local_rank)]))
+    assert sorted(taken) == [(0, 2, "0"), (1, 2, "1")]
 
 
 def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -80,21 +143,26 @@ def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
     assert [summary(folder)["status"] for folder in runs(sweep)] == ["completed"] * 2
 
 
+def test_a_job_whose_time_is_over_is_saved_and_goes_on_where_it_was(slurm: dict[str, str], tmp_path: Path) -> None:
+    folder = submitted(slurm, tmp_path, *JOB, *LONG, "launcher.time=1min", "launcher.save_before=55s")
+    wait_for(lambda: steps_done(folder) and summary(folder)["status"] == "stopped")
+    stopped = steps_done(folder)
+    wait_for(lambda: steps_done(folder) > stopped)
+    cancel(slurm)
+    assert each_step_once(folder)
+
+
 def test_a_job_that_makes_room_goes_on_where_it_was_and_a_cancelled_one_ends(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    told = (*JOB, *SLURM, "steps=100000", "schedule=constant", "checkpoint.every=1000", "launcher.cpus=4")
-    done = train(*told, "launcher.nodes=2", "strategy=ddp", "device=cpu", f"output_root={tmp_path}", **slurm)
-    assert done.code == 0, done.err
-    (folder,) = runs(tmp_path)
+    told = (*JOB, *LONG, "launcher.cpus=4", "launcher.nodes=2", "strategy=ddp")
+    folder = submitted(slurm, tmp_path, *told)
     wait_for(lambda: steps_done(folder) >= 3)
     urgent = command("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", **slurm)
     assert urgent.code == 0, urgent.err
     stopped = steps_done(folder)
     assert summary(folder)["status"] == "stopped"
     wait_for(lambda: steps_done(folder) > stopped)
-    steps = [line["step"] for line in records(folder) if "loss/train" in line]
-    assert steps == list(range(1, len(steps) + 1))
-    assert command("scancel", queue(slurm).split()[0], **slurm).code == 0
-    wait_for(lambda: not queue(slurm))
+    cancel(slurm)
+    assert each_step_once(folder)
     assert summary(folder)["status"] == "stopped"

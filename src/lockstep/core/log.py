@@ -20,6 +20,7 @@ from lockstep.core.safe_write import storing
 from lockstep.core.terminal import Shown
 
 logger = logging.getLogger("lockstep")
+logger.addHandler(logging.NullHandler())  # a launcher has no log: by default `logging` would show its warnings again
 
 
 class Terminal(Console):

@@ -14,7 +14,7 @@ from lockstep.launcher.spawn import Spawn
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Spawn):
-    """A job of SLURM, with one task on each machine, which starts the ranks there as `elastic` does.
+    """A job of SLURM, with one task on each machine, which starts the ranks there.
 
     Fields:
         restarts: how often failed ranks are started again from the last checkpoint, within one job of SLURM.
@@ -43,8 +43,8 @@ class Slurm(Spawn):
     setup: list[str] = ruled([], Text())
     dry_run: bool = False
 
-    def in_allocation(self) -> Elastic:
-        """What this is on a machine of the job, once SLURM has started it there.
+    def in_allocation(self) -> Spawn:
+        """What this is on a machine of the job, once SLURM has started it there: `elastic` where it needs to be.
 
         Raises:
             InputError: SLURM has not.
@@ -54,14 +54,13 @@ class Slurm(Spawn):
                 "launcher=slurm submits the job, which only the command line can do; use lockstep train, or "
                 "launcher=auto here"
             )
-        several = self.nodes > 1
+        here = Spawn(ranks=self.ranks, backend=self.backend, timeout=self.timeout, threads=self.threads)
+        if self.nodes == 1:
+            return Elastic(**vars(here), restarts=self.restarts) if self.restarts else here
         return Elastic(
-            ranks=self.ranks,
-            backend=self.backend,
-            timeout=self.timeout,
-            threads=self.threads,
+            **vars(here),
             restarts=self.restarts,
             nodes=self.nodes,
-            rendezvous=slurm.rendezvous() if several else None,
-            node_rank=slurm.node_rank() if several else "auto",
+            rendezvous=slurm.rendezvous(),
+            node_rank=slurm.node_rank(),
         )
