@@ -156,13 +156,15 @@ def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
 
 
 TORCHRUN = ("-c", "from torch.distributed.run import main; main()")
+C10D = ("--rdzv-backend=c10d",)
 LAUNCH = ("-c", "from torch.distributed.launch import main; main()")  # adds `--local-rank=0` to the command
 
 
 @pytest.mark.parametrize(
     "launch",
     [
-        (*TORCHRUN, "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint={main}:29500"),
+        # By itself torchrun does not know the address as one of a machine whose own name is 127.0.1.1.
+        (*TORCHRUN, "--nnodes=2", "--rdzv-endpoint={main}:29500", *C10D, "--rdzv-conf=is_host={hosts}"),
         (*LAUNCH, "--nnodes=2", "--node_rank={node}", "--master_addr={main}", "--master_port=29500"),
         ("RANK={node}", "WORLD_SIZE=2", "MASTER_ADDR={main}", "MASTER_PORT=29500"),
     ],
@@ -173,7 +175,7 @@ def test_ranks_that_others_start_on_two_machines_give_the_run_of_one(
 ) -> None:
     folder, started = tmp_path / "run", []
     for node, machine in enumerate(machines):
-        words = [word.format(node=node, main=machines[0].address) for word in launch]
+        words = [word.format(node=node, hosts=1 - node, main=machines[0].address) for word in launch]
         variables = dict(word.split("=") for word in words if word[0].isupper())
         launched = (*machine.copy, *(word for word in words if not word[0].isupper()))
         started.append(start(folder, *JOB, "steps=4", launch=launched, **variables))

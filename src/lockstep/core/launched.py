@@ -33,7 +33,12 @@ class Starter(enum.Enum):
     @property
     def said(self) -> str:
         """Its name in a sentence."""
-        return "your script (RANK and WORLD_SIZE are set)" if self is Starter.script else self.name
+        return "whoever set RANK and WORLD_SIZE" if self is Starter.script else self.name
+
+    @property
+    def absent(self) -> str:
+        """What is not there where it has not started ranks."""
+        return "RANK and WORLD_SIZE" if self is Starter.script else self.name
 
 
 def is_launched() -> bool:

@@ -226,7 +226,7 @@ def _launched_ranks(launcher: Launcher) -> int:
         )
     if type(launcher) not in (AutoLauncher, Inline):
         name = type(launcher).__name__.lower()
-        instead = f", or launcher={name} without {starter.said}"
+        instead = f", or launcher={name} without {starter.absent}"
         if starter is Starter.torchrun and isinstance(launcher, Elastic):
             instead = f" and torchrun --max-restarts={launcher.restarts}" if launcher.restarts else ""
         raise InputError(

@@ -80,10 +80,11 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     """The store of the job's ranks.
 
     Raises:
-        InputError: nothing says where it is.
+        InputError: nothing says where it is, or its host is not known.
         RankFailed: it is not there, and does not come within so many seconds; or its port is taken.
     """
     address, port = store_address()
+    network.addresses(address, port)  # a name that nobody knows would be waited for
     until = time.monotonic() + seconds
     try:
         # Poll, because signal handlers do not run while the store waits.
