@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -56,6 +57,17 @@ def test_torchrun_says_a_mistake_once(tmp_path: Path) -> None:
     assert done.code != 0
     assert done.err.count("batch is 100000") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_a_script_say_a_mistake_once_and_all_leave(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [start(tmp_path / "run", "launcher=elastic", **variables, RANK=rank) for rank in "01"]
+    (code, said), (other_code, other_said) = map(ended, ranks)
+    assert (code, other_code) == (2, 2), other_said
+    assert said.count("launcher=elastic starts ranks") == 1
+    assert "lockstep" not in other_said
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lockstep.core.run_dir import RunDir
 
 # For main's word, which comes when the data is there; and for the store of an agent, which is there before its ranks.
 WAIT_S, REACHED_S, POLL_S = 30 * 60.0, 15.0, 0.1
+READ_S = 60.0  # for the others to come and read that main has failed
 OK, FAILED = "ok", "failed"
 
 
@@ -52,6 +53,8 @@ def create_on_main(
         except LockstepError as error:
             say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
+            if not served:
+                _await_readers(store, key)
             raise SystemExit(error.exit_code) from error
         with making as run_dir:
             store.set(key, f"{OK} {run_dir.path}")
@@ -59,8 +62,16 @@ def create_on_main(
         return
     status, _, word = _awaited(store, key, "main has made no run folder").partition(" ")
     if status == FAILED:
+        store.add(f"{key}/read", 1)
         raise SystemExit(int(word))
     yield RunDir(Path(word))
+
+
+def _await_readers(store: TCPStore, key: str) -> None:
+    """Let main serve its store until the other ranks know that it leaves: later they would wait for it in vain."""
+    until = time.monotonic() + READ_S
+    while store.add(f"{key}/read", 0) < launched().size - 1 and time.monotonic() < until:
+        time.sleep(POLL_S)
 
 
 def _find_local_ranks(store: TCPStore) -> None:
