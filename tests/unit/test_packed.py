@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
     """Pack, and say which images were left out."""
-    return [error.what for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
+    return [error.failure for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
 
 
 @pytest.fixture(scope="module")

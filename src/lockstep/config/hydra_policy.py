@@ -237,8 +237,7 @@ def _checked(overrides: Iterable[Override]) -> Iterator[str]:
         if not key:  # a group: the name of an option, not the path of a file
             fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
         elif key[0] in OBJECTS:
-            given = leaves(override.value(), key)
-            fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
+            fits = key[0] not in CLOSED and not any(names_code(*leaf) for leaf in leaves(override.value(), key))
         else:
             fits = True
         if not fits:

@@ -25,12 +25,14 @@ class BrokenImage(InputError):
     """An image that cannot be decoded. Its arguments: index, path, reason."""
 
     @property
-    def what(self) -> str:
+    def failure(self) -> str:
         index, path, reason = self.args
         return f"image {index}, {path}, cannot be decoded ({reason})"
 
     def __str__(self) -> str:
-        return f"dataset: {self.what}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
+        return (
+            f"dataset: {self.failure}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
+        )
 
 
 class StorageError(LockstepError):

@@ -98,8 +98,8 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
 
 def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float, str]]) -> None:
     room = available_memory()
-    for what, size, remedy in needs:
+    for purpose, size, remedy in needs:
         if size > room:
             raise InputError(
-                f"{what} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
+                f"{purpose} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
             )

@@ -47,8 +47,8 @@ class Freezing:
             if isinstance(module, _BatchNorm) and (names.issuperset(own) if own else name in names):
                 norms.append(module)
         parameters = [parameter for name, parameter in model.named_parameters() if name in names]
-        switched = tuple(each for each in parameters if each.requires_grad)
-        return cls(switched, tuple(norms), until, sum(each.numel() for each in parameters))
+        switched = tuple(parameter for parameter in parameters if parameter.requires_grad)
+        return cls(switched, tuple(norms), until, sum(parameter.numel() for parameter in parameters))
 
     def begin(self, step: int) -> None:
         """Freeze or thaw for a step, counted from 1."""
