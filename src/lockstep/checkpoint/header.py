@@ -1,7 +1,5 @@
 """Reads what a file of weights says of itself, from its header alone."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Removes checkpoints, and what nobody needs of them."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command `lockstep`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

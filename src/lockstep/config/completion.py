@@ -3,8 +3,6 @@
 A shell that was told to (`lockstep -sc install=bash`) asks with Hydra's `-sc query=bash` and the line in COMP_LINE.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

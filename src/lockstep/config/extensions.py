@@ -5,8 +5,6 @@ ones by `lockstep.main(extensions=[...])`. Nothing else can: no config, no run f
 Finding an extension does not import it; that happens when a config chooses something that only it can have.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What the components of every config group have in common."""
 
-from __future__ import annotations
-
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 

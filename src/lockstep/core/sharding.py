@@ -4,8 +4,6 @@ A tensor that is not cut is its own whole and its own part. Nothing here imports
 tensor that is cut can be told from others by its methods.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """What an optimizer looks at to update a number, which decides over which parts of a model its state may be cut."""
 
-from __future__ import annotations
-
 import enum
 
 from lockstep.core.errors import InputError

@@ -3,8 +3,6 @@
 The numbers are lower bounds: what a job certainly needs, and this machine certainly has not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What part this machine has in a job on several: main is here, or on another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ key of the same job leaves without effect, and parts that do not fit each other.
 option for GPUs without a GPU) is no mistake: the same job is to run on any.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much an optimizer will keep besides the parameters, known before its first step."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

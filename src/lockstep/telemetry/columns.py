@@ -1,7 +1,5 @@
 """Lines of figures: in columns that stay where they are, and no wider than the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

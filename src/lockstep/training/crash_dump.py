@@ -1,7 +1,5 @@
 """What is kept of a run whose loss or weights went bad: `incident/` in the run folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """What identifies a job: the facts on which a checkpoint and the run that resumes from it must agree."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

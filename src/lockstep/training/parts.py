@@ -1,7 +1,5 @@
 """The parts of a job for a loop that somebody else writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Why a job has the input and the learning rate that it has, where the user left them to what is usual."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 What is no image by its name is left out, counted, and said.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """What all data sets of image files have in common, wherever the files and their labels come from."""
 
-from __future__ import annotations
-
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Hashable

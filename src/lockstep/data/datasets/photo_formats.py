@@ -1,7 +1,5 @@
 """The formats of photos that Pillow reads only with more installed: the extra `photos`."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from dataclasses import dataclass
