@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.world import World
 from lockstep.models import WhiteNet
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.training.micro_batch_search import keep_freed_memory
 from measure import Rows, in_turns, parser, report, scaled, step_ms, timed
 
@@ -86,7 +86,7 @@ def average(repeats: int) -> Rows:
     """Milliseconds of one update."""
     model = timm.create_model("resnet50d")
     torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)
-    ours = make_ema(model, 0.999)
+    ours = EMA(model, 0.999)
     for each in (torchs, ours):
         each.update_parameters(model)
     cases = {

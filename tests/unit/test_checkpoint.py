@@ -24,7 +24,7 @@ from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.reading import whole_weights
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, AdamW, Timm
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
@@ -62,7 +62,7 @@ def parts(seed: int = 0, optimizer: Any = None) -> Parts:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 3))
-    return Parts(model, (optimizer or AdamW()).build(model), make_ema(model, 0.9), scaler)
+    return Parts(model, (optimizer or AdamW()).build(model), EMA(model, 0.9), scaler)
 
 
 def same(one: Any, other: Any) -> bool:

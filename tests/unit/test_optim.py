@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, gradient_norm, set_learning_rate
 
 pytestmark = pytest.mark.numerics
@@ -154,7 +154,7 @@ def test_a_value_that_cannot_be_is_the_users_mistake(make: Any, says: str) -> No
 
 def test_the_average_follows_parameters_and_running_statistics() -> None:
     model = network().double()
-    ema = make_ema(model, 0.9)
+    ema = EMA(model, 0.9)
     ema.update_parameters(model)
     first = {name: each.clone() for name, each in model.state_dict().items()}
     one_step(model, SGD(lr=0.1).build(model))
@@ -168,7 +168,7 @@ def test_the_average_follows_parameters_and_running_statistics() -> None:
 
 def test_the_average_has_the_models_counters() -> None:
     model = network()
-    ema = make_ema(model, 0.9)
+    ema = EMA(model, 0.9)
     one_step(model, SGD(lr=0.1).build(model))
     ema.update_parameters(model)
     assert ema.module[1].num_batches_tracked == model[1].num_batches_tracked == 1
@@ -176,7 +176,7 @@ def test_the_average_has_the_models_counters() -> None:
 
 def test_a_model_without_counters_is_averaged_too() -> None:
     model = nn.Linear(2, 1, bias=False)
-    ema = make_ema(model, 0.5)
+    ema = EMA(model, 0.5)
     before = model.weight.detach().clone()
     ema.update_parameters(model)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_a_model_without_counters_is_averaged_too() -> None:
 def test_the_average_is_that_of_torch() -> None:
     model = network()
     ours, theirs = (
-        make_ema(model, 0.9),
+        EMA(model, 0.9),
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
     )
     optimizer = SGD(lr=0.01).build(model)
