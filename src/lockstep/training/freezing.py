@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.head import head_layers, within
-from lockstep.core.plan import Plan, steps
+from lockstep.core.plan import Plan
 
 BACKBONE = "backbone"  # all layers but the head, where no layer has that name
 SHOWN = 30
@@ -66,9 +66,7 @@ class Freezing:
 def freeze_until(job: Job, plan: Plan) -> int | None:
     """The last step in which `train.freeze` holds; None for the whole run."""
     until = job.train.freeze_until
-    if until is None:
-        return None
-    return steps("train.freeze_until", until, steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
+    return None if until is None else plan.in_steps("train.freeze_until", until)
 
 
 def freeze_for_good(model: nn.Module, names: frozenset[str]) -> None:
