@@ -208,7 +208,6 @@ READS: dict[str, str] = {
     "config.extensions": "what pip has installed",
     "config.composition": "the help's text, which is part of the program",
     "config.timm_names": "timm's own source",
-    "config.completion": "timm's own source",
     "runtime.host": "the kernel's /proc",
     "runtime.watchdog": "the kernel's /proc",
     "training.micro_batch_search": "the kernel's /proc",

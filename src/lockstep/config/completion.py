@@ -3,9 +3,7 @@
 A shell that was told to (`lockstep -sc install=bash`) asks with Hydra's `-sc query=bash` and the line in COMP_LINE.
 """
 
-import importlib.util
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 
 from lockstep.config.commands import FOLDERS, RUNS, quoted_path
 from lockstep.config.messages import key_of
-from lockstep.config.timm_names import timm_models
+from lockstep.config.timm_names import tagged_names, timm_models
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 
 OUTPUTS = "outputs"
@@ -102,10 +100,5 @@ def _output_root(line: str) -> str:
 def _tagged(text: str) -> list[str]:
     """timm's names with a tag of their weights (`resnet50.a1_in1k`) that begin with a text, from its sources."""
     architecture = text.partition(".")[0]
-    spec = importlib.util.find_spec("timm")
-    if architecture not in timm_models() or spec is None or not spec.submodule_search_locations:
-        return []
-    tagged = re.compile(rf"""['"]({re.escape(architecture)}\.\w+)['"]\s*:""")
-    sources = Path(spec.submodule_search_locations[0], "models").glob("*.py")
-    names = {name for source in sources for name in tagged.findall(source.read_text())}
-    return sorted(name for name in names if name.startswith(text))
+    names = tagged_names(architecture) if architecture in timm_models() else []
+    return [name for name in names if name.startswith(text)]
