@@ -87,8 +87,7 @@ def test_a_value_out_of_range_is_refused_in_one_short_sentence(key: str, cls: ty
 @pytest.mark.parametrize(("key", "cls", "name"), RULED, ids=lambda each: getattr(each, "__name__", each))
 def test_a_default_is_in_range(key: str, cls: type[Any], name: str) -> None:
     field = next(each for each in dataclasses.fields(cls) if each.name == name)
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    assert list(fields.problems(cls, {name: default})) == []
+    assert list(fields.problems(cls, {name: fields.default_of(field)})) == []
 
 
 def test_the_ends_that_belong_to_a_range_are_in_it() -> None:

@@ -75,6 +75,11 @@ class RankFailed(LockstepError):
         self.details = details
 
 
+def as_known(error: BaseException) -> LockstepError:
+    """The error, if it is one of ours; another one as a fault of the job, whose sentence begins with its type."""
+    return error if isinstance(error, LockstepError) else LockstepError(f"{type(error).__name__}: {error}")
+
+
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {
     cls.exit_code: cls for cls in (InputError, StorageError, Stopped, NumericalError, Interrupted)
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import safe_read, safe_write
-from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.core.errors import InputError, Stopped, StorageError, as_known
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import write_atomic
 
@@ -159,13 +159,10 @@ class RunDir:
 
     def write_ending(self, error: BaseException) -> None:
         """Say in the summary how the job ended. Where the summary cannot be written, the error alone says it."""
-        known = isinstance(error, LockstepError)
+        known = as_known(error)
+        status = "stopped" if isinstance(error, Stopped) else "failed"
         with suppress(OSError, StorageError, UnreadableFile):
-            self.write_summary(
-                status="stopped" if isinstance(error, Stopped) else "failed",
-                exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
-                error=str(error) if known else f"{type(error).__name__}: {error}",
-            )
+            self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
 
     @property
     def began(self) -> bool:

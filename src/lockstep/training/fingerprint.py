@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.checkpoint import difference
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
+from lockstep.core.fields import default_of
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
@@ -23,7 +24,7 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     shown = [
         f"{field.name}={getattr(component, field.name)}"
         for field in dataclasses.fields(component)
-        if field.name not in leave_out and getattr(component, field.name) != _default(field)
+        if field.name not in leave_out and getattr(component, field.name) != default_of(field)
     ]
     return f"{type(component).__name__}({', '.join(shown)})"
 
@@ -33,12 +34,6 @@ def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     if isinstance(component, Timm):
         return describe(component, leave_out | {"name"}).replace("Timm", component.name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def plan_of(job: Job, examples: int) -> Plan:
