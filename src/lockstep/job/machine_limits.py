@@ -38,11 +38,8 @@ def check_threads(job: Job, device: str) -> None:
             f"launcher.ranks is {ranks}, but this machine has {cores()} CPU cores, expected at most {most} ranks: "
             "launcher.ranks=2"
         )
-    total, most = (
-        ranks * (threads + (0 if workers == "auto" else int(workers))),
-        max(THREADS, THREADS_A_CORE * cores()),
-    )
-    if total > most:
+    total = ranks * (threads + (0 if workers == "auto" else int(workers)))
+    if total > (most := max(THREADS, THREADS_A_CORE * cores())):
         raise InputError(
             f"launcher.threads is {threads} and loader.workers is {workers}, which on {ranks} ranks are {total:,} "
             f"threads, expected at most {most:,} on a machine of {cores()} CPU cores; use launcher.threads=auto "
