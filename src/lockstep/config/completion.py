@@ -1,4 +1,4 @@
-"""What TAB completes: words of a job besides Hydra's groups and keys, and the words of the other commands.
+"""TAB completion: words of a job that Hydra does not know, and the words of the other commands.
 
 A shell that was told to (`lockstep -sc install=bash`) asks with Hydra's `-sc query=bash` and the line in COMP_LINE.
 """
@@ -25,7 +25,7 @@ def prepare(words: list[str]) -> None:
 
 
 def _install() -> None:
-    """Have Hydra's plugins, of every shell, complete what `matches` knows before what Hydra does."""
+    """Have Hydra's plugins for all shells ask `matches` first, and Hydra where that knows nothing."""
     theirs = CompletionPlugin._query
 
     def query(self: CompletionPlugin, config_name: str | None, line: str) -> list[str]:
@@ -37,7 +37,7 @@ def _install() -> None:
 
 
 def matches(word: str, line: str = "") -> list[str] | None:
-    """The words that a word of a job can become; None where it is Hydra's to say."""
+    """The words that a word of a job can become; None if Hydra completes it."""
     key, equals, value = word.partition("=")
     if not equals:
         return None

@@ -21,7 +21,7 @@ from lockstep.core.safe_write import write_atomic
 NAME_LIMIT = 100
 LATEST = "latest"
 MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
-# Of the logs, what a job can have written before training starts.
+# The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
 
@@ -154,7 +154,7 @@ class RunDir:
         write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
-        """Replace `summary.json` by that of a run under way: how an earlier part of it ended is no longer true."""
+        """Replace `summary.json` by that of a run under way; the outcome of an earlier part of the run is dropped."""
         write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
 
     def write_ending(self, error: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""What a job needs of the machine, before any of it is used: processes, threads and memory.
+"""What a job needs of this machine, checked before it starts: processes, threads and memory.
 
-The numbers are lower bounds: what a job certainly needs, and this machine certainly has not.
+The numbers are lower bounds: a job that is refused certainly does not fit.
 """
 
 import math
@@ -71,7 +71,7 @@ def check_memory(job: Job, plan: Plan) -> None:
 
 
 def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
-    """What needs memory on this machine, how many bytes, and a remedy."""
+    """The needs for memory on this machine: a name, the bytes, and a remedy."""
     pixels = math.prod(job.dataset.input_shape)
     ranks = local_size(int(job.launcher.ranks))
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches

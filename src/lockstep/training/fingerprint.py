@@ -1,4 +1,4 @@
-"""What identifies a job: the facts on which a checkpoint and the run that resumes from it must agree."""
+"""The identity of a job: the facts on which a checkpoint and the run that resumes from it must agree."""
 
 import dataclasses
 import hashlib
@@ -30,7 +30,7 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """The same to be read: without empty parentheses, and a model of timm by timm's name."""
+    """The same for people: without empty parentheses, and a model of timm by timm's name."""
     if isinstance(component, Timm):
         return describe(component, leave_out | {"name"}).replace("Timm", component.name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")

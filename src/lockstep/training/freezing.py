@@ -1,6 +1,6 @@
 """Layers that are not trained: for the whole run, or until a step of it.
 
-Which layers those are in a step is a function of the step alone, so that a resume cannot get it wrong. The batch
+The step alone decides which layers are frozen in it, so that a resume cannot get it wrong. The batch
 norms among them keep their running statistics and use them, as in an evaluation.
 """
 
@@ -40,7 +40,7 @@ class Freezing:
 
     @classmethod
     def of(cls, model: nn.Module, names: frozenset[str], until: int | None) -> Freezing:
-        """That of a wrapped model, by the names that `frozen_names` gives."""
+        """The freezing of a wrapped model, by the names that `frozen_names` returns."""
         norms = []
         for name, module in model.named_modules():
             own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]

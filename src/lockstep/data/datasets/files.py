@@ -1,4 +1,4 @@
-"""What all data sets of image files have in common, wherever the files and their labels come from."""
+"""The base class of all data sets of image files, wherever the files and their labels come from."""
 
 import enum
 from abc import ABC, abstractmethod
@@ -39,8 +39,8 @@ class FileSource(ABC):
     Fields:
         decode_size: side in pixels of a stored image.
         input_size: side in pixels of what the model sees; null is `decode_size`.
-        crop: the central share of a stored image's side that is evaluated. What is `auto` of these three is that of
-            the weights that a model starts from, or else the usual for photographs.
+        crop: the central share of a stored image's side that is evaluated. `auto` of these three takes the value of
+            the weights that a model starts from, or else the usual one for photographs.
         crop_from: what an augmentation that cuts boxes cuts them from in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
     """
@@ -57,7 +57,7 @@ class FileSource(ABC):
     @property
     @abstractmethod
     def place(self) -> Hashable:
-        """What tells the files of this data set from others in this process."""
+        """A key that identifies the files of this data set in this process."""
 
     @abstractmethod
     def list_files(self) -> tuple[Files, Files]:

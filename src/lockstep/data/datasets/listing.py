@@ -33,7 +33,7 @@ class Listing(Sequence[Path]):
             names, each with a zero byte behind it.
         files: the number of files, N.
         in_class_folders: whether a name starts from its class's folder in `folder`.
-        notes: sentences about what is not in it.
+        notes: sentences about the files that are left out.
     """
 
     folder: Path
@@ -95,7 +95,7 @@ class Listing(Sequence[Path]):
         return by_class
 
     def without_table(self) -> Listing:
-        """All of it that is small."""
+        """The same without its table, which makes it small enough to be sent."""
         return replace(self, table=torch.empty(0, dtype=torch.uint8))
 
 
@@ -127,7 +127,7 @@ def hold_out(names: Sequence[str], share: float, prefix: str = "") -> tuple[list
     """The names of a class's files for training and for evaluation, each in its order.
 
     Evaluated are those `share` of them whose names, behind `prefix`, have the smallest hashes: at least one of two or
-    more, never all. A file that comes to the class moves at most one other from one side to the other.
+    more, never all. A file that is added to the class moves at most one other between the two sides.
     """
     number = min(max(1, round(share * len(names))), len(names) - 1)
     by_hash = sorted(range(len(names)), key=lambda index: _hash(prefix + names[index]))
@@ -140,7 +140,7 @@ def _hash(name: str) -> bytes:
     return hashlib.blake2b(os.fsencode(name), digest_size=16, key=SHARE_KEY).digest()
 
 
-# What `FileSource.listings` found in this process: the files of the training and of the evaluation split, by what
-# tells a data set's files from others. A forked rank inherits those of the command; other ranks get those that
+# The cache of `FileSource.listings` in this process: the files of the training and of the evaluation split, by
+# `FileSource.place`. A forked rank inherits those of the command; other ranks get those that
 # `share_listings` of `lockstep.data.loading.shared_memory` puts here, or list them themselves.
 LISTINGS: dict[Hashable, tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""Image files that lie in something: in a tar shard, or in a row of a table."""
+"""Image files inside of other files: in a tar shard, or in a row of a table."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Members(Sequence[Member]):
         positions: int64 (N,), of the examples of the split.
         labels: int64 (N,).
         classes: their names, by label.
-        identity: what tells the stored data from others, wherever it is.
-        notes: sentences about what is not in it.
+        identity: identifies the stored data, wherever it is kept.
+        notes: sentences about the files that are left out.
     """
 
     member: Callable[[int], Member]
