@@ -75,7 +75,7 @@ def memory(repeats: int) -> Rows:
         return float(user + kernel)
 
     both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
-    kernel = {name: sorted(each)[len(each) // 2] for name, each in found.items()}
+    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in found.items()}
     return {
         "processor time": both,
         "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},
@@ -87,8 +87,8 @@ def average(repeats: int) -> Rows:
     model = timm.create_model("resnet50d")
     torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)
     ours = EMA(model, 0.999)
-    for each in (torchs, ours):
-        each.update_parameters(model)
+    for average in (torchs, ours):
+        average.update_parameters(model)
     cases = {
         "torch": partial(timed, partial(torchs.update_parameters, model)),
         "lockstep": partial(timed, partial(ours.update_parameters, model)),
@@ -124,7 +124,7 @@ def compiling() -> Rows:
                 text=True,
                 check=True,
             )
-            seconds = [float(each) for each in re.findall(r"compiled in ([\d.]+) s", done.stdout)]
+            seconds = [float(match) for match in re.findall(r"compiled in ([\d.]+) s", done.stdout)]
             return {"compilations": len(seconds), "seconds": sum(seconds), "the longest": max(seconds)}
 
         return {"empty cache": run(), "the next command": run()}

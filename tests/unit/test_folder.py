@@ -252,7 +252,7 @@ def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monke
         source.fingerprint()
     assert sorted(scanned) == sorted(
         {str(root / name) for name in ("train", "val")}
-        | {str(each) for split in ("train", "val") for each in (root / split).iterdir()}
+        | {str(file) for split in ("train", "val") for file in (root / split).iterdir()}
     )
 
 
