@@ -219,7 +219,7 @@ class _Transformed(Dataset[Any]):
 def decoders(root: Path, number: int) -> Cases:
     """The decoders alone, on bytes in memory, to RGB; the last only reads the headers."""
     split, _ = spread(Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name), number)
-    contents = [ImageFile.read(path).data for path in split.paths]
+    contents = [ImageFile.read(path).data for path in map(split.paths.__getitem__, range(len(split)))]
 
     def half(data: bytes) -> None:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)

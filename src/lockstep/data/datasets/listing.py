@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ SHARE_KEY = b"lockstep val_share"  # of the hash that decides which files are he
 
 
 @dataclass(frozen=True, eq=False)
-class Listing(Sequence[Path]):
+class Listing:
     """The image files of a split, by class and then by name.
 
     Fields:
@@ -63,15 +63,7 @@ class Listing(Sequence[Path]):
     def __len__(self) -> int:
         return self.files
 
-    @overload
-    def __getitem__(self, index: int) -> Path: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Path]: ...
-
-    def __getitem__(self, index: int | slice) -> Path | list[Path]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self.files))]
+    def __getitem__(self, index: int) -> Path:
         index = range(self.files)[index]
         name = os.fsdecode(self._names[self._start(index) : self._ends[index] - 1].tobytes())
         if not self.in_class_folders:
