@@ -73,10 +73,11 @@ class MicroBatch(Stepped, Protocol):
 
 
 class Source(Component, Protocol):
-    """Where images and labels come from."""
+    """Where images and labels come from. A subclass states only what differs from the usual data set here."""
 
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        return len(self.class_names)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -85,10 +86,12 @@ class Source(Component, Protocol):
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """The same of what the model sees."""
+        return self.image_shape
 
     @property
     def eval_crop(self) -> float:
         """The central share of a stored image's side that is evaluated."""
+        return 1.0
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -100,6 +103,7 @@ class Source(Component, Protocol):
     @property
     def class_names(self) -> tuple[str, ...]:
         """By label; empty where they have none."""
+        return ()
 
     def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
         """What identifies the examples of each split, "train" and "val", wherever they are kept.
@@ -110,12 +114,16 @@ class Source(Component, Protocol):
     @property
     def usual_augment(self) -> str:
         """The option of `augment` for a job that chooses none."""
+        return "none"
 
     def notes(self) -> list[str]:
         """Sentences for the start of a run: which data is left out or missing. Raises InputError."""
+        return []
 
     def prepare(self) -> None:
         """Make sure that the data is there; download it under a lock where that is allowed. Raises InputError."""
+        self.train()
+        self.eval()
 
     def train(self) -> Split: ...
 

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import importlib.util
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.data.datasets.files import LARGEST_SIDE
@@ -20,7 +21,7 @@ from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArraySource(ABC):
+class ArraySource(Source):
     """A data set that fits in memory.
 
     Fields:
@@ -34,7 +35,6 @@ class ArraySource(ABC):
     image_shape: ClassVar[tuple[int, int, int]]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
-    eval_crop: ClassVar[float] = 1.0
     class_names: ClassVar[tuple[str, ...]] = ()
     usual_augment: ClassVar[str] = "none"
 
@@ -48,13 +48,6 @@ class ArraySource(ABC):
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
-
-    def notes(self) -> list[str]:
-        return []
-
-    def prepare(self) -> None:
-        _arrays(self, True)
-        _arrays(self, False)
 
     def train(self) -> ArraySplit:
         return _arrays(self, True)
@@ -119,7 +112,7 @@ def _digits_file() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fake:
+class Fake(Source):
     """Random images and labels in memory: shows what the model costs without reading any files.
 
     Fields:
@@ -132,10 +125,6 @@ class Fake:
     channels: int = ranged(3, least=1, most=1024)
     size: int = ranged(224, least=1, most=LARGEST_SIDE)
 
-    eval_crop: ClassVar[float] = 1.0
-    class_names: ClassVar[tuple[str, ...]] = ()
-    usual_augment: ClassVar[str] = "none"
-
     @property
     def mean(self) -> tuple[float, ...]:
         return (0.5,) * self.channels
@@ -147,13 +136,6 @@ class Fake:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return (self.channels, self.size, self.size)
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        return self.image_shape
-
-    def notes(self) -> list[str]:
-        return []
 
     def prepare(self) -> None:
         """There is nothing to fetch."""

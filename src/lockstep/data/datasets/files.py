@@ -1,7 +1,7 @@
 """The base class of all data sets of image files, wherever the files and their labels come from."""
 
 import enum
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -29,7 +29,7 @@ class CropFrom(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource(ABC):
+class FileSource(Source):
     """A data set of image files.
 
     An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side is
@@ -62,10 +62,6 @@ class FileSource(ABC):
     @abstractmethod
     def list_files(self) -> tuple[Files, Files]:
         """The files of the training and of the evaluation split. Raises InputError."""
-
-    @property
-    def classes(self) -> int:
-        return len(self.class_names)
 
     @property
     def class_names(self) -> tuple[str, ...]:
