@@ -129,7 +129,8 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 def forks() -> Forks:
     """The interpreter that this process has copied for commands and gangs; the first use starts it."""
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.jobs", "lockstep.cli.main")
-    return Forks(*commands, "timm", "torch._dynamo")  # an optimizer wants the last one
+    commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.job.launch", "lockstep.optim.schedule")
+    return Forks(*commands, "timm", "torch._dynamo", "torch.utils.tensorboard")  # an optimizer wants the second one
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
