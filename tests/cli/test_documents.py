@@ -129,6 +129,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python -m pytest tests/unit": ("runs many tests", is_declared),
     'python -m pytest -m "not slow"': ("runs many tests", is_declared),
     "python -m pytest -m gpu": ("needs a GPU", is_declared),
+    "torchrun --standalone --nproc-per-node 2 train.py": (
+        "imports torch three times; test_launchers.py types it",
+        composes,
+    ),
     "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
