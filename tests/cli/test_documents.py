@@ -268,7 +268,7 @@ def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Pa
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
-        done = command(sys.executable, "-c", block, cwd=checkout)
+        done = forked("-c", block, cwd=checkout)
         assert done.code == 0, done.err
         assert done.out
 
