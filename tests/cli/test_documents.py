@@ -68,7 +68,7 @@ COMMANDS = list(found())
 
 def composes(text: str) -> None:
     """The job that the command asks for builds."""
-    built(*text.partition("train.py ")[2].split())
+    built(*shlex.split(text.partition("train.py")[2]))
 
 
 def installs(text: str) -> None:
@@ -141,6 +141,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "model=resnet50d model.pretrained=true": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true": (
         "downloads",
+        composes,
+    ),
+    'python train.py "metric=[f1,auroc]" "logger=[jsonl,tensorboard,mlflow]"': (
+        "imports MLflow for seconds; test_loggers.py uses it",
         composes,
     ),
     "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
