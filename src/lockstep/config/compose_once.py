@@ -10,7 +10,6 @@ import importlib
 from contextlib import suppress
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -50,8 +49,7 @@ class LoaderOfOneConfig(CheckedLoader):
         elif run_mode == RunMode.RUN and self.first is not None and self.first[:2] == (config_name, overrides):
             composed = self.first[2]
             self.first = None  # its job may change it
-            parsed = OverridesParser.create().parse_overrides(overrides)
-            self.validate_sweep_overrides_legal(parsed, run_mode, from_shell)
+            self.validate_sweep_overrides_legal(self._parsed, run_mode, from_shell)
             composed.hydra.mode = run_mode
             composed.hydra.overrides.hydra.append(RUN)
             return composed
