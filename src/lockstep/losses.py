@@ -5,6 +5,8 @@ batch, so what an example counts never depends on the shard or the micro-batch t
 these numbers and nothing is divided by their sum, for the same reason.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -1,5 +1,7 @@
 """The number formats (`precision=`). Each is a frozen value; formats that need no loss scaler have a disabled one."""
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar

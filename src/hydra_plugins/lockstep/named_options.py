@@ -1,5 +1,7 @@
 """Options of Hydra's config groups that have no file: timm's models, and what extensions declare or bring along."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from typing import Any
 

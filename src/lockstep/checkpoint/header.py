@@ -1,5 +1,7 @@
 """Reads the description in a file of weights, from the file's header alone."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any

@@ -6,6 +6,8 @@ exists from before the first logged step until a checkpoint is whole and in its 
 together, never makes the second case look like the first.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from contextlib import suppress

@@ -5,6 +5,8 @@ weight decay does that). A restored state is compared with the state that the op
 kernel that is fused over all parameters does not check shapes, and would read beyond the end of a smaller tensor.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

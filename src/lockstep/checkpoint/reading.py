@@ -1,5 +1,7 @@
 """Reads checkpoints and weights, and restores the parts of a run from them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

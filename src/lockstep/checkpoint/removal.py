@@ -1,5 +1,7 @@
 """Removes checkpoints, or the parts of them that are no longer needed."""
 
+from __future__ import annotations
+
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

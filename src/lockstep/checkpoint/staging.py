@@ -1,5 +1,7 @@
 """Copies a run's state to host memory: the only part of a save that training waits for."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

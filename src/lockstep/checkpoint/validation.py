@@ -5,6 +5,8 @@ as more than numbers and texts. A fault can have changed any bit. So nothing is 
 manifest has a hash of itself and of each file.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os

@@ -1,5 +1,7 @@
 """Writes checkpoints from a thread of main's while training goes on, and removes old ones."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import time

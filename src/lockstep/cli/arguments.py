@@ -1,5 +1,7 @@
 """The arguments of the commands other than `train`. Imports no torch, so that --help is fast."""
 
+from __future__ import annotations
+
 import argparse
 from typing import Any
 

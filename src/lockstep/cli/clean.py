@@ -1,5 +1,7 @@
 """`lockstep clean`: the checkpoints that no resume and no use of a model needs, shown or removed."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path

@@ -1,5 +1,7 @@
 """`lockstep lr-find`: the learning rate range test of a job, with a picture and a suggestion."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,7 @@
 """The command `lockstep`."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import re

@@ -1,5 +1,7 @@
 """`lockstep new PROJECT`: a small project of one's own, from the files in `template/`."""
 
+from __future__ import annotations
+
 import importlib.util
 import keyword
 import shutil

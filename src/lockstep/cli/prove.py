@@ -4,6 +4,8 @@ Each run is the real command in processes of its own, in float64, where another 
 wrong scale, sample, mask or statistic cannot hide. All else is the user's config, dropout and stochastic depth too.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

@@ -1,5 +1,7 @@
 """What a command that uses a trained model takes from its run: the data, and the number of threads."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -3,6 +3,8 @@
 `train.py` of a checkout, `lockstep train` and a project's own `train.py` all call `main`.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 

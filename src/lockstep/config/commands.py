@@ -1,5 +1,7 @@
 """Commands as they are shown to the user: pasted into a shell, they reach the program as they were meant."""
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Iterable
 from pathlib import Path

@@ -3,6 +3,8 @@
 A shell that was told to (`lockstep -sc install=bash`) asks with Hydra's `-sc query=bash` and the line in COMP_LINE.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -5,6 +5,8 @@ ones by `lockstep.main(extensions=[...])`. Nothing else can: no config, no run f
 Finding an extension does not import it; it is imported when a config chooses an option that only it can have.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import importlib.util

@@ -1,5 +1,7 @@
 """The keys below `hydra`: what a config file may set there, and what names code."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

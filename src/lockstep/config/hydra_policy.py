@@ -8,6 +8,8 @@ that only name folders and texts. The command line chooses among installed plugi
 What Hydra does with a config is listed in `tests/unit/test_hydra_policy.py`, which reads Hydra's source.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib
 import re

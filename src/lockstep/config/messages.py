@@ -3,6 +3,8 @@
 Knows no config of ours: keys and options come with the exceptions.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Classes that declare themselves as options of a config group."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Callable, Iterable

@@ -1,5 +1,7 @@
 """How the user called the program, for sentences that propose a command."""
 
+from __future__ import annotations
+
 import shlex
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The config and the overrides of a run as YAML files in its folder."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

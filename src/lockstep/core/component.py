@@ -1,5 +1,7 @@
 """The protocol of all components, whatever their config group."""
 
+from __future__ import annotations
+
 from dataclasses import Field
 from typing import Any, ClassVar, Protocol
 

@@ -1,5 +1,7 @@
 """How durations and times are written in a config: `100`, `2ep`, `5%`, `10min`."""
 
+from __future__ import annotations
+
 import re
 from typing import Any
 

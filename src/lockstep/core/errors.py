@@ -4,6 +4,8 @@ Each carries one sentence for the user: what, where, found, expected, and the ov
 invariant of our own is an `assert`, not one of these.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 

@@ -6,6 +6,8 @@
 range by hand. A subclass that only changes a default keeps the rule.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """Which parameters of a model are its head: the layer that has as many outputs as there are classes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from torch import nn

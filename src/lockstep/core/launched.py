@@ -3,6 +3,8 @@
 Imports no torch: it is asked before that.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """The threads of the native libraries. They read these settings when NumPy and torch are imported."""
 
+from __future__ import annotations
+
 import importlib
 import os
 import sys

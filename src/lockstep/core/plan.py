@@ -1,5 +1,7 @@
 """When things happen: the durations of the config in steps, converted in one place."""
 
+from __future__ import annotations
+
 import functools
 import math
 from dataclasses import dataclass

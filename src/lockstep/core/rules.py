@@ -1,5 +1,7 @@
 """The kinds of rules that a value of a config may have to fit, with the words for what each expects."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

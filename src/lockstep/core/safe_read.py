@@ -4,6 +4,8 @@ Only plain files of a bounded size are read: opening a pipe waits, and a device 
 and mappings are parsed, a few levels deep: a few lines of YAML can stand for gigabytes. Imports no torch.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math

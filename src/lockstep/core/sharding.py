@@ -4,6 +4,8 @@ For a tensor that is not cut, the whole and a rank's part are the tensor itself.
 takes a second: a tensor that is cut is recognised by its methods.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 

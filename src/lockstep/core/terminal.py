@@ -1,5 +1,7 @@
 """Standard output that may fail: a full disk or a closed pipe must not end a run."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Callable

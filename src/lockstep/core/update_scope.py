@@ -1,5 +1,7 @@
 """What the update of a weight depends on. It decides how the state of an optimizer may be cut over the ranks."""
 
+from __future__ import annotations
+
 import enum
 
 from lockstep.core.errors import InputError

@@ -1,5 +1,7 @@
 """Launching the job of a prepared run folder."""
 
+from __future__ import annotations
+
 from lockstep.config import components, yaml_io
 from lockstep.core.errors import InputError
 from lockstep.core.protocols import Launcher

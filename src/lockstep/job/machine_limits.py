@@ -3,6 +3,8 @@
 The numbers are lower bounds: a job that is refused certainly does not fit.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 

@@ -1,5 +1,7 @@
 """The role of this machine in a job on several: the machine of main, or another one."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,5 +1,7 @@
 """From a composed config to a run folder. Nothing is written before the whole job has been checked."""
 
+from __future__ import annotations
+
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """What `auto` becomes on this machine: the device, the ranks, the strategy, the launcher, absolute paths."""
 
+from __future__ import annotations
+
 from dataclasses import fields, replace
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """The job of a run that is resumed: the overrides of its first command, then those of the present command."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from typing import Any
 

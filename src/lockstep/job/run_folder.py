@@ -3,6 +3,8 @@
 Imports no torch, which takes seconds: a folder in use by another job is refused at once.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path

@@ -4,6 +4,8 @@ The process that the user started holds it, not its ranks: they end with it. It 
 between machines where `flock` works over the network.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import os

@@ -5,6 +5,8 @@ of another key, and parts that do not fit each other. An option that only has no
 without a GPU) is no mistake: the same job must run on any machine.
 """
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path

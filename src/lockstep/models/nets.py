@@ -1,5 +1,7 @@
 """Small convolutional networks that need no library."""
 
+from __future__ import annotations
+
 import enum
 import itertools
 import math

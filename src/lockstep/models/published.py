@@ -4,6 +4,8 @@ timm asks the network before it looks into its cache, and tries again for the be
 looked at first, and the network is tried once, for a few seconds.
 """
 
+from __future__ import annotations
+
 import socket
 import threading
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """timm's models, with typed options."""
 
+from __future__ import annotations
+
 import enum
 import inspect
 import sys

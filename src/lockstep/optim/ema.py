@@ -1,5 +1,7 @@
 """The exponential moving average of a model."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel

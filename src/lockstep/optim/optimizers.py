@@ -1,5 +1,7 @@
 """The optimizers: SGD, Adam and AdamW of torch, and all others of timm by name."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from abc import ABC, abstractmethod

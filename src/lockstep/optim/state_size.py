@@ -1,5 +1,7 @@
 """The size of an optimizer's state, estimated before its first step."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -3,6 +3,8 @@
 Slow imports come after the process has been tied to its parent and handles a stop.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 import signal

@@ -1,5 +1,7 @@
 """`env.json`: the versions and the machine that a run ran on. No environment variable is ever written."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform

@@ -1,5 +1,7 @@
 """What this machine has for a rank: cores and memory."""
 
+from __future__ import annotations
+
 import os
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """How a program of ours ends: one sentence for the user, and an exit code that says what it was."""
 
+from __future__ import annotations
+
 import _thread
 import atexit
 import os

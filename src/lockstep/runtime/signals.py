@@ -1,5 +1,7 @@
 """How a job is asked to stop, and how each of its processes starts and ends. Imports no torch."""
 
+from __future__ import annotations
+
 import atexit
 import ctypes
 import os

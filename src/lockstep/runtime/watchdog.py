@@ -4,6 +4,8 @@ A sign of life is a finished step, micro-batch, evaluation block or save. Before
 compilation or for a data set to be read, it is also CPU time that the process uses.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import os
 import signal

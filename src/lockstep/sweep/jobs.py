@@ -1,5 +1,7 @@
 """One job of a sweep: its failure is shown at once, and the sweep goes on."""
 
+from __future__ import annotations
+
 import copy
 import json
 import sys

@@ -1,5 +1,7 @@
 """Hydra's callbacks around the jobs of one `-m`: a check before them, and a table after them."""
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import sys

@@ -1,5 +1,7 @@
 """Lines of figures in aligned columns, no wider than the terminal."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,5 +1,7 @@
 """The figures of the epoch under way, kept from log point to log point."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
 import torch

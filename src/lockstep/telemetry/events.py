@@ -1,5 +1,7 @@
 """Trims TensorBoard's event files when a run resumes: removes the steps that will be done again."""
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Iterator
 from io import BytesIO

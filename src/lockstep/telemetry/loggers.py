@@ -1,5 +1,7 @@
 """The loggers (`logger=`): where the figures of a run go. Any number of them may be chosen."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from lockstep.core.observer import Observer, RunInfo

@@ -4,6 +4,8 @@ Each file has every step once, however often a run is killed. When a run resumes
 be done again, so they are removed from the files first.
 """
 
+from __future__ import annotations
+
 import csv
 import json
 import math

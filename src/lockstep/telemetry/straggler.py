@@ -1,5 +1,7 @@
 """Finds a slow rank that the others wait for."""
 
+from __future__ import annotations
+
 import time
 from collections import deque
 

@@ -1,5 +1,7 @@
 """The figures of the steps between two log points, and what a checkpoint keeps of an open window."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import TypedDict
 

@@ -1,5 +1,7 @@
 """What main shows the user before a run and after it."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

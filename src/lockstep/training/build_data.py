@@ -1,5 +1,7 @@
 """The data of a run: its splits, its plan, the loader that brings them and the pipeline that augments them."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from functools import partial

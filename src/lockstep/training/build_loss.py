@@ -1,5 +1,7 @@
 """The loss of a run, tried once before the first step."""
 
+from __future__ import annotations
+
 import torch
 
 from lockstep.config.schema import Job

@@ -1,5 +1,7 @@
 """The model of a run with its optimizer, and the checkpoint that it starts from."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

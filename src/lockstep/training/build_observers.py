@@ -1,5 +1,7 @@
 """What records a run: the telemetry of each rank with main's observers, and main's GPU monitor."""
 
+from __future__ import annotations
+
 import itertools
 import math
 

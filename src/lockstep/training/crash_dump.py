@@ -1,5 +1,7 @@
 """The dump of a run whose loss or weights are no longer finite: `incident/` in the run folder."""
 
+from __future__ import annotations
+
 import json
 import shutil
 

@@ -1,5 +1,7 @@
 """Steps that are tried before a run on a throw-away model, to measure time or memory."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 

@@ -1,5 +1,7 @@
 """Exact evaluation: every example of the split once, on any number of ranks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 
 import torch

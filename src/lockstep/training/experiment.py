@@ -1,5 +1,7 @@
 """The composition root: every part of a run made in order, each from those above it, in every rank alike."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager

@@ -1,5 +1,7 @@
 """The identity of a job: the facts on which a checkpoint and the run that resumes from it must agree."""
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json

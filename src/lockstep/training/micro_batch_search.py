@@ -1,5 +1,7 @@
 """Which number of micro-batches fits into memory: found by trying. And how the C library keeps freed memory."""
 
+from __future__ import annotations
+
 import ctypes
 import gc
 import math

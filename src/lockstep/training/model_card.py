@@ -1,5 +1,7 @@
 """What the files of weights of a job say of themselves."""
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json

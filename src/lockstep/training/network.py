@@ -1,5 +1,7 @@
 """The model of a run with all that holds its parameters: one thing to build, to train, to save and to restore."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """The learning rate range test (Smith 2017, "Cyclical Learning Rates for Training Neural Networks")."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 

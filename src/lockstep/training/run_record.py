@@ -1,5 +1,7 @@
 """What main shows of a run and writes into its folder, from the banner to the summary. Other ranks do neither."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Mapping
 from contextlib import suppress

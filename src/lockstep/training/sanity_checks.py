@@ -1,5 +1,7 @@
 """Checks of the weights during a run: they are finite, and the same on every rank."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 import torch

@@ -1,5 +1,7 @@
 """The reasons for the input and the learning rate of a job that the banner gives where they were `auto`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

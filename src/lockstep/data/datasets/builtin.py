@@ -1,5 +1,7 @@
 """The data sets that fit in memory and need no files: the digits, random images, and what all array sets share."""
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import importlib.util

@@ -3,6 +3,8 @@
 A file whose name is not that of an image is left out, and a note says how many there are.
 """
 
+from __future__ import annotations
+
 import functools
 import os
 from collections import Counter

@@ -1,5 +1,7 @@
 """Image files that a table lists: `dataset=csv`."""
 
+from __future__ import annotations
+
 import csv
 import io
 from collections import Counter, defaultdict

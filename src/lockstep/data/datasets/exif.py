@@ -3,6 +3,8 @@
 A JPEG's note is read from the bytes of its header, in a few microseconds; that of other formats by Pillow.
 """
 
+from __future__ import annotations
+
 import re
 import struct
 from typing import Any

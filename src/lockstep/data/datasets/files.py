@@ -1,5 +1,7 @@
 """The base class of all data sets of image files, wherever the files and their labels come from."""
 
+from __future__ import annotations
+
 import enum
 from abc import abstractmethod
 from collections.abc import Hashable

@@ -1,5 +1,7 @@
 """Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`."""
 
+from __future__ import annotations
+
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A data set that Hugging Face's `datasets` has saved: `dataset=hf`, read from the disk, never from the network."""
 
+from __future__ import annotations
+
 import importlib.util
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Classes of data sets whose labels are texts: names, or numbers."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """The formats of photos that Pillow reads only with other packages: the extra `photos`."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The published data sets that are downloaded: MNIST, FashionMNIST and the CIFARs."""
 
+from __future__ import annotations
+
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable

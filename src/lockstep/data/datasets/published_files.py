@@ -1,5 +1,7 @@
 """Reads the files in which MNIST and CIFAR are published, packed or not, wherever people put them in a folder."""
 
+from __future__ import annotations
+
 import gzip
 import io
 import math

@@ -1,5 +1,7 @@
 """The sizes that are `auto` in a data set: how images are stored, seen and cropped."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import fields, replace
 

@@ -1,5 +1,7 @@
 """The two kinds of split: an array in memory, and image files that are decoded when they are needed."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -7,6 +7,8 @@
 - Floats go from black for the image's least value to white for its greatest.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

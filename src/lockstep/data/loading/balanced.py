@@ -1,5 +1,7 @@
 """An order in which every class comes equally often: a pure function of the seed, the epoch and the labels."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

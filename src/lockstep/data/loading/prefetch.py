@@ -1,5 +1,7 @@
 """Reads the images of a split in order and ahead of time, and tells which of them are broken."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

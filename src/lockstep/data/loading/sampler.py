@@ -1,5 +1,7 @@
 """Which samples each rank sees, and when: pure functions of the seed, the step and the world size."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

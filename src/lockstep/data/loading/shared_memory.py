@@ -6,6 +6,8 @@ ranks end, and no limit on /dev/shm applies. Where this is impossible (not on Li
 other's processes) each rank lists and decodes for itself.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import secrets

@@ -1,5 +1,7 @@
 """How many threads must read images so that the model does not wait for them."""
 
+from __future__ import annotations
+
 import math
 import time
 
