@@ -74,7 +74,7 @@ class Fork:
                         streams.unregister(key.fileobj)
         self.wait(max(0, until - time.monotonic()))
         self.close()
-        out, err = (each.decode() for each in self.texts.values())
+        out, err = (text.decode() for text in self.texts.values())
         return out, err
 
     def send_signal(self, number: int) -> None:
@@ -151,8 +151,8 @@ def serve(requests: socket.socket) -> None:
                 status, out, err = fds
                 if (pid := os.fork()) == 0:
                     events.close()
-                    for each in (requests.detach(), status, *followed, *(end for _, end in followed.values())):
-                        os.close(each)
+                    for descriptor in (requests.detach(), status, *followed, *(end for _, end in followed.values())):
+                        os.close(descriptor)
                     become(out, err, **json.loads(message))
                 os.close(out)
                 os.close(err)
@@ -213,6 +213,9 @@ def main() -> None:
     configure_native_threads()  # only a process of one thread is forked into ranks
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    parser = importlib.import_module("hydra.core.override_parser.overrides_parser")
+    # The grammar's tables are built by use: 0.1 s of each copy.
+    parser.OverridesParser.create().parse_overrides(["a=1", "b.c='d e'", "f=[g,h.i]", "~j", "k=${l:m}", "n=1e-3,x/y"])
     gc.freeze()  # a copy does not look through all this for garbage
     serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)

@@ -102,12 +102,12 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             files = Path("/etc/netns", machine.name)
             files.mkdir(parents=True)
             # As Debian has it: a machine knows its own name as an address of its loopback interface.
-            hosts = (f"{'127.0.1.1' if each is machine else each.address} {each.name}\n" for each in (one, two))
+            hosts = (f"{'127.0.1.1' if end is machine else end.address} {end.name}\n" for end in (one, two))
             (files / "hosts").write_text("".join(["127.0.0.1 localhost\n", *hosts]))
             (files / "resolv.conf").write_text("options timeout:1 attempts:1\n")
-            first, address = f"{network}.1{machine.address[-1]}/24", f"{machine.address}/24"
-            for each in (first, address):  # of two, as some machines have, the second is the one that is used
-                _ip("-n", machine.name, "addr", "add", each, "dev", machine.device)
+            first, second = f"{network}.1{machine.address[-1]}/24", f"{machine.address}/24"
+            for address in (first, second):  # as some machines have two; the second is the one that is used
+                _ip("-n", machine.name, "addr", "add", address, "dev", machine.device)
             _ip("-n", machine.name, "link", "set", "lo", "up")
             _ip("-n", machine.name, "link", "set", machine.device, "up")
         yield one, two

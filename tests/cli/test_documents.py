@@ -68,7 +68,7 @@ COMMANDS = list(found())
 
 def composes(text: str) -> None:
     """The job that the command asks for builds."""
-    built(*text.partition("train.py ")[2].split())
+    built(*shlex.split(text.partition("train.py")[2]))
 
 
 def installs(text: str) -> None:
@@ -129,6 +129,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python -m pytest tests/unit": ("runs many tests", is_declared),
     'python -m pytest -m "not slow"': ("runs many tests", is_declared),
     "python -m pytest -m gpu": ("needs a GPU", is_declared),
+    "torchrun --standalone --nproc-per-node 2 train.py": (
+        "imports torch three times; test_launchers.py types it",
+        composes,
+    ),
     "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
@@ -137,6 +141,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "model=resnet50d model.pretrained=true": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true": (
         "downloads",
+        composes,
+    ),
+    'python train.py "metric=[f1,auroc]" "logger=[jsonl,tensorboard,mlflow]"': (
+        "imports MLflow for seconds; test_loggers.py uses it",
         composes,
     ),
     "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
@@ -188,33 +196,35 @@ def typed(text: str, folder: Path) -> Done:
     return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")
 
 
-def shortened(each: Command) -> str:
+def shortened(documented: Command) -> str:
     """The command with few steps if it trains, else as it stands."""
-    trains = "train.py" in each.text and not re.search(r"train\.py.* (--help|--cfg|-sc)\b", each.text)
-    return f"{each.text} steps={each.number}" if trains else each.text
+    trains = "train.py" in documented.text and not re.search(r"train\.py.* (--help|--cfg|-sc)\b", documented.text)
+    return f"{documented.text} steps={documented.number}" if trains else documented.text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", COMMANDS, ids=lambda each: f"{Path(each.document).stem}-{each.number}")
-def test_a_command_of_the_documents_works(each: Command, checkout: Path, tmp_path: Path) -> None:
-    if each.text in ELSEWHERE:
-        ELSEWHERE[each.text][1](each.text)
+@pytest.mark.parametrize(
+    "documented", COMMANDS, ids=lambda documented: f"{Path(documented.document).stem}-{documented.number}"
+)
+def test_a_command_of_the_documents_works(documented: Command, checkout: Path, tmp_path: Path) -> None:
+    if documented.text in ELSEWHERE:
+        ELSEWHERE[documented.text][1](documented.text)
         return
-    if each.text.startswith("tensorboard "):
-        assert_serves(each.text, checkout)
+    if documented.text.startswith("tensorboard "):
+        assert_serves(documented.text, checkout)
         return
-    if each.text.startswith("lockstep new "):
+    if documented.text.startswith("lockstep new "):
         checkout = tmp_path
-    elif each.document == "docs/extending.md":
+    elif documented.document == "docs/extending.md":
         write_project(checkout)
-    if "latest" in each.text and not (checkout / "outputs" / "latest").exists():
+    if "latest" in documented.text and not (checkout / "outputs" / "latest").exists():
         typed("python train.py steps=1", checkout)  # the test was run on its own
-    if each.text.startswith("lockstep demo "):
-        assert_shows(each.text, checkout)
+    if documented.text.startswith("lockstep demo "):
+        assert_shows(documented.text, checkout)
         return
-    done = typed(shortened(each), checkout)
+    done = typed(shortened(documented), checkout)
     assert done.code == 0, done.out + done.err
-    assert done.out or "eval" in each.text
+    assert done.out or "eval" in documented.text
 
 
 def write_project(folder: Path) -> None:
@@ -257,20 +267,20 @@ def assert_shows(text: str, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Path) -> None:
     pytest.importorskip("onnxruntime")
-    for each in COMMANDS:
-        needed = each.text.startswith("python train.py") or "pets.onnx" in each.text
-        if each.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
-            assert typed(shortened(each), checkout).code == 0  # the test was run on its own
+    for documented in COMMANDS:
+        needed = documented.text.startswith("python train.py") or "pets.onnx" in documented.text
+        if documented.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
+            assert typed(shortened(documented), checkout).code == 0  # the test was run on its own
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
-        done = command(sys.executable, "-c", block, cwd=checkout)
+        done = forked("-c", block, cwd=checkout)
         assert done.code == 0, done.err
         assert done.out
 
 
 def test_what_is_not_run_is_in_the_documents() -> None:
-    assert not set(ELSEWHERE) - {each.text for each in COMMANDS}
+    assert not set(ELSEWHERE) - {documented.text for documented in COMMANDS}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -77,13 +77,13 @@ def submitted(slurm: dict[str, str], folder: Path, *overrides: str) -> Path:
 
 def ranks_of(folder: Path) -> list[int]:
     """The rank processes of a run, wherever they were started."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
             if b"lockstep.runtime.child" in words and str(folder).encode() in words:
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def each_step_once(folder: Path) -> bool:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import ROOT, Case, Done, command, gang, records, train_here
+from helpers import Case, Done, forked, forks, gang, records, train_here
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.world import World
@@ -49,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
     """Pack, and say which images were left out."""
-    return [error.what for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
+    return [error.failure for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +85,12 @@ def test_every_loader_gives_the_pixels_and_the_losses_of_the_folder(
         planned = [planned[0], planned[-1]]
         gang(tmp_path / "gang", ranks, planned)
     else:
-        for each in planned:
-            train_here(each.path, *each.overrides)
+        for chunk in planned:
+            train_here(chunk.path, *chunk.overrides)
     samples, losses = seen(tmp_path / "folder")
     assert len(samples) == 32 * 6 + 22  # the fifth batch of an epoch of 150 is short
-    for each in planned[1:]:
-        assert seen(each.path) == (samples, losses), each.path.name
+    for run in planned[1:]:
+        assert seen(run.path) == (samples, losses), run.path.name
 
 
 def test_a_packed_split_is_the_folders_split(folder: Folder, target: Path) -> None:
@@ -152,7 +149,7 @@ def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path)
         pack(Folder(path=source.path, decode_size=8, skip=1), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
     found = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
-    assert [each.partition(",")[0] for each in found] == ["image 3", "image 6"]
+    assert [line.partition(",")[0] for line in found] == ["image 3", "image 6"]
     ours, theirs = Packed(path=str(tmp_path / "target")).train(), source.train()
     kept = [index for index in range(150) if index != 3]
     assert torch.equal(ours.images, theirs.fetch(kept))
@@ -263,7 +260,7 @@ def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> No
 def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
     read: list[int] = []
     packing.check(target, read.append)
-    assert sum(read) == sum(each.stat().st_size for each in target.iterdir() if each.suffix != ".json")
+    assert sum(read) == sum(file.stat().st_size for file in target.iterdir() if file.suffix != ".json")
     path = copied(target, tmp_path)
     data = bytearray((path / "val.images").read_bytes())
     data[100] ^= 1
@@ -273,11 +270,8 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
         packing.check(path, lambda n: None)
 
 
-LOCKSTEP = (sys.executable, "-c", "from lockstep.cli.main import main; main()", "pack")
-
-
 def typed(*arguments: str) -> Done:
-    return command(*LOCKSTEP, *arguments)
+    return forked("lockstep", "pack", *arguments)
 
 
 def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
@@ -308,16 +302,14 @@ def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple
 
 def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_up(tmp_path: Path) -> None:
     source = fill(tmp_path / "images")
-    words = [*LOCKSTEP, source.path, str(tmp_path / "target"), "--size", "1000"]  # takes seconds
-    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+    process = forks().start("lockstep", "pack", source.path, str(tmp_path / "target"), "--size", "1000")  # seconds
     while not list(tmp_path.glob(".target.*.partial/train.images")):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
     with packing._temporary_folder(tmp_path / "target"):  # leaves what another pack is at alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
-    process.kill()
-    process.wait()
+    process.close()
     assert not (tmp_path / "target").exists()
     with pytest.raises(InputError, match="is not a whole packed data set"):
         Packed(path=str(tmp_path / "target")).prepare()

@@ -46,6 +46,7 @@ from lockstep.config.hydra_keys import (
 )
 from lockstep.config.messages import shown_message
 from lockstep.core.errors import InputError
+from lockstep.core.fields import shown
 
 EXTENSION = "extension"  # the provider of an extension's configs begins with it
 
@@ -125,7 +126,7 @@ class CheckedLoader(ConfigLoaderImpl):
                 f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error))}); "
                 "an override or a config file has a value below a key that takes none"
             ) from error
-        self._check(composed, overrides)
+        self._check(composed)
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
@@ -150,6 +151,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def _process_config_searchpath(
         self, config_name: str | None, parsed_overrides: list[Override], repo: Any
     ) -> None:
+        self._parsed = parsed_overrides
         initialize = repo.initialize_sources
 
         def initialize_folders(search_path: ConfigSearchPath) -> None:
@@ -159,7 +161,7 @@ class CheckedLoader(ConfigLoaderImpl):
         repo.initialize_sources = initialize_folders
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
 
-    def _check(self, composed: DictConfig, overrides: list[str]) -> None:
+    def _check(self, composed: DictConfig) -> None:
         """Compare the values below `hydra` with those that Hydra has without the user's files.
 
         Where the files and the command line set nothing but what every config file may, there is nothing to compare.
@@ -167,7 +169,7 @@ class CheckedLoader(ConfigLoaderImpl):
         Raises:
             InputError: a config file sets a value that it may not.
         """
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = self._parsed
         of_words = (
             leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
         )
@@ -187,16 +189,10 @@ class CheckedLoader(ConfigLoaderImpl):
             same = key in own and own[key] == value
             if not (same or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
                 raise InputError(
-                    f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
+                    f"{dotted(key)} is {shown(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
                     "command line: hydra/launcher=NAME"
                 )
-
-
-def shortened(value: object) -> str:
-    """A value for use in a sentence."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _of_user(provider: str) -> bool:
@@ -237,8 +233,7 @@ def _checked(overrides: Iterable[Override]) -> Iterator[str]:
         if not key:  # a group: the name of an option, not the path of a file
             fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
         elif key[0] in OBJECTS:
-            given = leaves(override.value(), key)
-            fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
+            fits = key[0] not in CLOSED and not any(names_code(*leaf) for leaf in leaves(override.value(), key))
         else:
             fits = True
         if not fits:

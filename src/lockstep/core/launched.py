@@ -1,4 +1,4 @@
-"""Whether somebody launched this process as a rank (we, torchrun, srun, a script with the variables), and as which.
+"""Whether a launcher (ours, torchrun, srun, a script with the variables) started this process as a rank, and as which.
 
 Imports no torch: it is asked before that.
 """
@@ -42,7 +42,7 @@ class Starter(enum.Enum):
 
 
 def is_launched() -> bool:
-    """Whether this process is a rank that somebody launched."""
+    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
