@@ -1,4 +1,4 @@
-"""Whether a launcher (ours, torchrun, srun, a script with the variables) started this process as a rank, and as which.
+"""Whether a launcher (ours, torchrun, srun, a script's variables) started this process as a rank, and as which.
 
 Imports no torch: it is asked before that.
 """

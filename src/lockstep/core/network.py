@@ -92,9 +92,9 @@ def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addre
     """The interfaces of this machine with their addresses."""
     pairs: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
     room = array.array("B", bytes(ENTRY_BYTES * MOST_ENTRIES))
-    asked = struct.pack("iL", len(room), room.buffer_info()[0])
+    request = struct.pack("iL", len(room), room.buffer_info()[0])
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, suppress(OSError):
-        length, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, asked))
+        length, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, request))
         for start in range(0, length, ENTRY_BYTES):
             entry = room[start : start + ENTRY_BYTES].tobytes()
             name = entry[:NAME_BYTES].partition(b"\0")[0].decode()
