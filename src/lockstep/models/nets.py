@@ -7,7 +7,8 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
+from lockstep.core.protocols import Model
 from lockstep.core.trained_input import TrainedInput
 
 NORM_GROUPS = 8
@@ -63,6 +65,12 @@ class Network(ABC):
 
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:  # noqa: B027, as above
         """Initialise what depends on the data: `images(n)` gives n training images as a fresh `model` sees them."""
+
+
+def without_weights(option: Model) -> Model:
+    """The same model from random weights: its own come from elsewhere, or only its shapes matter."""
+    changed: Any = option
+    return replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
 
 
 class MaxPoolTo(nn.Module):

@@ -21,7 +21,14 @@ from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
 from lockstep.training.build_loss import build_loss
-from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
+from lockstep.training.build_model import (
+    build_network,
+    compile_network,
+    interrupts_compiling,
+    load_state,
+    restore,
+    without_start,
+)
 from lockstep.training.build_observers import build_observers
 from lockstep.training.model_card import card_of
 from lockstep.training.run_record import NoRecord, run_record
@@ -53,7 +60,9 @@ def run(
     loss = build_loss(job, data, world)
     with ThreadPoolExecutor(1) as reader:  # reads and hashes the checkpoint while the model is built
         loading = reader.submit(load_state, job, run_dir)
-        network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
+        # The weights to start from may be gone by now, and those of a checkpoint take their place.
+        start = without_start(job) if job.starts_trained and loading.result() is not None else job
+        network = build_network(start, world, data.plan, lambda number: data.normalised(number, world))
     compile_network(job, network, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data)
     progress, origin = restore(job, network, checkpointer, loading.result())
