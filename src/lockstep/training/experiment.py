@@ -14,6 +14,7 @@ from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.losses import probabilities_of
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry.gpu import NoMonitor
@@ -84,7 +85,9 @@ def run(
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,
-        scores=build_scores(job.metric, job.dataset.classes, job.dataset.class_names, world),
+        scores=build_scores(
+            job.metric, job.dataset.classes, job.dataset.class_names, world, probabilities_of(job.loss)
+        ),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
