@@ -123,6 +123,16 @@ def say_row(label: str, text: str, *, indent: int = 12) -> None:
     say(line, shown=Text(shown))
 
 
+def show(text: str) -> None:
+    """Print a sentence for the user, on a terminal in lines that end between words; there is no log."""
+    lines = escaped(text, keep="")
+    if has_terminal():
+        lines = textwrap.fill(
+            lines, console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    console.print(Text(lines), soft_wrap=True)
+
+
 def say_command(label: str, command: str) -> None:
     """Say a command to type behind a label. Where both are too long for the terminal it has a line of its own."""
     line = f"   {label:<12} {command}"

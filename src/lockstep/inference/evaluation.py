@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +110,12 @@ class Evaluation:
         }
 
 
-def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
+def evaluate_split(
+    predictor: Predictor, split: Split, advance: Callable[[int], None] = lambda examples: None
+) -> Evaluation:
     """Evaluate a model on every example of a split, in the blocks of its training's evaluation.
+
+    `advance` is called after each block, with the number of its examples.
 
     Raises:
         InputError: more images are broken than the split allows, or all of them.
@@ -127,6 +131,7 @@ def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
         summed += loss(logits, own, own)
         best = best_classes(logits)
         shares = probabilities(logits, predictor.card.probabilities).gather(1, best[:, :1])[:, 0]
+        advance(len(block))
         parts.append((best[:, 0].cpu(), shares.cpu(), (best == own[:, None]).any(1).cpu()))
     predicted, shares, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
     count = int((labels != IGNORE_INDEX).sum())
