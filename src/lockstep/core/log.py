@@ -133,6 +133,15 @@ def show(text: str) -> None:
     console.print(Text(lines), soft_wrap=True)
 
 
+def show_command(text: str, command: str) -> None:
+    """The same with a command to type, which gets a line of its own where both are too long for the terminal."""
+    if has_terminal() and len(text) + 1 + len(command) > console.width:
+        show(text)
+        console.print(Text(escaped(command, keep="")), soft_wrap=True)
+    else:
+        show(f"{text} {command}")
+
+
 def say_command(label: str, command: str) -> None:
     """Say a command to type behind a label. Where both are too long for the terminal it has a line of its own."""
     line = f"   {label:<12} {command}"
