@@ -87,7 +87,7 @@ def timm(photos: str, scripts: str, epochs: int, seed: int, classes: int) -> Way
         "evaluate": Line(f"python {scripts}/validate.py {photos} {network} {size} --device cpu {weights}", crop),
         "predict": Line(
             f"python {scripts}/inference.py {photos}/val {network} {size} --device cpu {weights} --results-dir . "
-            "--fullname",
+            "--fullname --include-index",
             crop,
         ),
         "export": Line(

@@ -61,6 +61,11 @@ KEYS = [
         "+model.foo=1",
         "model.foo is not a key of model=DigitNet; it has channels_last, compile, compile_mode, width, dropout",
     ),
+    (
+        "dataset.val_share=0.1",
+        " dataset=csv, folder, hf, imagenet, webdataset has it: choose one",
+    ),
+    ("schedule.milestones=[3]", " schedule=step has it: add schedule=step, or leave it out."),
     ("+foo=1", "foo: there is no such key in the config."),
     ("~epochs", "epochs: a job cannot do without this key"),
     ("~model", "model is None, expected one of the group's options: model=NAME"),

@@ -25,6 +25,7 @@ from lockstep.telemetry.progress import progress
 
 FORMATS = ("table", "csv", "json")
 AT_ONCE = 32  # images that are read and shown to the model together
+Results = Iterator[tuple[Path, Prediction]]
 
 
 def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None) -> None:
@@ -41,7 +42,12 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
     paths = list(_images(files, problems))
     with progress("predicting", len(paths)) as advance:
         results = _predictions(predictor, paths, problems, advance)
-        for line in {"table": partial(_table, _widest(paths)), "csv": _csv, "json": _json}[form](results, top):
+        lines: dict[str, Callable[[Results, int], Iterator[str]]] = {
+            "table": partial(_table, _widest(paths)),
+            "csv": _csv,
+            "json": _json,
+        }
+        for line in lines[form](results, top):
             log.console.print(line, soft_wrap=True)
     if problems:
         raise InputError("\n".join(problems))
@@ -79,9 +85,6 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
         return predictor.stored(path)
     except InputError as error:
         return error
-
-
-Results = Iterator[tuple[Path, Prediction]]
 
 
 def _widest(paths: Sequence[Path]) -> int:

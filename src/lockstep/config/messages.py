@@ -20,6 +20,7 @@ from omegaconf.errors import (
 )
 
 from lockstep.config.commands import override, typed
+from lockstep.config.options import options_with
 from lockstep.config.program_words import program_name, program_words
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
 from lockstep.core.fields import shown
@@ -211,7 +212,10 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
     inside = [name for name in ours if name.rpartition(".")[0] == block and not name.endswith("._target_")]
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
     same = [name for name in ours if name.rpartition(".")[2] == last][:3]
-    if block and inside:
+    if block and inside and (others := options_with(block, last)):
+        choose = f"add {override(block, others[0])}" if len(others) == 1 else "choose one of them"
+        hint = f" {block}={', '.join(others)} has it: {choose}, or leave it out."
+    elif block and inside:
         names = [name.rpartition(".")[2] for name in inside]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."
     elif same:

@@ -139,7 +139,8 @@ def banner(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),
         "data": f"{named(job.dataset, frozenset({'root'}) | usual.sizes)}, {examples[0]:,} to train on, "
-        f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}{usual.input_reason}",
+        f"{examples[1]:,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
+        f"{usual.input_reason}",
         "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {float(job.optimizer.lr):.3g}"
