@@ -102,7 +102,7 @@ def test_a_batch_cut_in_two_gives_the_same_pixels(augment: Any, size: int | None
 def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
     batch, indices = images(1, 3, 32, 32).expand(8, 3, 32, 32), torch.arange(8)
     here = train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0)
-    assert len({tuple(each.flatten().tolist()) for each in here}) > 4
+    assert len({tuple(image.flatten().tolist()) for image in here}) > 4
     assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 1))
     assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
 

@@ -1,7 +1,7 @@
-"""Tensors that are cut over the ranks (torch's `DTensor`), and what all code may do with any tensor.
+"""Tensors that are cut over the ranks (torch's `DTensor`), and functions that work for any tensor.
 
-A tensor that is not cut is its own whole and its own part. Nothing here imports `DTensor`, which takes a second: a
-tensor that is cut can be told from others by its methods.
+For a tensor that is not cut, the whole and a rank's part are the tensor itself. Nothing here imports `DTensor`, which
+takes a second: a tensor that is cut is recognised by its methods.
 """
 
 from __future__ import annotations
