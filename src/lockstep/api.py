@@ -136,7 +136,9 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
 def load(path: str | Path, *, device: str | None = None, extensions: Sequence[str] = ()) -> Predictor:
     """A trained model, ready to be used: `lockstep.load("outputs/latest").predict("cat.jpg")`.
 
-    It needs the weights alone: no data, no run folder, no download.
+    It needs the weights alone: no data, no run folder, no download. Its probabilities are the softmax of the logits,
+    which add up to 1; after a training with `loss=bce`, which judges each class by itself, they are the sigmoid of
+    each logit, and do not.
 
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.

@@ -8,6 +8,7 @@ these numbers and nothing is divided by their sum, for the same reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
+from lockstep.core.model_card import SIGMOID, SOFTMAX
+from lockstep.core.protocols import Loss
 
 MOST_WEIGHT = 1e6
 
@@ -83,6 +86,8 @@ class BCE:
     sum_classes: bool = False
     threshold: float | None = ranged(None, least=0.0, below=1)
 
+    probabilities: ClassVar[str] = SIGMOID
+
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return BCELoss(classes, self.label_smoothing, self.sum_classes, self.threshold)
 
@@ -99,6 +104,12 @@ class Focal(_Weighted):
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return FocalLoss(self.gamma, self.weights(classes, labels))
+
+
+def probabilities_of(loss: Loss) -> str:
+    """What makes probabilities of the logits that a loss trains: `softmax`, unless its class says `sigmoid`."""
+    kind: str = getattr(loss, "probabilities", SOFTMAX)
+    return kind
 
 
 class CrossEntropyLoss(nn.Module):

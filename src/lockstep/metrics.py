@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core.fields import ranged
+from lockstep.core.model_card import SOFTMAX
+from lockstep.core.probabilities import probabilities
 from lockstep.core.protocols import Metric, Score
 from lockstep.core.world import World
 
@@ -192,15 +194,16 @@ class Scores(NoScores):
     """The metrics of an evaluation. They do not depend on the number of ranks.
 
     In each round the ranks' blocks come to main, in the order of the split, and are counted there. So a score has the
-    bits that it has on one rank, whatever a metric keeps, and main holds one round at a time.
+    bits that it has on one rank, whatever a metric keeps, and main holds one round at a time. `kind` is what makes
+    probabilities of logits.
     """
 
-    def __init__(self, scores: Mapping[str, Score], class_names: Sequence[str], world: World) -> None:
-        self.scores, self.class_names, self.world = scores, class_names, world
+    def __init__(self, scores: Mapping[str, Score], class_names: Sequence[str], world: World, kind: str) -> None:
+        self.scores, self.class_names, self.world, self.kind = scores, class_names, world, kind
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         whole = labels >= 0
-        self._count(logits[whole].softmax(1).cpu(), labels[whole].cpu())
+        self._count(probabilities(logits[whole], self.kind).cpu(), labels[whole].cpu())
 
     def update_without(self) -> None:
         self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
@@ -224,7 +227,9 @@ class Scores(NoScores):
         return figures
 
 
-def build_scores(metrics: Mapping[str, Metric], classes: int, class_names: Sequence[str], world: World) -> NoScores:
+def build_scores(
+    metrics: Mapping[str, Metric], classes: int, class_names: Sequence[str], world: World, kind: str = SOFTMAX
+) -> NoScores:
     """What computes the metrics, given by name; classes without names are called by their labels."""
     if not metrics:
         return NO_SCORES
@@ -232,4 +237,4 @@ def build_scores(metrics: Mapping[str, Metric], classes: int, class_names: Seque
     for score in scores.values():
         # torchmetrics would wait for the other ranks, which have none.
         score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
-    return Scores(scores, class_names or [str(label) for label in range(classes)], world)
+    return Scores(scores, class_names or [str(label) for label in range(classes)], world, kind)

@@ -115,6 +115,10 @@ def test_a_photo_that_is_dropped_is_shown_with_its_classes(place: Path, server: 
         assert page.until(f"const found = (() => {{ {texts} }})(); return found.length && found")[0] == "<b>cat & dog"
         assert page.run("return document.querySelectorAll('#classes b').length") == 0
         assert page.run("return document.getElementById('error').hidden")
+        assert page.run("return document.getElementById('note').textContent") == "dark.png"
+        page.run(drop.replace("sent.items.add(", "sent.items.add(new File([blob], 'first.png')); sent.items.add("))
+        note = "first.png, the first of 2: one photo at a time"
+        page.until(f"return document.getElementById('note').textContent === '{note}'")
         blocked = [message for message in page.messages() if "400" not in message and "favicon" not in message]
         assert blocked == [], "the content policy is the page's own"
 

@@ -229,6 +229,7 @@ READS: dict[str, str] = {
     "core.safe_write": "opens what it has the disk hold, and reads nothing of it",
     "config.extensions": "what pip has installed",
     "config.composition": "the help's text, which is part of the program",
+    "config.options": "the YAML of its own options, which is part of the program",
     "config.timm_names": "timm's own source",
     "runtime.host": "the kernel's /proc",
     "runtime.watchdog": "the kernel's /proc",

@@ -13,8 +13,10 @@ from lockstep.core import log
 from lockstep.core.plan import Plan
 from lockstep.telemetry import Window
 from lockstep.telemetry import display as shown
+from lockstep.telemetry import progress as shown_progress
 from lockstep.telemetry.columns import Columns, clock, figures, fitting
 from lockstep.telemetry.display import Bar, Display, Lines, display
+from lockstep.telemetry.progress import Work, progress
 from processes import wait_for
 
 PLAN = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=10)
@@ -178,3 +180,37 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_width_nothing_gives_way() -> None:
     assert fitting(figures(WINDOW), None).plain == "loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %"
+
+
+@pytest.mark.parametrize("width", [120, 80, 24])
+def test_other_commands_have_the_bar_of_training(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    terminal(monkeypatch, width)
+    work = Work("evaluating", 5000)
+    assert work.moving(log.console).plain.endswith("evaluating     0/5,000  left ?")
+    work.began -= 10
+    work.advance(1250)
+    line = work.moving(log.console)
+    assert line.plain.endswith("evaluating 1,250/5,000  left 0:30")
+    assert line.plain.count("━") == (6 if width > 24 else 0)
+    assert Work("exporting", None).moving(log.console).plain == "exporting 0:00"
+
+
+def test_a_command_shows_its_bar_on_a_terminal_and_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    with progress("evaluating", 2) as advance:
+        advance(1)
+        wait_for(lambda: "evaluating 1/2" in screen.getvalue())
+    assert screen.getvalue().endswith("\x1b[2K"), "the line is erased"
+
+
+def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shown_progress, "SILENCE_S", 0.01)
+    said = ""
+    with progress("predicting", 40) as advance:
+        advance(8)
+        while "predicting  8/40" not in said:
+            found = capfd.readouterr()
+            assert found.out == "", "predictions may be read by a program"
+            said += found.err

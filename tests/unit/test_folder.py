@@ -180,6 +180,21 @@ def test_imagenet_is_stored_at_256_and_seen_at_224() -> None:
 def test_a_missing_folder_is_named_with_the_key_that_moves_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"there is no folder {tmp_path}/none/train.*dataset.path=FOLDER"):
         Folder(path=str(tmp_path / "none")).prepare()
+    (tmp_path / "photos" / "train" / "cat").mkdir(parents=True)
+    with pytest.raises(InputError, match=rf"name the folder above: dataset.path={tmp_path}/photos, or"):
+        Folder(path=str(tmp_path / "photos" / "train")).prepare()
+    (tmp_path / "photos" / "train").rename(tmp_path / "photos" / "Training")
+    with pytest.raises(InputError, match=r"name that with dataset.train_folder=Training$"):
+        Folder(path=str(tmp_path / "photos")).prepare()
+
+
+def test_one_class_alone_is_said(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / split / "cat" / "a.png")
+    assert Folder(path=str(tmp_path)).notes() == [
+        "all images are of one class, cat, so there is nothing to tell apart"
+    ]
 
 
 def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:

@@ -145,6 +145,13 @@ def test_a_saved_table_is_read(saved: Path, tmp_path: Path) -> None:
     assert len(source.eval()) == 2
     shutil.copytree(saved, tmp_path / "moved")
     assert HF(path=str(tmp_path / "moved")).fingerprint() == source.fingerprint()
+    datasets = pytest.importorskip("datasets")
+    changed = datasets.load_from_disk(saved)
+    changed["train"] = changed["train"].map(lambda row: {"image": Image.effect_noise((9, 7), 50)})
+    changed.save_to_disk(tmp_path / "changed")
+    other = HF(path=str(tmp_path / "changed")).fingerprint()
+    assert other["train"] != source.fingerprint()["train"], "other images under the same labels"
+    assert other["val"] == source.fingerprint()["val"]
 
 
 def test_a_saved_table_without_a_split_for_it_is_evaluated_on_a_share(saved: Path) -> None:

@@ -241,6 +241,7 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     "three views": ({"eval_views": 3}, "its eval_views is 3, expected one of 1, 2, 6"),
     "NaN crop": ({"eval_crop": NAN}, "its eval_crop is nan, expected a number above 0"),
     "nearest": ({"interpolation": "nearest"}, "its interpolation is 'nearest', expected one of bilinear, bicubic"),
+    "argmax": ({"probabilities": "argmax"}, "its probabilities is 'argmax', expected one of softmax, sigmoid"),
     "a text of a step": ({"step": "9"}, "its step is '9', expected a whole number"),
 }
 
@@ -318,6 +319,13 @@ def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) ->
 
 
 def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
-    run = train_here(tmp_path / "run", NARROW, "steps=4", "loss=bce", "loss.label_smoothing=0.1")
-    found = evaluate_split(lockstep.load(run.path, device="cpu"), Digits().eval())
-    assert found.loss == next(line["loss/val"] for line in records(run) if "loss/val" in line)
+    run = train_here(tmp_path / "run", NARROW, "steps=4", "loss=bce", "metric=calibration")
+    predictor, split = lockstep.load(run.path, device="cpu"), Digits().eval()
+    found = evaluate_split(predictor, split)
+    logged = next(line for line in records(run) if "loss/val" in line)
+    assert found.loss == logged["loss/val"]
+    # This loss judges each class by itself, and so do the probabilities, wherever they are shown.
+    assert predictor.card.probabilities == "sigmoid"
+    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), found.probabilities)
+    assert torch.equal(predictor.predict(split.images[:1])[0].probabilities.max(), found.probabilities[0])
+    assert logged["metric/calibration"] == pytest.approx(found.calibration_error / 100, abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 import time
@@ -14,6 +15,8 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
+import lockstep
+from helpers import records, train_here
 from lockstep.core.errors import InputError
 from lockstep.models import Timm, published
 
@@ -66,6 +69,25 @@ def test_weights_that_cannot_be_had_are_one_sentence_at_once(
     with pytest.raises(InputError, match=f"are not in the cache of this machine.*{says}.*init_from=FILE.safetensors"):
         Timm(name=NAME, pretrained=True).prepare()
     assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
+
+
+def test_a_resume_and_the_use_of_a_model_need_the_weights_no_more_that_it_started_from(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    name = "test_resnet.r160_in1k"
+    data = ("dataset=fake", "dataset.classes=3", "dataset.size=32", "dataset.examples=8", "batch=4")
+    start = (*data, f"model={name}", "model.pretrained=true", "input.interpolation=bilinear")
+    put_in_hub(cache, name)
+    run = train_here(cache / "run", *start, "steps=1")
+    tuned = train_here(cache / "tuned", *data, f"model={name}", f"init_from={run.path}", "steps=1")
+    shutil.rmtree(cache / "hub")
+    for again, gone in ((run, ()), (tuned, (run.path,))):
+        for folder in gone:
+            shutil.rmtree(folder)
+        lockstep.train([f"resume={again.path}", "steps=2"])
+        assert [line["step"] for line in records(again) if "loss/train" in line] == [1, 2]
+        assert len(lockstep.load(again.path, device="cpu").names) == 3
 
 
 def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
-from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, read_figures
+from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, layout_of, read_figures
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -182,6 +182,10 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(stored)
     assert [category.title for category in layout.category] == list(LAYOUT)
+    without = layout_of({"device": "cpu", "metric": {}})
+    assert list(without) == ["Learning", "Throughput", "Optimisation"], "no chart stays empty"
+    assert "metrics" not in without["Learning"]
+    assert layout_of({"device": "cuda", "metric": {"f1": {}}}) == LAYOUT
     assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
 
 

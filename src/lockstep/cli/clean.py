@@ -45,7 +45,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
     else:
         options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
         command = typed(["lockstep", "clean", *folders, *options, "--yes"])
-        log.console.print(f"{summary} can go; nothing is removed yet: {command}", soft_wrap=True)
+        log.show_command(f"{summary} can go; nothing is removed yet:", command)
 
 
 def _runs(folders: Sequence[str]) -> Iterator[RunDir]:
@@ -73,7 +73,7 @@ def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Re
         if plan.go:
             names = ", ".join(path.name for path in plan.go)
             stay = ", ".join(path.name for path in plan.stay) or "none"
-            log.console.print(f"{amount(plan.size / GB):>9}  {run_dir.path}: {names} ({stay} stay)", soft_wrap=True)
+            log.show(f"{amount(plan.size / GB):>9}  {run_dir.path}: {names} ({stay} stay)")
         if yes:
             with storing(run_dir.checkpoints):
                 for path in plan.go:

@@ -17,6 +17,6 @@ def demo(path: str, *, port: int, device: str | None) -> None:
         InputError: there are no such weights, or the port is taken.
     """
     with DemoServer(load(path, device=device), port) as server, suppress(StopNow):
-        log.console.print(f"{server.url} shows what the model says of a photo; Ctrl-C ends it", soft_wrap=True)
+        log.show(f"{server.url} shows what the model says of a photo; Ctrl-C ends it")
         log.console.file.flush()
         server.serve_forever()

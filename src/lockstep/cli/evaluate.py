@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from lockstep.cli.run_data import data_of, take_threads
 from lockstep.core import log
@@ -22,6 +22,7 @@ from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split, sample_name
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
+from lockstep.telemetry.progress import progress
 
 SHOWN = 10  # the most classes in the table
 
@@ -52,14 +53,16 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     examples = interpolated(source.train() if split == "train" else source.eval(), card.interpolation)
     if run is not None:
         take_threads(run)
-    evaluation = evaluate_split(predictor, examples)
+    with progress("evaluating", len(examples)) as advance:
+        evaluation = evaluate_split(predictor, examples, advance)
     _show(evaluation, predictor, split, source)
     facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
     write_atomic(
         folder / "evaluation.json", json.dumps({**facts, **evaluation.facts()}, indent=1, allow_nan=False) + "\n"
     )
     write_atomic_parts(folder / "predictions.csv", _rows(evaluation, examples))
-    log.console.print(f"wrote {folder / 'evaluation.json'} and {folder / 'predictions.csv'}", soft_wrap=True)
+    for name in ("evaluation.json", "predictions.csv"):
+        log.show(f"wrote {folder / name}")
 
 
 def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Source) -> None:
@@ -72,11 +75,11 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
     if split == "val" and predictor.card.top1 is not None:
         lines.append(f"in training it was {predictor.card.top1:.2f} % top-1")
     for line in lines:
-        log.console.print(line, soft_wrap=True)
+        log.show(line)
     rows = [(name, count, top1) for name, count, top1 in evaluation.per_class if top1 is not None]
     worst = sorted(rows, key=lambda row: row[2])[:SHOWN]
-    log.console.print(f"the {len(worst)} classes with the lowest top-1:", soft_wrap=True)
-    table = Table("class", "images", "top-1")
+    log.show(f"the {len(worst)} classes with the lowest top-1:")
+    table = Table("class", Column("images", justify="right"), Column("top-1", justify="right"))
     for name, count, top1 in worst:
         table.add_row(name, f"{count:,}", f"{top1:.2f} %")
     log.console.print(table)

@@ -17,6 +17,7 @@ from lockstep.inference.images import files_in
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
 from lockstep.precision import FP32
+from lockstep.telemetry.progress import progress
 
 COMPARED = 64  # images on which the exported model is compared with its original
 
@@ -43,13 +44,13 @@ def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, ou
         raise InputError(f"--out is {target}, expected a file in a folder that exists")
     predictor = load(file, device="cpu", precision=FP32())
     stored = _images(predictor, file, images)
-    difference = export(predictor, stored, target, kind=kind, floats=pixels == "float")
+    with progress("exporting"):
+        difference = export(predictor, stored, target, kind=kind, floats=pixels == "float")
     shape = "x".join(map(str, predictor.card.image_shape))
     what = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
-    log.console.print(
+    log.show(
         f"wrote {target}: {what} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "
-        f"{len(stored)} images they differ by at most {difference:.1e} from the model's (allowed {TOLERANCE:g})",
-        soft_wrap=True,
+        f"{len(stored)} images they differ by at most {difference:.1e} from the model's (allowed {TOLERANCE:g})"
     )
 
 

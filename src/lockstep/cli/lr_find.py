@@ -13,6 +13,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.resolve import resolve
 from lockstep.job.validate import check_job
+from lockstep.telemetry.progress import progress
 from lockstep.training.parts import build_parts
 from lockstep.training.range_test import RangeTest, range_test
 
@@ -37,20 +38,16 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     job = resolve(components.build_job(values), sweep=False)
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
     check_job(job)
-    test = range_test(build_parts(job), low, high)
+    with progress("trying", steps) as advance:
+        test = range_test(build_parts(job), low, high, advance)
     write_atomic(Path(out), picture(test))
     lowest = test.lowest
-    say = log.console.print
-    say(
+    log.show(
         f"{len(test.rates)} steps, from {test.rates[0]:.2g} to {test.rates[-1]:.2g}: the loss is lowest, "
-        f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}",
-        soft_wrap=True,
+        f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}"
     )
-    say(
-        f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {float(job.optimizer.lr):g})",
-        soft_wrap=True,
-    )
-    say(f"wrote {out}", soft_wrap=True)
+    log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {float(job.optimizer.lr):g})")
+    log.show(f"wrote {out}")
 
 
 def picture(test: RangeTest) -> str:

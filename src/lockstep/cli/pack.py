@@ -20,6 +20,8 @@ from lockstep.runtime.host import cores
 # What the sentences of `dataset=folder` call by its keys.
 WORDS = {
     "dataset.path: ": "",
+    "the folder above: dataset.path=": "the folder above: lockstep pack ",
+    "name that with dataset.train_folder=": "make train of the folder ",
     "dataset.path=FOLDER": "lockstep pack SOURCE TARGET",
     "dataset.skip=N": "--skip N",
     "dataset.val_folder: ": "",

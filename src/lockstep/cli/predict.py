@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.cells import cell_len
 from torch import Tensor
 
 from lockstep.core import log
@@ -19,9 +21,11 @@ from lockstep.inference.images import files_in
 from lockstep.inference.load import load
 from lockstep.inference.predictor import Prediction, Predictor
 from lockstep.runtime.host import cores
+from lockstep.telemetry.progress import progress
 
 FORMATS = ("table", "csv", "json")
 AT_ONCE = 32  # images that are read and shown to the model together
+Results = Iterator[tuple[Path, Prediction]]
 
 
 def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None) -> None:
@@ -35,9 +39,16 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
     predictor = load(path, device=device)
     problems: list[str] = []
-    results = _predictions(predictor, list(_images(files, problems)), problems)
-    for line in {"table": _table, "csv": _csv, "json": _json}[form](results, top):
-        log.console.print(line, soft_wrap=True)
+    paths = list(_images(files, problems))
+    with progress("predicting", len(paths)) as advance:
+        results = _predictions(predictor, paths, problems, advance)
+        lines: dict[str, Callable[[Results, int], Iterator[str]]] = {
+            "table": partial(_table, _widest(paths)),
+            "csv": _csv,
+            "json": _json,
+        }
+        for line in lines[form](results, top):
+            log.console.print(line, soft_wrap=True)
     if problems:
         raise InputError("\n".join(problems))
 
@@ -51,7 +62,9 @@ def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
             problems.append(str(error))
 
 
-def _predictions(predictor: Predictor, paths: list[Path], problems: list[str]) -> Iterator[tuple[Path, Prediction]]:
+def _predictions(
+    predictor: Predictor, paths: list[Path], problems: list[str], advance: Callable[[int], None]
+) -> Iterator[tuple[Path, Prediction]]:
     """The prediction of each file that can be read, in order; the others become problems."""
 
     def read(chunk: list[Path]) -> list[tuple[Path, Tensor | InputError]]:
@@ -64,6 +77,7 @@ def _predictions(predictor: Predictor, paths: list[Path], problems: list[str]) -
         if whole:
             predictions = predictor.predict(torch.cat([image for _, image in whole]))
             yield from zip((path for path, _ in whole), predictions, strict=True)
+        advance(len(chunk))
 
 
 def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
@@ -73,13 +87,18 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
         return error
 
 
-Results = Iterator[tuple[Path, Prediction]]
+def _widest(paths: Sequence[Path]) -> int:
+    """How wide the column of paths is: on a terminal that of the longest, elsewhere each has its own."""
+    return max((cell_len(str(path)) for path in paths), default=0) if log.has_terminal() else 0
 
 
-def _table(results: Results, top: int) -> Iterator[str]:
+def _table(width: int, results: Results, top: int) -> Iterator[str]:
     for path, prediction in results:
         classes = ", ".join(f"{name} {100 * probability:.1f} %" for _, name, probability in prediction.top(top))
-        yield f"{path}  {classes}"
+        line = f"{path}{' ' * (width - cell_len(str(path)))}  {classes}"
+        # A name that breaks at the edge of the terminal is hard to read, so the classes get a line of their own.
+        fits = not log.has_terminal() or cell_len(line) <= log.console.width
+        yield from [line] if fits else [str(path), f"  {classes}"]
 
 
 def _csv(results: Results, top: int) -> Iterator[str]:

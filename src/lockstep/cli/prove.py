@@ -32,6 +32,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.protocols import Strategy
 from lockstep.core.run_dir import RunDir
+from lockstep.models.nets import without_weights
 from lockstep.precision import FP64
 from lockstep.runtime.signals import PARENT
 from lockstep.strategy.sync_batchnorm import has_batchnorm
@@ -189,7 +190,7 @@ def _several(job: Job) -> int | None:
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):
-        normed = has_batchnorm(job.model.build(job.dataset.classes, job.dataset.input_shape))
+        normed = has_batchnorm(without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape))
     used = job.train.micro_batches if isinstance(job.train.micro_batches, int) else 1
     several = used + MORE_MICRO_BATCHES
     # Batch norm counts over a micro-batch.

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import Node, OmegaConf
+from omegaconf import ListConfig, Node, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -19,7 +19,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from lockstep.config.commands import typed
+from lockstep.config.commands import override, typed
+from lockstep.config.options import options_with
 from lockstep.config.program_words import program_name, program_words
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
 from lockstep.core.fields import shown
@@ -164,7 +165,6 @@ _MESSAGES = (
         "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE",
     ),
     (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
-    (r"Invalid value assigned: \w+ is not a ListConfig", "is not a list, expected {key}=[VALUE,VALUE]"),
     (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),
 )
 
@@ -177,10 +177,19 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
         return _no_such_key(key, _keys(error.parent_node))
+    if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
+        value = error.value._value() if isinstance(error.value, Node) else error.value
+        return f"{key} is {shown(value)}, expected a list: {key}=[{_items(value, error.child_node)}]"
     for pattern, words in _MESSAGES:
         if match := re.match(pattern, message):
             return f"{key} {words.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
+
+
+def _items(value: Any, default: Node | None) -> str:
+    """The items of a list that was meant: the one that was given, or the default ones where there are several."""
+    items = list(default) if isinstance(default, ListConfig) and default and len(default) > 1 else [value]
+    return ",".join(override("", item)[1:] if isinstance(item, str) else str(item) for item in items)
 
 
 def _keys(inside: Node) -> list[str]:
@@ -203,7 +212,10 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
     inside = [name for name in ours if name.rpartition(".")[0] == block and not name.endswith("._target_")]
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
     same = [name for name in ours if name.rpartition(".")[2] == last][:3]
-    if block and inside:
+    if block and inside and (others := options_with(block, last)):
+        choose = f"add {override(block, others[0])}" if len(others) == 1 else "choose one of them"
+        hint = f" {block}={', '.join(others)} has it: {choose}, or leave it out."
+    elif block and inside:
         names = [name.rpartition(".")[2] for name in inside]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."
     elif same:

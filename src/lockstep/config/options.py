@@ -57,6 +57,12 @@ def is_own(group: str, name: str) -> bool:
     return (CONF / group / f"{name}.yaml").exists() or (group == "model" and is_timm_model(name))
 
 
+def options_with(group: str, key: str) -> list[str]:
+    """The names of Lockstep's options of a group that have a key."""
+    files = sorted((CONF / group).glob("*.yaml")) if group in GROUPS else []
+    return [file.stem for file in files if re.search(rf"^{re.escape(key)}:", file.read_text(), re.MULTILINE)]
+
+
 def known(group: str, groups: Iterable[str]) -> str:
     """The end of a sentence about a group that does not exist: the one that was meant, or all."""
     groups = list(groups)

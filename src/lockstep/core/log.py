@@ -124,6 +124,25 @@ def say_row(label: str, text: str, *, indent: int = 12) -> None:
     say(line, shown=Text(shown))
 
 
+def show(text: str) -> None:
+    """Print a sentence for the user, on a terminal in lines that end between words; there is no log."""
+    lines = escaped(text, keep="")
+    if has_terminal():
+        lines = textwrap.fill(
+            lines, console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+    console.print(Text(lines), soft_wrap=True)
+
+
+def show_command(text: str, command: str) -> None:
+    """The same with a command to type, which gets a line of its own where both are too long for the terminal."""
+    if has_terminal() and len(text) + 1 + len(command) > console.width:
+        show(text)
+        console.print(Text(escaped(command, keep="")), soft_wrap=True)
+    else:
+        show(f"{text} {command}")
+
+
 def say_command(label: str, command: str) -> None:
     """Say a command to type behind a label. Where both are too long for the terminal it has a line of its own."""
     line = f"   {label:<12} {command}"

@@ -21,6 +21,9 @@ LIMIT = 16 * MB  # characters of the text; nearly all of it are names of classes
 # How images can be resized, always with antialiasing; the first is the default.
 INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
+# What makes probabilities of logits: the classes exclude each other and add up to 1, or each is judged by itself.
+PROBABILITIES = ("softmax", "sigmoid")
+SOFTMAX, SIGMOID = PROBABILITIES
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
 VIEWS = (1, 2, 6)  # how many views of an image an evaluation can average
 
@@ -48,6 +51,8 @@ class ModelCard:
         top1: their accuracy in percent on the evaluation split; None if they were not evaluated.
         averaged: whether they are a moving average.
         interpolation: how images are resized.
+        probabilities: what makes probabilities of the logits, `softmax` or `sigmoid`, as the loss of the training had
+            it.
     """
 
     model: Node
@@ -68,6 +73,7 @@ class ModelCard:
     top1: float | None = None
     averaged: bool = False
     interpolation: str = INTERPOLATION
+    probabilities: str = SOFTMAX
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,6 +119,7 @@ class ModelCard:
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> ModelCard:
+        values = {"probabilities": SOFTMAX, **values}  # older files do not say it
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"
@@ -201,4 +208,5 @@ _RULES: Mapping[str, Rule] = {
     ),
     "averaged": (lambda value: isinstance(value, bool), "true or false"),
     "interpolation": (lambda value: value in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}"),
+    "probabilities": (lambda value: value in PROBABILITIES, f"one of {', '.join(PROBABILITIES)}"),
 }

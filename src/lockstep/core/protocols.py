@@ -204,7 +204,11 @@ class Schedule(Component, Protocol):
 
 
 class Loss(Component, Protocol):
-    """What training minimises."""
+    """What training minimises.
+
+    A class whose losses judge each class by itself says `probabilities: ClassVar[str] = "sigmoid"`; of any other,
+    probabilities are the softmax of the logits.
+    """
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         """The module: logits (b, classes) and targets to the loss of each example, (b,).
@@ -237,7 +241,7 @@ class Score(Protocol):
     """What `torchmetrics.Metric` has. Only main has one; it gets every example once, in the order of the split."""
 
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
-        """Take examples: probabilities (n, classes) of the softmax, and labels, int64 (n,), both on the CPU."""
+        """Take examples: probabilities (n, classes) as the loss has them, and labels, int64 (n,), both on the CPU."""
 
     def compute(self) -> Tensor:
         """The score: a scalar, or one for each class, (classes,)."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import InputError, escaped
+from lockstep.core.model_card import SIGMOID
 from lockstep.core.safe_read import MB
 from lockstep.inference.predictor import Predictor
 
@@ -75,6 +76,7 @@ class DemoServer(ThreadingHTTPServer):
             "classes": card.classes,
             "input": "x".join(map(str, card.input_shape)),
             "top1": card.top1,
+            "independent": card.probabilities == SIGMOID,
             "step": card.step,
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
+from lockstep.core.probabilities import probabilities
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import FileSplit
 from lockstep.data.loading.loaders import Streaming
@@ -109,8 +110,12 @@ class Evaluation:
         }
 
 
-def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
+def evaluate_split(
+    predictor: Predictor, split: Split, advance: Callable[[int], None] = lambda examples: None
+) -> Evaluation:
     """Evaluate a model on every example of a split, in the blocks of its training's evaluation.
+
+    `advance` is called after each block, with the number of its examples.
 
     Raises:
         InputError: more images are broken than the split allows, or all of them.
@@ -125,9 +130,10 @@ def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
         logits = predictor.logits(images)
         summed += loss(logits, own, own)
         best = best_classes(logits)
-        probabilities = logits.softmax(1).gather(1, best[:, :1])[:, 0]
-        parts.append((best[:, 0].cpu(), probabilities.cpu(), (best == own[:, None]).any(1).cpu()))
-    predicted, probabilities, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
+        shares = probabilities(logits, predictor.card.probabilities).gather(1, best[:, :1])[:, 0]
+        advance(len(block))
+        parts.append((best[:, 0].cpu(), shares.cpu(), (best == own[:, None]).any(1).cpu()))
+    predicted, shares, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
     count = int((labels != IGNORE_INDEX).sum())
     if count == 0:
         raise InputError("dataset: no image of the split can be decoded; see the warnings")
@@ -135,7 +141,7 @@ def evaluate_split(predictor: Predictor, split: Split) -> Evaluation:
         names=predictor.names,
         labels=labels,
         predicted=predicted,
-        probabilities=probabilities,
+        probabilities=shares,
         top5=top5,
         loss=summed.item() / count,
     )

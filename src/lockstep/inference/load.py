@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lockstep.core.run_dir import LATEST, RunDir, latest
 from lockstep.data.pipeline import Pipeline, normalisation
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
+from lockstep.models.nets import without_weights
 from lockstep.precision import FP32
 
 KEY = "weights"  # begins the errors
@@ -39,7 +39,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     card = checkpoint.read_card(file)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     try:
-        option = _without_download(components.build("model", card.model))
+        option = without_weights(components.build("model", card.model))
         precision = precision or _precision(card, target)
         model = _filled(option, card, precision, file)
     except InputError as error:
@@ -87,12 +87,6 @@ def run_of(file: Path) -> RunDir | None:
     """The run that a file of weights lies in, as its best weights or in a checkpoint; None if it lies elsewhere."""
     folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
     return next(map(RunDir, folders), None)
-
-
-def _without_download(option: Model) -> Model:
-    """The same model without published weights, which its own would replace."""
-    changed: Any = option
-    return dataclasses.replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
 
 
 def _precision(card: ModelCard, device: torch.device) -> Precision:

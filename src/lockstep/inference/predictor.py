@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.model_card import ModelCard
+from lockstep.core.probabilities import probabilities
 from lockstep.core.protocols import Precision
 from lockstep.data.pipeline import Pipeline
 from lockstep.inference.images import ImageLike, stored_images
@@ -22,7 +23,8 @@ class Prediction:
     Fields:
         label: the most probable class.
         names: of all classes, by label.
-        probabilities: float (classes,) on the CPU, by label; they add up to 1.
+        probabilities: float (classes,) on the CPU, by label. They add up to 1, unless the model judges each class by
+            itself (`Predictor.card.probabilities` is `sigmoid`, as after `loss=bce`).
     """
 
     label: int
@@ -110,9 +112,10 @@ class Predictor:
         stored = self.stored(images)
         for block in stored.split(self.card.eval_batch) if len(stored) else ():
             logits = self.logits(block)
-            labels, probabilities = best_classes(logits)[:, 0].tolist(), logits.softmax(1).cpu()
+            labels = best_classes(logits)[:, 0].tolist()
+            shares = probabilities(logits, self.card.probabilities).cpu()
             predictions += [
                 Prediction(label=label, names=self.names, probabilities=row)
-                for label, row in zip(labels, probabilities, strict=True)
+                for label, row in zip(labels, shares, strict=True)
             ]
         return predictions

@@ -17,6 +17,7 @@ from lockstep.core.plan import Plan
 from lockstep.data.datasets.builtin import Fake
 from lockstep.data.loading.loaders import Streaming
 from lockstep.models import ResNet34, Timm
+from lockstep.models.nets import without_weights
 from lockstep.runtime.host import GB, available_memory, cores
 
 # The most ranks on a CPU, and threads of all ranks: a number for any machine, and one per core for large ones.
@@ -88,8 +89,8 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
     if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and their sizes are known to fit
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            parameters = job.model.build(job.dataset.classes, job.dataset.input_shape).parameters()
-            size = sum(parameter.numel() for parameter in parameters)
+            model = without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape)
+            size = sum(parameter.numel() for parameter in model.parameters())
         yield f"{size:,} parameters and their gradients", 2 * FLOAT32 * size * ranks, "a smaller model or input"
 
 

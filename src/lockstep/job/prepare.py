@@ -14,11 +14,11 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job.preparation import Preparation
-from lockstep.job.resolve import resolve
+from lockstep.job.resolve import named_checkpoint, resolve
 from lockstep.job.resume import check_kept_config, resumed_job
 from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
 from lockstep.job.run_lock import Lock
-from lockstep.job.validate import check_job, check_run
+from lockstep.job.validate import check_job, check_run, checkpoint_to_resume
 from lockstep.launcher import Spawn
 from lockstep.models import ResNet34, Timm
 from lockstep.strategy import DDP, Strict
@@ -40,7 +40,8 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
         # A run folder can be somebody else's: only the present command says where else to write.
         job["output_root"] = today["output_root"]
     built = components.build_job(_fitting(job, overrides, invocation.configs))
-    built = resolve(built, sweep=invocation.sweep)
+    resumed = checkpoint_to_resume(folder, named_checkpoint(built.resume))
+    built = resolve(built, sweep=invocation.sweep, resumed=resumed)
     if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
         raise InputError(
             "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
@@ -48,7 +49,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     check_job(built)
     if earlier is not None:
         check_kept_config(RunDir(earlier), job, invocation)
-    check_run(built, folder, fetch=job["dataset"].get("root") in (None, today["data_root"]))
+    check_run(built, folder, resumed, fetch=job["dataset"].get("root") in (None, today["data_root"]))
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:

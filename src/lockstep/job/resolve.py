@@ -33,8 +33,10 @@ from lockstep.strategy.base import Distributed
 EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 
-def resolve(job: Job, *, sweep: bool) -> Job:
+def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
     """A job with its device, ranks, strategy, launcher and paths decided.
+
+    `resumed` is the checkpoint that it goes on from.
 
     Raises:
         InputError: the machine does not have what was asked for.
@@ -43,7 +45,7 @@ def resolve(job: Job, *, sweep: bool) -> Job:
         job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    trained = _trained_input(job)
+    trained = _trained_input(job, resumed)
     strategy, dataset = _strategy(job), with_sizes(_with_absolute_paths(job.dataset), trained)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     if type(strategy) is AutoStrategy:
@@ -69,7 +71,7 @@ def resolve(job: Job, *, sweep: bool) -> Job:
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
-        resume=_checkpoint(job.resume),
+        resume=named_checkpoint(job.resume),
     )
 
 
@@ -105,7 +107,7 @@ def _with_absolute_paths(dataset: Source) -> Source:
     return replace(dataset, **{name: _absolute(path) for name, path in paths.items() if path is not None})
 
 
-def _checkpoint(resume: str | None) -> str | None:
+def named_checkpoint(resume: str | None) -> str | None:
     """The checkpoint that `resume` names; None for a run folder, in which the job itself goes on."""
     path = None if resume in (None, "latest") else _absolute(str(resume))
     return path if path is not None and Path(path, MANIFEST).is_file() else None
@@ -172,8 +174,15 @@ def _optimizer(job: Job) -> Optimizer:
     return job.optimizer.at_batch(int(job.batch), trained=job.starts_trained)
 
 
-def _trained_input(job: Job) -> TrainedInput | None:
-    """What the weights were trained on that the model starts from; None without such, or where nothing says it."""
+def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
+    """What the weights were trained on that the model starts from; None without such, or where nothing says it.
+
+    The run's own checkpoint says it again: the weights to start from may be gone by now.
+    """
+    if resumed is not None and job.starts_trained:
+        own = checkpoint.find_card(checkpoint.weights_file(resumed, "resume"))
+        if own is not None:
+            return TrainedInput.of_card(own)
     if job.init_from is not None and not getattr(job.model, "pretrained", False):  # not both, which is refused
         file = checkpoint.weights_file(Path(job.init_from).expanduser())
         if (card := checkpoint.find_card(file)) is not None:

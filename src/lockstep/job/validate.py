@@ -194,13 +194,24 @@ def _check_compile(job: Job) -> None:
         )
 
 
-def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
-    """Check that the data exists, that the plan fits it, and that a checkpoint to resume from belongs to this run.
+def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None:
+    """The checkpoint that a job goes on from: the newest of its folder, or the one that `resume` names.
+
+    Raises:
+        InputError: the run has saved checkpoints, and none of them is whole.
+    """
+    # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.
+    own = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
+    return Path(resume) if own is None and resume is not None else own
+
+
+def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: bool) -> None:
+    """Check that the data exists, that the plan fits it, and that the checkpoint to resume from belongs to this run.
 
     Missing data is downloaded if `fetch` is set: not to a place that only a run folder names, which can be somebody
     else's.
     """
-    if job.init_from is not None:
+    if job.init_from is not None and resumed is None:
         checkpoint.weights_file(Path(job.init_from))
     if fetch:
         job.dataset.prepare()
@@ -212,10 +223,6 @@ def check_run(job: Job, folder: Path | None, *, fetch: bool) -> None:
     freeze_until(job, plan)  # raises if it does not fit
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
-    # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.
-    resumed = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
-    if resumed is None and job.resume is not None:
-        resumed = Path(job.resume)
     if resumed is None:
         job.model.prepare()
     else:

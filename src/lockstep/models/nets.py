@@ -6,7 +6,8 @@ import enum
 import itertools
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,12 @@ class Network(Model):
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module, which maps float images (B, C, H, W) to logits (B, classes)."""
+
+
+def without_weights(option: Model) -> Model:
+    """The same model from random weights: its own come from elsewhere, or only its shapes matter."""
+    changed: Any = option
+    return replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
 
 
 class MaxPoolTo(nn.Module):

@@ -24,4 +24,4 @@ class TensorBoard:
     """An event file in the run folder."""
 
     def build(self, run: RunInfo) -> Observer:
-        return sinks.TensorBoard(run.folder, run.step, run.hyperparameters)
+        return sinks.TensorBoard(run.folder, run.step, run.hyperparameters, sinks.layout_of(run.config))

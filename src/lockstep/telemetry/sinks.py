@@ -52,6 +52,17 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "loss scale": ["Multiline", ["optim/scale"]],
     },
 }
+
+
+def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The charts for a run with this config: `LAYOUT` without those that would stay empty."""
+    missing = set() if config.get("metric") else {"metrics"}
+    if config.get("device") == "cpu":
+        missing |= {*LAYOUT["GPU"], "model FLOPs utilisation, %", "loss scale"}
+    charts = {name: {chart: LAYOUT[name][chart] for chart in LAYOUT[name] if chart not in missing} for name in LAYOUT}
+    return {name: of_category for name, of_category in charts.items() if of_category}
+
+
 EVENTS = "events.out.tfevents.*"
 FLUSH_S = 10
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
@@ -218,9 +229,12 @@ class TensorBoard(Observer):
         folder: of the run.
         after: the step that the run resumes from.
         facts: the hyper-parameters; every run must have the same keys, or TensorBoard drops columns.
+        layout: the charts of each category of the page of custom scalars.
     """
 
-    def __init__(self, folder: Path, after: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, after: int, facts: Mapping[str, Any], layout: Mapping[str, Any] = LAYOUT
+    ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -239,7 +253,7 @@ class TensorBoard(Observer):
             self.records = RecordWriter(self.file)
             self._add(file_version="brain.Event:2")
             # Written to the run's own file: `add_hparams` would create a second run.
-            for summary in (custom_scalars(LAYOUT), *hparams(dict(facts), {"acc/val_top1": 0.0, "loss/val": 0.0})):
+            for summary in (custom_scalars(layout), *hparams(dict(facts), {"acc/val_top1": 0.0, "loss/val": 0.0})):
                 if tags.isdisjoint(value.tag for value in summary.value):
                     self._add(summary=summary)
             self.file.flush()

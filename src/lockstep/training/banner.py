@@ -17,6 +17,7 @@ from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
+from lockstep.data.datasets.files import crops_files
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
@@ -83,6 +84,14 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e3:.0f} k" if parameters < 1e6 else f"{parameters / 1e6:.1f} M"
 
 
+def _other_interpolation(job: Job) -> str:
+    """How the augmentation resizes images, where that is not how they are evaluated; empty for most."""
+    own, evaluated = getattr(job.augment, "interpolation", None), job.input.interpolation
+    if own in (None, evaluated) or crops_files(job.dataset):
+        return ""
+    return f" (resized {own} on the device, evaluated {evaluated}; dataset.crop_from=file resizes both alike)"
+
+
 def _keeps(job: Job, network: Network) -> str:
     """What the run will keep on the disk, estimated from the parameters and the optimizer."""
     weights = sum(tensor.nbytes for tensor in network.model.state_dict().values())
@@ -130,8 +139,9 @@ def banner(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),
         "data": f"{named(job.dataset, frozenset({'root'}) | usual.sizes)}, {examples[0]:,} to train on, "
-        f"{examples[1]:,} to evaluate, {job.dataset.classes} classes, {shape}{usual.input_reason}",
-        "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}",
+        f"{examples[1]:,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
+        f"{usual.input_reason}",
+        "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {float(job.optimizer.lr):.3g}"
         f"{usual.rate_reason}, {named(job.schedule)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
@@ -25,6 +27,11 @@ from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
+
+
+def without_start(job: Job) -> Job:
+    """The same job from random weights, for one whose weights a checkpoint has."""
+    return replace(job, init_from=None, model=without_weights(job.model))
 
 
 def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:

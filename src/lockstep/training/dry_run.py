@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.config.schema import Job
 from lockstep.core.world import World
+from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
@@ -32,7 +33,8 @@ def dry_run_step(job: Job, world: World, examples: int) -> Callable[[], None]:
     shape = job.dataset.input_shape
     layout = job.model.memory_format
     precision = job.precision
-    model = precision.convert(job.model.build(job.dataset.classes, shape).to(world.device)).to(memory_format=layout)
+    built = without_weights(job.model).build(job.dataset.classes, shape)
+    model = precision.convert(built.to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
     average = EMA(model, job.train.ema) if job.train.ema is not None else None
     images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)

@@ -14,6 +14,7 @@ from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.losses import probabilities_of
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry.gpu import NoMonitor
@@ -21,7 +22,14 @@ from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
 from lockstep.training.build_loss import build_loss
-from lockstep.training.build_model import build_network, compile_network, interrupts_compiling, load_state, restore
+from lockstep.training.build_model import (
+    build_network,
+    compile_network,
+    interrupts_compiling,
+    load_state,
+    restore,
+    without_start,
+)
 from lockstep.training.build_observers import build_observers
 from lockstep.training.model_card import card_of
 from lockstep.training.run_record import NoRecord, run_record
@@ -53,7 +61,9 @@ def run(
     loss = build_loss(job, data, world)
     with ThreadPoolExecutor(1) as reader:  # reads and hashes the checkpoint while the model is built
         loading = reader.submit(load_state, job, run_dir)
-        network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
+        # The weights to start from may be gone by now, and those of a checkpoint take their place.
+        start = without_start(job) if job.starts_trained and loading.result() is not None else job
+        network = build_network(start, world, data.plan, lambda number: data.normalised(number, world))
     compile_network(job, network, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data)
     progress, origin = restore(job, network, checkpointer, loading.result())
@@ -75,7 +85,9 @@ def run(
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,
-        scores=build_scores(job.metric, job.dataset.classes, job.dataset.class_names, world),
+        scores=build_scores(
+            job.metric, job.dataset.classes, job.dataset.class_names, world, probabilities_of(job.loss)
+        ),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,

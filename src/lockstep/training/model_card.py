@@ -14,6 +14,7 @@ from lockstep.core.component import Component
 from lockstep.core.fields import rule_of
 from lockstep.core.model_card import ModelCard
 from lockstep.core.rules import PathText
+from lockstep.losses import probabilities_of
 
 # Fields of a model that a file of weights says nothing of: how training computes it, and where it started.
 OF_TRAINING = frozenset({"compile", "compile_mode", "pretrained"})
@@ -39,6 +40,7 @@ def card_of(job: Job) -> ModelCard:
         mean=tuple(job.input.mean or data.mean),
         std=tuple(job.input.std or data.std),
         interpolation=job.input.interpolation,
+        probabilities=probabilities_of(job.loss),
         eval_views=job.train.eval_views,
         eval_batch=int(job.train.eval_batch),
         trained_on={**_node(data, _paths(data)), "sha256": hashlib.sha256(examples.encode()).hexdigest()},

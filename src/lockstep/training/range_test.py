@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -39,10 +40,12 @@ class RangeTest:
         return float(f"{SHARE * self.rates[self.lowest]:.1e}")
 
 
-def range_test(parts: Parts, low: float, high: float) -> RangeTest:
+def range_test(
+    parts: Parts, low: float, high: float, advance: Callable[[int], None] = lambda steps: None
+) -> RangeTest:
     """Train a job in parts to the end of its plan, while its rate rises from `low` to `high` by a constant factor.
 
-    Ends early where the loss explodes or is not finite.
+    Ends early where the loss explodes or is not finite. `advance` is called after each step, with 1.
 
     Raises:
         InputError: the loss falls nowhere, so that nothing can be said.
@@ -76,6 +79,7 @@ def range_test(parts: Parts, low: float, high: float) -> RangeTest:
             break
         test.rates.append(rate)
         test.losses.append(smoothed)
+        advance(1)
     if len(test.losses) < 2 or test.lowest == 0:
         raise InputError(
             f"lr-find: the loss falls at no rate from {low:g} to {high:g}; use a lower --low, or more --steps"

@@ -84,8 +84,15 @@ def _scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
 
 def _expected(folder: Path) -> str:
     """What to do if the folder of a split is missing."""
-    expected = "expected one subfolder per class in it; name another with dataset.path=FOLDER"
-    if folder.parent.is_dir() and any(entry.is_dir() for entry in _entries(folder.parent)):
+    expected = "expected one subfolder per class in it"
+    beside = [entry.name for entry in _entries(folder.parent) if entry.is_dir()] if folder.parent.is_dir() else []
+    if alike := [name for name in beside if name.lower().startswith("train")]:
+        return f"{expected}; {alike[0]} is beside it: name that with dataset.train_folder={alike[0]}"
+    if beside and folder.name == folder.parent.name:
+        expected += f"; name the folder above: dataset.path={folder.parents[1]}"
+    else:
+        expected += "; name another with dataset.path=FOLDER"
+    if beside:
         expected += ", or, if the folders beside it are the classes, use dataset.train_folder=. dataset.val_share=0.1"
     return expected
 

@@ -111,6 +111,8 @@ class FileSource(Source):
         evaluated = set(val.labels.unique().tolist())
         missing = [name for label, name in enumerate(val.classes) if label not in evaluated]
         notes = [*train.notes, *val.notes]
+        if len(val.classes) == 1:
+            notes.append(f"all images are of one class, {val.classes[0]}, so there is nothing to tell apart")
         if missing:
             shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
             notes.append(

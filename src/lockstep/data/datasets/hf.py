@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class HF(FileSource):
         return train, self._members(val, self.val_split, self._labels(val), classes)
 
     def _load(self) -> dict[str, Any]:
-        """The tables of the splits, with their images as they were stored."""
+        """The tables of the splits."""
         if importlib.util.find_spec("datasets") is None:
             raise InputError("dataset=hf needs the package datasets: pip install datasets (the extra `hf`)")
         import datasets
@@ -95,9 +96,11 @@ class HF(FileSource):
                 "save_to_disk of the package datasets made"
             ) from error
         splits = dict(loaded) if isinstance(loaded, dict) else {self.train_split: loaded}
-        return {name: self._with_bytes(table) for name, table in splits.items()}
+        for table in splits.values():
+            self._check_columns(table)
+        return splits
 
-    def _with_bytes(self, table: Any) -> Any:
+    def _check_columns(self, table: Any) -> None:
         import datasets
 
         for key, column in (("image_column", self.image_column), ("label_column", self.label_column)):
@@ -111,7 +114,17 @@ class HF(FileSource):
                 f"dataset.image_column is {self.image_column!r}, which holds {table.features[self.image_column]} in "
                 f"{self.path}, expected images; name another with dataset.image_column=NAME"
             )
-        return table.cast_column(self.image_column, datasets.Image(decode=False))
+
+    def _hash_of_sizes(self, table: Any) -> str:
+        """A hash of how many bytes each image has, which tells other images from these without reading any.
+
+        The hash that the library keeps beside a table changes whenever an equal one is saved again.
+        """
+        from pyarrow import compute
+
+        contents = compute.struct_field(table.data.column(self.image_column), "bytes")
+        sizes = compute.fill_null(compute.binary_length(contents), -1).to_numpy().astype(np.int64)
+        return hashlib.sha256(sizes.tobytes()).hexdigest()[:16]
 
     def _labels(self, table: Any) -> list[str]:
         labels = table.with_format(None).select_columns([self.label_column])[self.label_column][:]
@@ -132,11 +145,13 @@ class HF(FileSource):
                 f"dataset: row {unknown} of {split} in {self.path} is of class {names[unknown]!r}, which no training "
                 "example is of"
             )
+        import datasets
+
         where = f"{split} in {Path(self.path)}"
+        stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
 
         def member(row: int) -> TableRow:
-            return TableRow(table, where, self.image_column, row)
+            return TableRow(stored, where, self.image_column, row)
 
-        return Members(
-            member, np.arange(len(names)), as_labels(names, classes), classes, f"{split}, {len(table):,} rows"
-        )
+        identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
+        return Members(member, np.arange(len(names)), as_labels(names, classes), classes, identity)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -108,6 +109,8 @@ class RandomResizedCrop:
     scale: list[float] = ranged([0.08, 1.0], above=0, most=1)
     ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
     flip: float = ranged(0.5, least=0, most=1)
+
+    interpolation: ClassVar[str] = "bilinear"  # of `apply`; boxes of files are resized like the files
 
     def __str__(self) -> str:
         return _listed("random resized crop", _mirrored(self.flip))
