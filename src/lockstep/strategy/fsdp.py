@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -57,7 +57,7 @@ class FSDP(Distributed):
                 "need not fit there; use a number, such as train.micro_batches=1"
             )
 
-    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
         if world.size == 1:
             return
         # Imported here, because it takes a second.
