@@ -7,7 +7,8 @@ Ranks are forked, which a process with NumPy's threads cannot be: hence the vari
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
 per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
-weights in every eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one. `DDP` is DistributedDataParallel as it comes,
+weights in every eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one.
+`DDP` is DistributedDataParallel as it comes,
 `tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
 The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
 all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.

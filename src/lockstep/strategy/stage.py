@@ -165,7 +165,7 @@ def become_stage(model: nn.Module, stages: Stages, images: Tensor, world: World)
     Raises:
         InputError: on every rank; the model does not run without the numbers of the stages before.
     """
-    replaced: dict[int, Tensor] = {}
+    replaced: dict[int, Any] = {}
     for name, tensor in named_tensors(model):
         if stages.homes[name] != world.rank:
             empty = torch.empty_like(tensor, device="meta")
@@ -175,7 +175,7 @@ def become_stage(model: nn.Module, stages: Stages, images: Tensor, world: World)
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: replaced[id(own)] for name, own in tensors.items() if id(own) in replaced})
     stage = Stage(model, stages, world)
-    model.forward = stage  # type: ignore[method-assign]
+    model.forward = stage
     _try_alone(model, images, world)
     stage.neighbours = Link(world)
 
