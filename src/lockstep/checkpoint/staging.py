@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.sharding import is_sharded, whole
+from lockstep.core.sharding import is_sharded, whole, wire
 
 ALIGNMENT = 16  # bytes; more than any dtype needs
 
@@ -75,14 +75,16 @@ def _from_stages(tensors: list[Tensor]) -> list[Tensor]:
     of_ranks = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, lacking)
     owners = torch.stack(of_ranks).argmin(0).tolist()
+    on_main = dist.get_rank() == 0
     gathered_ones = []
-    for tensor, owner in zip(tensors, owners, strict=True):
-        if dist.get_rank() == 0 and owner != 0:
-            tensor = torch.empty_like(tensor, device=example.device, memory_format=torch.contiguous_format)
-            dist.recv(tensor, owner)
-            tensor = tensor.cpu()
-        elif dist.get_rank() == owner != 0:
-            dist.send(tensor.detach().contiguous(), 0)
+    for own, owner in zip(tensors, owners, strict=True):
+        tensor = own
+        if on_main and owner != 0:
+            message = torch.empty(own.shape, dtype=own.dtype, device=wire(example.device))
+            dist.recv(message, owner)
+            tensor = message.cpu()
+        elif not on_main and owner == dist.get_rank():
+            dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
         gathered_ones.append(tensor)
     return gathered_ones
 

@@ -50,6 +50,11 @@ def norm_over_stages(model: nn.Module, norm: Tensor) -> Tensor:
     return squared.sqrt().to(example.dtype)
 
 
+def wire(device: torch.device) -> torch.device:
+    """Where a tensor is sent to one rank from, and received: gloo reads and writes host memory only."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The tensor from the parts of all ranks; collective if it is cut.
 

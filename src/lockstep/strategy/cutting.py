@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,14 +43,18 @@ class Stages:
 
 @dataclass
 class Place:
-    """A module as a place for a cut. It takes a tensor of `dtype`, whose `id` is `argument`.
+    """A module as a place for a cut.
 
-    `obstacle` says why a cut cannot be there, or is "".
+    Fields:
+        dtype, size: of the tensor that it takes: the number format, and how many numbers.
+        argument: the `id` of that tensor, while the module runs.
+        obstacle: why a cut cannot be there, or "".
     """
 
     name: str
-    dtype: torch.dtype
-    argument: int
+    dtype: torch.dtype = torch.float32
+    size: int = 0
+    argument: int | None = None
     obstacle: str = ""
 
 
@@ -65,8 +70,8 @@ class ForwardTrace(TorchFunctionMode):
         self.begun: dict[nn.Module, int] = {model: 0}
         self.names = {id(tensor): name for name, tensor in named_tensors(model)}
         self.first_use: dict[str, int] = {}
-        # The last position at which each tensor is known to be used. Weak, so that the pass needs no more memory.
-        self.last_use = WeakIdKeyDictionary()
+        # The position at which each tensor was made. Weak, so that the pass needs no more memory.
+        self.made = WeakIdKeyDictionary()
 
     @property
     def position(self) -> int:
@@ -74,12 +79,12 @@ class ForwardTrace(TorchFunctionMode):
 
     def watch(self, model: nn.Module, images: Tensor) -> Tensor:
         """The output of a forward pass of `model`, in evaluation mode."""
-        self.last_use[images] = 0
-        hooks = [
-            module.register_forward_pre_hook(functools.partial(self._begin, name), with_kwargs=True)
-            for name, module in model.named_modules()
-            if name
-        ]
+        self.made[images] = 0
+        hooks: list[Any] = []
+        for name, module in model.named_modules():
+            if name:
+                hooks.append(module.register_forward_pre_hook(functools.partial(self._begin, name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._end))
         try:
             with self:
                 output: Tensor = model(images)
@@ -90,16 +95,19 @@ class ForwardTrace(TorchFunctionMode):
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self.begun:
-            for place in self.places:
-                if place.name == name:
-                    place.obstacle = "it runs more than once in a forward pass"
+            self.places[self.begun[module] - 1].obstacle = "it runs more than once in a forward pass"
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         alone = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
-        place = Place(name, tensors[0].dtype, id(tensors[0])) if alone else Place(name, torch.float32, 0)
-        place.obstacle = "" if alone else f"it takes {len(tensors)} tensors, expected one"
+        place = Place(name, obstacle="" if alone else f"it takes {len(tensors)} tensors, expected one")
+        if alone:
+            place.dtype, place.size, place.argument = tensors[0].dtype, tensors[0].numel(), id(tensors[0])
         self.places.append(place)
         self.begun[module] = self.position
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # Whoever uses what it has taken behind it would not find the numbers that came over the cut.
+        self.places[self.begun[module] - 1].argument = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,17 +119,16 @@ class ForwardTrace(TorchFunctionMode):
                 if isinstance(leaf, Tensor):
                     self._use(leaf)
         for output in outputs:
-            if id(output) not in self.names and output not in self.last_use:
-                self.last_use[output] = self.position
+            if id(output) not in self.names and output not in self.made:
+                self.made[output] = self.position
         return result
 
     def _use(self, tensor: Tensor) -> None:
         name = self.names.get(id(tensor))
         if name is not None:
             since = self.first_use.setdefault(name, self.position)
-        elif tensor in self.last_use:
-            since = self.last_use[tensor]
-            self.last_use[tensor] = self.position
+        elif tensor in self.made:
+            since = self.made[tensor]
         else:  # a constant
             return
         for place in self.places[since : self.position]:
@@ -147,7 +154,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | None) -> Stages:
-    """Cut a model into so many stages, at `entries` or where the largest stage has the fewest parameters.
+    """Cut a model into so many stages, at `entries` or where the stages have most equal parameters.
 
     `images` are some inputs, (b, C, H, W), in the format that a run gives the model. Parameters, buffers and the mode
     are left unchanged.
@@ -165,12 +172,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     sizes = [0] * (trace.position + 1)  # numbers at each position
     for name, parameter in model.named_parameters():
         sizes[homes[name]] += parameter.numel()
-    if entries is None:
-        starts = _balanced(
-            sizes, [number for number, place in enumerate(trace.places, 1) if not place.obstacle], stages
-        )
-    else:
-        starts = _given(trace.places, entries)
+    starts = _balanced(sizes, trace.places, stages) if entries is None else _given(trace.places, entries)
     bounds = [0, *starts, len(sizes)]
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if not sum(sizes[start:stop]):
@@ -212,11 +214,18 @@ def _given(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
     return starts
 
 
-def _balanced(sizes: Sequence[int], free: Sequence[int], stages: int) -> list[int]:
-    """The cuts among the positions `free` for which the largest stage is smallest; each stage has parameters."""
-    # Places without parameters between them are alike; the first is the outermost module.
-    useful = {sum(sizes[:start]): start for start in reversed(free)}
-    starts = [start for before, start in sorted(useful.items()) if 0 < before < sum(sizes)]
+def _balanced(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
+    """The cuts for which the stages are most alike, by the numbers at each position; each stage has some."""
+    # Of places without parameters between them the one that sends least is taken, and the outermost of these.
+    alike: dict[int, list[int]] = defaultdict(list)
+    for start, place in enumerate(places, 1):
+        if not place.obstacle:
+            alike[sum(sizes[:start])].append(start)
+    starts = [
+        min(group, key=lambda start: (places[start - 1].size, places[start - 1].name.count(".")))
+        for before, group in alike.items()
+        if 0 < before < sum(sizes)
+    ]
     if len(starts) < stages - 1:
         raise InputError(
             f"strategy=pipeline has {stages} stages, but this model can be cut into {len(starts) + 1} at the most; "
@@ -225,15 +234,15 @@ def _balanced(sizes: Sequence[int], free: Sequence[int], stages: int) -> list[in
 
     @functools.cache
     def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """The size of the largest of `left` stages from `start`, and the cuts between them."""
+        """The sum of the squared sizes of `left` stages from `start`, and the cuts between them."""
         if left == 1:
-            return sum(sizes[start:]), ()
+            return sum(sizes[start:]) ** 2, ()
         behind = [at for at in starts if at > start]
         tries: Iterator[tuple[int, tuple[int, ...]]] = (
-            (max(sum(sizes[start:at]), largest), (at, *cuts))
+            (sum(sizes[start:at]) ** 2 + squares, (at, *cuts))
             for number, at in enumerate(behind)
             if len(behind) - number >= left - 1
-            for largest, cuts in [best(at, left - 1)]
+            for squares, cuts in [best(at, left - 1)]
         )
         return min(tries)
 

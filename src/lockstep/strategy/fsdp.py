@@ -58,8 +58,11 @@ class FSDP(Distributed):
             )
 
     def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
-        if world.size == 1:
-            return
+        if world.size > 1:
+            self.cut(model, world, precision)
+
+    def cut(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Cut a model over the ranks of the process group, which may be one."""
         # Imported here, because it takes a second.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.sharding import ShardedOptimizer
+from lockstep.core.sharding import ShardedOptimizer, wire
 from lockstep.core.world import World
 
 
@@ -68,7 +68,7 @@ class OwnedOptimizer(ShardedOptimizer):
             for entries in own.values():
                 for value in entries.values():
                     if isinstance(value, Tensor):
-                        dist.send(value.to(self.world.device).contiguous(), 0)
+                        dist.send(value.to(wire(self.world.device)).contiguous(), 0)
             return own
         for rank, outline in enumerate(outlines[1:], start=1):
             own |= {number: self._received(entries, rank) for number, entries in outline.items()}
@@ -78,7 +78,7 @@ class OwnedOptimizer(ShardedOptimizer):
         entries = {}
         for key, value in outline.items():
             if isinstance(value, _Shape):
-                tensor = torch.empty(value.size, dtype=value.dtype, device=self.world.device)
+                tensor = torch.empty(value.size, dtype=value.dtype, device=wire(self.world.device))
                 dist.recv(tensor, rank)
                 value = tensor.cpu()
             entries[key] = value

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
+from lockstep.core.sharding import wire
 from lockstep.core.world import World
 from lockstep.strategy.cutting import Stages, named_tensors
 
@@ -49,15 +50,15 @@ class Link:
         if kind in self.pending:
             self.pending.pop(kind)[0].wait()
         if tensor.numel():
-            message = tensor.detach().contiguous()
+            message = tensor.detach().to(wire(self.world.device)).contiguous()
             target = self.world.rank + (1 if kind == ACTIVATIONS else -1)
             self.pending[kind] = (dist.isend(message, target, group=self.groups[kind], tag=kind), message)
 
     def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device=self.world.device)
-        if tensor.numel():
-            dist.recv(tensor, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
-        return tensor
+        message = torch.empty(shape, dtype=dtype, device=wire(self.world.device))
+        if message.numel():
+            dist.recv(message, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
+        return message.to(self.world.device)
 
 
 class Nobody:
