@@ -1,4 +1,4 @@
-lockstep train dataset=folder dataset.path=photos dataset.decode_size=36 dataset.input_size=32 batch=32 epochs=5
+lockstep train dataset=folder dataset.path=photos dataset.decode_size=18 dataset.input_size=16 batch=32 epochs=5
 lockstep evaluate latest
 lockstep predict latest photos/val
 lockstep export latest

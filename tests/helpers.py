@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,7 +130,8 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 def forks() -> Forks:
     """The interpreter that this process has copied for commands and gangs; the first use starts it."""
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.jobs", "lockstep.cli.main")
-    return Forks(*commands, "timm", "torch._dynamo")  # an optimizer wants the last one
+    commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.job.launch", "lockstep.optim.schedule")
+    return Forks(*commands, "timm", "torch._dynamo", "torch.utils.tensorboard")  # an optimizer wants the second one
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
@@ -230,6 +232,19 @@ def result(process: Fork, timeout: float = 240) -> Done:
 def forked(*words: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
     """Run a command in a copy of an interpreter that has imported torch (`Forks.start` says which)."""
     return result(forks().start(*words, cwd=cwd, **environment), timeout)
+
+
+def as_ranks(*words: str, ranks: int = 2) -> list[Done]:
+    """`train.py` as each of the ranks that torchrun would start, of which rank 0 serves the store."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        forks().start(str(ROOT / "train.py"), *words, **place, **meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(ranks)
+    ]
+    return [result(process) for process in started]
 
 
 def train(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:

@@ -68,7 +68,7 @@ COMMANDS = list(found())
 
 def composes(text: str) -> None:
     """The job that the command asks for builds."""
-    built(*text.partition("train.py ")[2].split())
+    built(*shlex.split(text.partition("train.py")[2]))
 
 
 def installs(text: str) -> None:
@@ -129,6 +129,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python -m pytest tests/unit": ("runs many tests", is_declared),
     'python -m pytest -m "not slow"': ("runs many tests", is_declared),
     "python -m pytest -m gpu": ("needs a GPU", is_declared),
+    "torchrun --standalone --nproc-per-node 2 train.py": (
+        "imports torch three times; test_launchers.py types it",
+        composes,
+    ),
     "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
@@ -137,6 +141,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "model=resnet50d model.pretrained=true": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true": (
         "downloads",
+        composes,
+    ),
+    'python train.py "metric=[f1,auroc]" "logger=[jsonl,tensorboard,mlflow]"': (
+        "imports MLflow for seconds; test_loggers.py uses it",
         composes,
     ),
     "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
@@ -264,7 +272,7 @@ def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Pa
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
-        done = command(sys.executable, "-c", block, cwd=checkout)
+        done = forked("-c", block, cwd=checkout)
         assert done.code == 0, done.err
         assert done.out
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("environment")
     pip = (sys.executable, "-m", "pip")
     wheel = build_wheel(folder)
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+    needed = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
+    assert needed >= {"torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard"}
     assert command(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")).code == 0
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     (site / "packages.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
@@ -49,6 +54,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     where = command(str(python), "-P", "-c", "import lockstep; print(lockstep.__file__)", cwd=folder)
     assert Path(where.out.strip()).is_relative_to(site)
+    assert command(str(python.parent / "lockstep"), "new", "mine", cwd=folder).code == 0
+    assert (folder / "mine" / "train.py").is_file()
     return {"PATH": path, "PYTHONPATH": "", "OMP_WAIT_POLICY": "passive"}
 
 

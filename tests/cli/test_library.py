@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import Done, command
+from helpers import Done, command, forked
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """What the script prints at its end."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "script.py").write_text(SCRIPT)
-    done: Done = command(sys.executable, str(folder / "script.py"), str(folder / "outputs"), cwd=folder)
+    done: Done = forked(str(folder / "script.py"), str(folder / "outputs"), cwd=folder)
     assert done.code == 0, done.err
     return dict(json.loads(done.out.splitlines()[-1]))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from helpers import built, command, records, train, train_here
+from helpers import built, forked, records, train, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.job.resolve import resolve
@@ -159,7 +159,7 @@ def test_a_killed_run_is_one_run_at_wandb_with_every_figure(tmp_path: Path) -> N
         "Trainer.log = kill\n"
         "import lockstep; sys.argv[0] = 'train.py'; lockstep.main()"
     )
-    assert command(sys.executable, "-c", killed, *job).code != 0
+    assert forked("-c", killed, *job).code != 0
     done = train(*job)
     assert done.code == 0, done.err
     assert not processes(run)

@@ -34,8 +34,8 @@ def prove(*arguments: str, cwd: Path) -> Done:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_and_a_strict_one_are_those_they_are_compared_with(tmp_path: Path) -> None:
-    some = "single,ddp 2,ddp 2 killed,strict 1,strict 2"
+def test_a_run_of_two_ranks_and_a_killed_one_are_the_run_of_one(tmp_path: Path) -> None:
+    some = "single,ddp 2,ddp 2 killed"
     words = ("prove", "--ranks", "2", "--steps", "6")
     done = forked("-c", SOME, some, *words, cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import command, losses, records, train, weights
+from helpers import as_ranks, command, losses, records, train, weights
 from processes import ELASTIC, JOB, PATIENCE, TWO, ended, processes, start, steps_done, summary, wait_for
 
 STEPS = 10
@@ -34,7 +34,7 @@ def test_forked_ranks_give_the_run_of_fresh_ones(reference: Path, tmp_path: Path
 
 
 def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference: Path, tmp_path: Path) -> None:
-    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     steps = (f"steps={STEPS}", "strategy=ddp", "launcher.threads=1")
     done = command(*launch, "train.py", *JOB, *steps, f"output_root={tmp_path}")
     assert done.code == 0, done.err
@@ -50,11 +50,10 @@ def assert_same(folder: Path, reference: Path) -> None:
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
 
-def test_torchrun_says_a_mistake_once(tmp_path: Path) -> None:
-    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-    done = command(*launch, "train.py", "batch=100000", f"output_root={tmp_path}")
-    assert done.code != 0
-    assert done.err.count("batch is 100000") == 1
+def test_ranks_of_torchrun_say_a_mistake_once(tmp_path: Path) -> None:
+    done = as_ranks("batch=100000", f"output_root={tmp_path}")
+    assert [rank.code for rank in done] == [2, 2]
+    assert [rank.err.count("batch is 100000") for rank in done] == [1, 0]
     assert not list(tmp_path.iterdir())
 
 
@@ -86,10 +85,10 @@ def test_a_signal_saves_and_a_resume_goes_on(
 
 
 @pytest.mark.slow
-def test_four_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
+def test_three_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
     jobs = [
         start(tmp_path / str(number), *TWO, "steps=1", *(("launcher=spawn",) if number % 2 else ()))
-        for number in range(4)
+        for number in range(3)
     ]
     for process in jobs:
         code, err = ended(process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.server
-import multiprocessing
+import json
 import os
 import pickle
 import shutil
@@ -22,7 +22,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from helpers import ROOT
+from helpers import ROOT, forks, result
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.builtin import Digits, Fake
 from lockstep.data.datasets.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
@@ -296,29 +296,22 @@ def point_at(url: str, resources: list[tuple[str, str]]) -> None:
     datasets.MNIST.resources = resources
 
 
-def prepare_in_a_process(root: Path, arrival: Path, url: str, resources: list[tuple[str, str]]) -> None:
+def prepare_in_a_process(arrival: str, root: str, url: str, resources: str) -> None:
     """What each of several ranks of different machines with one data folder does."""
-    point_at(url, resources)
-    arrival.touch()
-    source = MNIST(root=str(root))
+    point_at(url, json.loads(resources))
+    Path(arrival).touch()
+    source = MNIST(root=root)
     source.prepare()
     assert len(source.train()) == 12
 
 
 def test_two_processes_that_want_a_missing_data_set_at_once_download_it_once(tmp_path: Path, mirror: Mirror) -> None:
-    context = multiprocessing.get_context("spawn")
+    places = (tmp_path / "data", mirror.url, json.dumps(mirror.resources))
     processes = [
-        context.Process(
-            target=prepare_in_a_process,
-            args=(tmp_path / "data", tmp_path / "arrivals" / str(number), mirror.url, mirror.resources),
-        )
+        forks().start(f"{__name__}:prepare_in_a_process", str(tmp_path / "arrivals" / str(number)), *map(str, places))
         for number in range(2)
     ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert [result(process).code for process in processes] == [0, 0]
     assert sorted(mirror.asked) == sorted(mirror.files)
 
 

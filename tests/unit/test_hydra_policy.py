@@ -12,6 +12,7 @@ import hydra
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from helpers import ROOT
@@ -82,8 +83,19 @@ def test_hydra_acts_on_a_config_where_we_know_of_it_and_nowhere_else() -> None:
 def test_every_way_through_hydra_composes_with_our_loader() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
-        assert type(loader) is hydra_policy.CheckedLoader
+        assert isinstance(loader, hydra_policy.CheckedLoader)
     assert importlib.import_module("hydra.main")._get_rerun_conf is hydra_policy._refuse_rerun
+
+
+def test_a_job_is_composed_once_to_what_hydra_composes_twice() -> None:
+    asked, told = ["seed=1", "hydra.run.dir=here"], ["seed=1", "hydra.run.dir=here", "hydra.mode=RUN"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
+        first = loader.load_configuration("config", asked, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        assert loader.load_configuration("config", told, RunMode.RUN) is first
+        again = loader.load_configuration("config", told, RunMode.RUN)
+    assert again is not first
+    assert OmegaConf.to_container(first, resolve=False) == OmegaConf.to_container(again, resolve=False)
 
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:

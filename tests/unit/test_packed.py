@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import ROOT, Case, Done, command, gang, records, train_here
+from helpers import Case, Done, forked, forks, gang, records, train_here
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.world import World
@@ -273,11 +270,8 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
         packing.check(path, lambda n: None)
 
 
-LOCKSTEP = (sys.executable, "-c", "from lockstep.cli.main import main; main()", "pack")
-
-
 def typed(*arguments: str) -> Done:
-    return command(*LOCKSTEP, *arguments)
+    return forked("lockstep", "pack", *arguments)
 
 
 def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
@@ -308,16 +302,14 @@ def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple
 
 def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_up(tmp_path: Path) -> None:
     source = fill(tmp_path / "images")
-    words = [*LOCKSTEP, source.path, str(tmp_path / "target"), "--size", "1000"]  # takes seconds
-    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, "OMP_WAIT_POLICY": "passive"})
+    process = forks().start("lockstep", "pack", source.path, str(tmp_path / "target"), "--size", "1000")  # seconds
     while not list(tmp_path.glob(".target.*.partial/train.images")):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
     with packing._temporary_folder(tmp_path / "target"):  # leaves what another pack is at alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
-    process.kill()
-    process.wait()
+    process.close()
     assert not (tmp_path / "target").exists()
     with pytest.raises(InputError, match="is not a whole packed data set"):
         Packed(path=str(tmp_path / "target")).prepare()

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import components, fast_yaml, hydra_policy
+from lockstep.config import components, compose_once, fast_yaml, hydra_policy
 from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, translate, unreadable
 from lockstep.config.program_words import program_name
 from lockstep.config.schema import CONF, Job
@@ -35,6 +35,7 @@ def register() -> None:
     hold secrets.
     """
     hydra_policy.install()
+    compose_once.install()
     fast_yaml.install()
     OmegaConf.clear_resolver("oc.env")
     ConfigStore.instance().store(name="job", node=components.schema())

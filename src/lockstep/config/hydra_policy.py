@@ -125,7 +125,7 @@ class CheckedLoader(ConfigLoaderImpl):
                 f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error))}); "
                 "an override or a config file has a value below a key that takes none"
             ) from error
-        self._check(composed, overrides)
+        self._check(composed)
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
@@ -150,6 +150,7 @@ class CheckedLoader(ConfigLoaderImpl):
     def _process_config_searchpath(
         self, config_name: str | None, parsed_overrides: list[Override], repo: Any
     ) -> None:
+        self._parsed = parsed_overrides
         initialize = repo.initialize_sources
 
         def initialize_folders(search_path: ConfigSearchPath) -> None:
@@ -159,7 +160,7 @@ class CheckedLoader(ConfigLoaderImpl):
         repo.initialize_sources = initialize_folders
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
 
-    def _check(self, composed: DictConfig, overrides: list[str]) -> None:
+    def _check(self, composed: DictConfig) -> None:
         """Compare the values below `hydra` with those that Hydra has without the user's files.
 
         Where the files and the command line set nothing but what every config file may, there is nothing to compare.
@@ -167,7 +168,7 @@ class CheckedLoader(ConfigLoaderImpl):
         Raises:
             InputError: a config file sets a value that it may not.
         """
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = self._parsed
         of_words = (
             leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
         )
