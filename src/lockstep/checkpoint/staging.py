@@ -56,7 +56,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     """
     own = list(_tensors(tree))
     if any(tensor.is_meta for tensor in own):
-        whole_ones = iter(_from_stages(own))
+        whole_ones = iter(_from_stages(own, keep=keep))
         return map_tensors(tree, lambda tensor: next(whole_ones))
 
     def gather(tensor: Tensor) -> Tensor:
@@ -68,22 +68,21 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     return map_tensors(tree, gather)
 
 
-def _from_stages(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of all stages on main, in host memory, and what each other rank has. Collective."""
+def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
+    """The tensors of all stages where they are kept, in host memory; elsewhere what is there. Collective."""
     example = next(tensor for tensor in tensors if not tensor.is_meta)
     lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
     of_ranks = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, lacking)
     owners = torch.stack(of_ranks).argmin(0).tolist()
-    on_main = dist.get_rank() == 0
     gathered_ones = []
     for own, owner in zip(tensors, owners, strict=True):
         tensor = own
-        if on_main and owner != 0:
+        if keep and owner != dist.get_rank():
             message = torch.empty(own.shape, dtype=own.dtype, device=wire(example.device))
             dist.recv(message, owner)
             tensor = message.cpu()
-        elif not on_main and owner == dist.get_rank():
+        elif not keep and owner == dist.get_rank():
             dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
         gathered_ones.append(tensor)
     return gathered_ones

@@ -122,20 +122,20 @@ class Stage:
     """
 
     def __init__(self, model: nn.Module, stages: Stages, world: World) -> None:
-        self.stages, self.world = stages, world
+        self.stages = stages
         self.neighbours: Neighbours = Nobody(world.device)
         self.whole_forward = model.forward
-        self.last = world.rank == len(stages.entries)
+        self.number = world.rank
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
         self.storage = next(model.parameters()).dtype
         modules = dict(model.named_modules())
-        if world.rank > 0:
-            modules[stages.entries[world.rank - 1]].register_forward_pre_hook(self._enter)
-        if not self.last:
-            modules[stages.entries[world.rank]].register_forward_pre_hook(self._leave)
+        if self.number > 0:
+            modules[stages.entries[self.number - 1]].register_forward_pre_hook(self._enter)
+        if self.number < len(stages.entries):
+            modules[stages.entries[self.number]].register_forward_pre_hook(self._leave)
 
     def __call__(self, images: Tensor) -> Tensor:
-        if self.world.rank > 0:  # autocast, which would cast them, knows no meta device
+        if self.number > 0:  # autocast, which would cast them, knows no meta device
             images = images.to("meta", self.storage)
         try:
             logits: Tensor = self.whole_forward(images)
@@ -146,7 +146,7 @@ class Stage:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Put the numbers of the stage before in the place of their shape."""
         shape_only, *others = args
-        dtype = self.stages.formats[self.world.rank - 1]
+        dtype = self.stages.formats[self.number - 1]
         if shape_only.requires_grad:  # something before is trained, as that stage knows too
             numbers = _Receive.apply(self.anchor, self.neighbours, shape_only.shape, dtype)
         else:
