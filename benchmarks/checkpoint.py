@@ -46,8 +46,8 @@ def parts() -> Parts:
     """A model and an optimizer that has done a step."""
     model = timm.create_model("resnet50d")
     optimizer = torch.optim.AdamW(model.parameters())
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return model, optimizer
 

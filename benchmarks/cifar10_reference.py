@@ -93,17 +93,17 @@ class FilterMuon:
 
     def __init__(self, filters: Sequence[nn.Parameter], orthogonal: Callable[[Tensor], Tensor]) -> None:
         self.filters = filters
-        self.momenta = [torch.zeros_like(each) for each in filters]
+        self.momenta = [torch.zeros_like(kernel) for kernel in filters]
         self.orthogonal = orthogonal
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        for each, momentum in zip(self.filters, self.momenta, strict=True):
-            assert each.grad is not None
-            momentum.mul_(0.6).add_(each.grad)
-            update = self.orthogonal(each.grad.add(momentum, alpha=0.6).flatten(1))
-            each.mul_(len(each) ** 0.5 / each.norm())
-            each.add_(update.reshape(each.shape), alpha=-rate)
+        for kernel, momentum in zip(self.filters, self.momenta, strict=True):
+            assert kernel.grad is not None
+            momentum.mul_(0.6).add_(kernel.grad)
+            update = self.orthogonal(kernel.grad.add(momentum, alpha=0.6).flatten(1))
+            kernel.mul_(len(kernel) ** 0.5 / kernel.norm())
+            kernel.add_(update.reshape(kernel.shape), alpha=-rate)
 
 
 class Batches:
@@ -162,7 +162,7 @@ class Reference:
         self.device, self.epochs, self.batch = train[0].device, epochs, batch
         self.dtype = torch.float16 if self.device.type == "cuda" else torch.float32
         self.mean, self.std = (
-            torch.tensor(each, device=self.device, dtype=self.dtype).view(1, -1, 1, 1) for each in (mean, std)
+            torch.tensor(values, device=self.device, dtype=self.dtype).view(1, -1, 1, 1) for values in (mean, std)
         )
         self.train, self.test = ((self._unit(images), labels) for images, labels in (train, test))
         with self.device:
@@ -178,7 +178,7 @@ class Reference:
         self.model.reset()
         decay = DECAY_PER_IMAGE * self.batch  # SGD adds it to the gradient: by a rate, all weights decay alike
         rates = [BIAS_RATE, BIAS_RATE, HEAD_RATE]
-        params = [[self.model.whitening.bias], [each.bias for each in self.model.norms], [self.model.head.weight]]
+        params = [[self.model.whitening.bias], [norm.bias for norm in self.model.norms], [self.model.head.weight]]
         sgd = torch.optim.SGD(
             [{"params": some, "weight_decay": decay / rate} for some, rate in zip(params, rates, strict=True)],
             momentum=0.85,

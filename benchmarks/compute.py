@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.world import World
 from lockstep.models import WhiteNet
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.training.micro_batch_search import keep_freed_memory
 from measure import Rows, in_turns, parser, report, scaled, step_ms, timed
 
@@ -75,7 +75,7 @@ def memory(repeats: int) -> Rows:
         return float(user + kernel)
 
     both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
-    kernel = {name: sorted(each)[len(each) // 2] for name, each in found.items()}
+    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in found.items()}
     return {
         "processor time": both,
         "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},
@@ -86,9 +86,9 @@ def average(repeats: int) -> Rows:
     """Milliseconds of one update."""
     model = timm.create_model("resnet50d")
     torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), use_buffers=True)
-    ours = make_ema(model, 0.999)
-    for each in (torchs, ours):
-        each.update_parameters(model)
+    ours = EMA(model, 0.999)
+    for average in (torchs, ours):
+        average.update_parameters(model)
     cases = {
         "torch": partial(timed, partial(torchs.update_parameters, model)),
         "lockstep": partial(timed, partial(ours.update_parameters, model)),
@@ -124,7 +124,7 @@ def compiling() -> Rows:
                 text=True,
                 check=True,
             )
-            seconds = [float(each) for each in re.findall(r"compiled in ([\d.]+) s", done.stdout)]
+            seconds = [float(match) for match in re.findall(r"compiled in ([\d.]+) s", done.stdout)]
             return {"compilations": len(seconds), "seconds": sum(seconds), "the longest": max(seconds)}
 
         return {"empty cache": run(), "the next command": run()}

@@ -109,8 +109,8 @@ def order() -> Rows:
         dataset = TensorDataset(torch.empty(examples))
         sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=2, rank=1)
         # torch types a sampler by what its data set holds.
-        for each in BatchSampler(sampler, BATCH // 2, drop_last=False):  # type: ignore[arg-type]
-            torch.tensor(each)
+        for indices in BatchSampler(sampler, BATCH // 2, drop_last=False):  # type: ignore[arg-type]
+            torch.tensor(indices)
 
     def ours(examples: int) -> None:
         steps = -(-examples // BATCH)
@@ -199,8 +199,8 @@ def rank_entry(folder: Path) -> None:
 def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) -> Figures:
     """Seconds of what a step, or a log point, has besides training."""
     with torch.no_grad():
-        for each in model.parameters():
-            each.fill_(0.5)
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
     consensus = StopConsensus(world)
 
     def voted() -> float:

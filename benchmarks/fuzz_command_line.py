@@ -258,7 +258,7 @@ def places(folder: Path) -> None:
 
 
 def left_behind(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir() if each.name not in ("file", "fifo", "loop", "photos"))
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("file", "fifo", "loop", "photos"))
 
 
 @contextlib.contextmanager

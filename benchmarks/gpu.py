@@ -167,7 +167,7 @@ def synthetic(arguments: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
             console.print(f"{size} px, {name}: {rows[name] or 'does not fit into memory'}")
         yield (
             f"{arguments.model} at {size}, batch {arguments.batch}",
-            {key: each for key, each in rows.items() if each},
+            {key: row for key, row in rows.items() if row},
         )
 
 

@@ -157,9 +157,9 @@ def apart(name: str, device: str, left_s: float) -> Verdict:
 def show(verdicts: dict[str, Verdict]) -> None:
     """The table of all steps."""
     table = Table("step", "verdict", "seconds", "found", title="gpu_check", title_justify="left")
-    for name, each in verdicts.items():
-        coloured = f"[{COLOURS[each.verdict]}]{each.verdict}[/]"
-        table.add_row(f"{name}: {STEPS[name].title}", coloured, f"{each.seconds:.1f}", escape(each.found))
+    for name, step in verdicts.items():
+        coloured = f"[{COLOURS[step.verdict]}]{step.verdict}[/]"
+        table.add_row(f"{name}: {STEPS[name].title}", coloured, f"{step.seconds:.1f}", escape(step.found))
     console.print(table)
 
 
@@ -201,8 +201,8 @@ def main() -> int:
         verdicts[name] = apart(name, device, left_s)
         console.print(f"{name}: {verdicts[name].verdict}, {verdicts[name].seconds:.1f} s", markup=False)
     show(verdicts)
-    write(arguments.json, {}, device=device, steps={name: asdict(each) for name, each in verdicts.items()})
-    return int(any(each.verdict == "FAILED" for each in verdicts.values()))
+    write(arguments.json, {}, device=device, steps={name: asdict(step) for name, step in verdicts.items()})
+    return int(any(step.verdict == "FAILED" for step in verdicts.values()))
 
 
 if __name__ == "__main__":

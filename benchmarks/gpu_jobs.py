@@ -136,9 +136,10 @@ def state(run: RunDir) -> dict[str, bytes]:
     """Weights, momenta and loss scale of a run's newest checkpoint, as bytes."""
     loaded = newest(run)
     momenta = {
-        f"momentum of {name}": each["momentum_buffer"] for name, each in loaded.state["optimizer"]["state"].items()
+        f"momentum of {name}": entries["momentum_buffer"]
+        for name, entries in loaded.state["optimizer"]["state"].items()
     }
-    tensors = {name: each.contiguous().numpy().tobytes() for name, each in {**loaded.model, **momenta}.items()}
+    tensors = {name: tensor.contiguous().numpy().tobytes() for name, tensor in {**loaded.model, **momenta}.items()}
     return {**tensors, "scaler": repr(loaded.state["scaler"]).encode()}
 
 
@@ -160,7 +161,7 @@ def expect_same_bits(found: RunDir, expected: RunDir, what: str) -> None:
 def largest_loss_difference(found: RunDir, expected: RunDir) -> float:
     """Of the losses of the same steps, relative to the expected ones; infinite if one of them is not finite."""
     pairs = list(zip(losses(found), losses(expected), strict=True))
-    if not all(math.isfinite(each) for pair in pairs for each in pair):
+    if not all(math.isfinite(tensor) for pair in pairs for tensor in pair):
         return math.inf
     return max(abs(one - other) / abs(other) for one, other in pairs)
 
@@ -169,10 +170,11 @@ def largest_weight_difference(found: RunDir, expected: RunDir) -> float:
     """Of all tensors of the model, relative to the largest number in each."""
     ours, theirs = newest(found).model, newest(expected).model
     return max(
-        float((ours[name] - each).abs().max() / each.abs().max().clamp(min=1e-12)) for name, each in floats(theirs)
+        float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
+        for name, tensor in floats(theirs)
     )
 
 
 def floats(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """Those that are no counters."""
-    return [(name, each) for name, each in tensors.items() if each.is_floating_point()]
+    return [(name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point()]

@@ -58,8 +58,8 @@ def speedrun(place: Place) -> Rows:
         for label in range(10):
             (folder / split / str(label)).mkdir(parents=True)
             pixels = torch.randint(256, (number, 32, 32, 3), dtype=torch.uint8, generator=generator).numpy()
-            for index, each in enumerate(pixels):
-                (folder / split / str(label) / f"{index}.jpg").write_bytes(simplejpeg.encode_jpeg(each))
+            for index, image in enumerate(pixels):
+                (folder / split / str(label) / f"{index}.jpg").write_bytes(simplejpeg.encode_jpeg(image))
     words = ["--folder", str(folder), "--val-folder", "val", "--device", place.device, "--epochs", epochs]
     code = subprocess.call([*script, *words, "--seeds", "0", "--json", str(figures)], cwd=ROOT)
     expect(code == 0, f"cifar10_speedrun.py ended with {code}")

@@ -89,13 +89,13 @@ def half(place: Place) -> str:
     # The first loss is that of the same weights. Later a step that overflowed may have been left out, as is usual
     # while the loss scale is found, so what is compared is the level that training comes to.
     first = abs(short[0] - whole[0]) / whole[0]
-    level, expected = (sum(each[-20:]) / 20 for each in (short, whole))
+    level, expected = (sum(run[-20:]) / 20 for run in (short, whole))
     expect(first < 0.01, f"the first loss is {short[0]:.4f} in {place.half}, and {whole[0]:.4f} in fp32")
     expect(
         abs(level - expected) < 0.25 * expected + 0.05,  # NaN fails too
         f"the last 20 losses are {level:.4f} on average in {place.half}, and {expected:.4f} in fp32",
     )
-    finite = all(bool(each.isfinite().all()) for _, each in floats(newest(runs[place.half]).model))
+    finite = all(bool(tensor.isfinite().all()) for _, tensor in floats(newest(runs[place.half]).model))
     expect(finite, f"a weight is not finite after training in {place.half}")
     return f"{place.half} and sgd: first loss within {first:.1e} of fp32, last 20 {level:.4f} and {expected:.4f}"
 
@@ -131,15 +131,15 @@ def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
     """Of a loss that is no sum of logits, which group norm would make zero in places."""
     model.zero_grad()
     model(images).logsumexp(1).mean().backward()
-    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def compare_gradients(hook: CommHook, passes: list[list[Tensor]], expected: list[Tensor]) -> None:
     """Raise Failed unless every pass gave the gradient as exactly as the hook sends it."""
     eps = {CommHook.fp16: 2.0**-11, CommHook.bf16: 2.0**-8}.get(hook, 1e-5)
-    whole = torch.cat([each.flatten() for each in expected])
+    whole = torch.cat([tensor.flatten() for tensor in expected])
     for number, found in enumerate(passes, 1):
-        sent = torch.cat([each.flatten() for each in found])
+        sent = torch.cat([tensor.flatten() for tensor in found])
         if hook is CommHook.powersgd and number > 10:
             cosine = float(torch.nn.functional.cosine_similarity(sent, whole, dim=0))
             expect(
@@ -306,7 +306,7 @@ def nvml(place: Place) -> str:
     pynvml.nvmlInit()
     here = sample(pynvml.nvmlDeviceGetHandleByUUID(uuid))
     pynvml.nvmlShutdown()
-    used, reserved, busy, watts, limit, celsius = (float(each) for each in told.split(","))
+    used, reserved, busy, watts, limit, celsius = (float(word) for word in told.split(","))
     # nvidia-smi counts what the driver keeps for itself apart.
     gigabytes = (used + reserved) * 2**20 / 1e9
     expect(here["mem_gb"] > held.numel() / 1e9, f"{here['mem_gb']:.2f} GB are in use, with more than that allocated")

@@ -196,7 +196,9 @@ def upsampled() -> Cases:
     images = torch.randint(0, 256, (256, 3, 32, 32), dtype=torch.uint8)
     source = CIFAR10(input_size=336)
     transform = T.Compose([T.ToTensor(), T.Resize(336), T.Normalize(source.mean, source.std)])
-    files: Dataset[Any] = _Transformed([Image.fromarray(each.permute(1, 2, 0).numpy()) for each in images], transform)
+    files: Dataset[Any] = _Transformed(
+        [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images], transform
+    )
     split = ArraySplit(images, torch.zeros(256, dtype=torch.int64))
     return {"torchvision": theirs(files, 64, 0), "resident": ours(source, split, Resident(), CropFlip(), 64)}
 
@@ -217,13 +219,13 @@ class _Transformed(Dataset[Any]):
 def decoders(root: Path, number: int) -> Cases:
     """The decoders alone, on bytes in memory, to RGB; the last only reads the headers."""
     split, _ = spread(Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name), number)
-    contents = [ImageFile.read(path).data for path in split.paths]
+    contents = [ImageFile.read(path).data for path in map(split.paths.__getitem__, range(len(split)))]
 
     def half(data: bytes) -> None:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
         simplejpeg.decode_jpeg(data, min_height=-(-height // 2), min_width=-(-width // 2))
 
-    each: dict[str, Callable[[bytes], object]] = {
+    decoders: dict[str, Callable[[bytes], object]] = {
         "Pillow": lambda data: np.asarray(Image.open(io.BytesIO(data)).convert("RGB")),
         "torchvision": lambda data: decode_jpeg(
             torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB
@@ -234,7 +236,7 @@ def decoders(root: Path, number: int) -> Cases:
     }
     return {
         name: partial(per_second, partial(map, decode, contents), len(contents), time.process_time)
-        for name, decode in each.items()
+        for name, decode in decoders.items()
     }
 
 
@@ -250,7 +252,7 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
     next(iter(loader))
 
     def threads(number: int) -> Iterator[Any]:
-        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(each)) for each in wanted)
+        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(indices)) for indices in wanted)
 
     cases: Cases = {
         "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
@@ -258,7 +260,7 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
         "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
     if torch.cuda.is_available():
-        files = [[Path(str(split.paths[at])) for at in each] for each in wanted]
+        files = [[Path(str(split.paths[at])) for at in indices] for indices in wanted]
         cases["GPU"] = partial(per_second, partial(_at_once, files, "cuda"), len(split), time.perf_counter)
     return cases
 

@@ -95,7 +95,7 @@ def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
     for _ in range(repeats):
         for name, measure in cases.items():
             found[name].append(measure())
-    return {name: statistics.median(each) for name, each in found.items()}
+    return {name: statistics.median(figures) for name, figures in found.items()}
 
 
 def step_ms(*job: str) -> float:
@@ -115,7 +115,7 @@ def step_ms(*job: str) -> float:
 
 def scaled(figures: Figures, factor: float) -> Figures:
     """The figures in another unit."""
-    return {name: factor * each for name, each in figures.items()}
+    return {name: factor * figure for name, figure in figures.items()}
 
 
 def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
@@ -125,8 +125,8 @@ def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
     for name, figures in rows.items():
         first = next(iter(figures.values()))
         cells = (
-            "" if each is None else f"{each:,.3g}" + (f"  {each / first:.2f}x" if ratios else "")
-            for each in map(figures.get, columns)
+            "" if figure is None else f"{figure:,.3g}" + (f"  {figure / first:.2f}x" if ratios else "")
+            for figure in map(figures.get, columns)
         )
         table.add_row(name, *cells)
     console.print(table)

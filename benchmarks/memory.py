@@ -111,7 +111,7 @@ def main() -> None:
     arguments = options.parse_args()
     tables: dict[str, Rows] = {}
     for ranks in arguments.ranks:
-        parameters = sum(each.numel() for each in network(arguments.width).parameters())
+        parameters = sum(parameter.numel() for parameter in network(arguments.width).parameters())
         title = f"{ranks} ranks, {parameters / 1e6:.1f} M parameters, GB per rank"
         tables[title] = measured(ranks, arguments.width)
         show(title, tables[title])

@@ -292,9 +292,9 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
 
     def twin(path: Path) -> None:
         """The same file of another checkpoint, or another file."""
-        others = [each / path.name for each in steps if each != path.parent and (each / path.name).exists()]
+        others = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
         swapped(
-            path, dice.choice(others if path.parent in steps else [each for each in files(folder) if each != path])
+            path, dice.choice(others if path.parent in steps else [file for file in files(folder) if file != path])
         )
 
     yield "bit flipped", any_file(), lambda path: flip(path, dice, 1)
@@ -387,12 +387,12 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
 
 def show(tallies: dict[str, Tally]) -> None:
     table = Table("mutation", "times", "same bits", "refused, untouched", "faults")
-    for name, each in tallies.items():
-        times = each.same + each.refused + len(each.faults)
-        table.add_row(name, str(times), str(each.same), str(each.refused), str(len(each.faults)))
+    for name, tally in tallies.items():
+        times = tally.same + tally.refused + len(tally.faults)
+        table.add_row(name, str(times), str(tally.same), str(tally.refused), str(len(tally.faults)))
     total = Counter[str]()
-    for each in tallies.values():
-        total.update(same=each.same, refused=each.refused, faults=len(each.faults))
+    for tally in tallies.values():
+        total.update(same=tally.same, refused=tally.refused, faults=len(tally.faults))
     table.add_row("all", str(total.total()), str(total["same"]), str(total["refused"]), str(total["faults"]))
     console.print(table)
 
@@ -410,8 +410,8 @@ def main() -> None:
     tallies = mutate(root, arguments.mutations, arguments.seed)
     show(tallies)
     if arguments.json:
-        arguments.json.write_text(json.dumps({name: vars(each) for name, each in tallies.items()}, indent=2) + "\n")
-    if any(each.faults for each in tallies.values()):
+        arguments.json.write_text(json.dumps({name: vars(tally) for name, tally in tallies.items()}, indent=2) + "\n")
+    if any(tally.faults for tally in tallies.values()):
         console.print(f"the folders are kept in {root}", soft_wrap=True)
         sys.exit(1)
     shutil.rmtree(root)

@@ -340,7 +340,9 @@ def main() -> None:
             epoch()
         seconds = in_turns(epochs, arguments.repeats)
     found = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
-    rows: Rows = {name: {"us per step": each, "of bare": each / found["bare"]} for name, each in found.items()}
+    rows: Rows = {
+        name: {"us per step": figures, "of bare": figures / found["bare"]} for name, figures in found.items()
+    }
     title = f"{arguments.model}, batch {BATCH}"
     show(title, rows, ratios=False)
     write(arguments.json, {title: rows})

@@ -25,7 +25,7 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
     """Microseconds per image."""
     batch = BATCHES[size]
     images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
-    pillow = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in images]
+    pillow = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
     there, indices, transform = images.to(device), torch.arange(batch, device=device), v2.RandAugment()
 
     def ours() -> None:
@@ -34,8 +34,8 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
             torch.cuda.synchronize()
 
     cases = {
-        "torchvision, Pillow": partial(timed, lambda: [transform(each) for each in pillow]),
-        "torchvision, tensors": partial(timed, lambda: [transform(each) for each in images]),
+        "torchvision, Pillow": partial(timed, lambda: [transform(image) for image in pillow]),
+        "torchvision, tensors": partial(timed, lambda: [transform(image) for image in images]),
         "lockstep": partial(timed, ours),
     }
     ours()  # whatever is set up at first

@@ -60,7 +60,7 @@ Replicate = Callable[[nn.Module], nn.Module]
 
 def mlp(width: int, layers: int, size: int) -> nn.Module:
     sizes = [size, *[width] * (layers - 1), CLASSES]
-    hidden = [each for a, b in itertools.pairwise(sizes[:-1]) for each in (nn.Linear(a, b), nn.ReLU())]
+    hidden = [layer for a, b in itertools.pairwise(sizes[:-1]) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-2], CLASSES))
 
 

@@ -114,7 +114,7 @@ class Record:
         )
 
     def losses(self) -> list[tuple[str, int, object]]:
-        return [each for each in self.figures["metrics.jsonl"] if each[0].startswith("loss/")]
+        return [figure for figure in self.figures["metrics.jsonl"] if figure[0].startswith("loss/")]
 
     def differences(self, other: Record) -> Iterator[str]:
         """What in the files is not as in those of `other`."""
@@ -125,7 +125,7 @@ class Record:
         for name, figures in self.figures.items():
             times = Counter((tag, step) for tag, step, _ in figures)
             expected = Counter((tag, step) for tag, step, _ in other.figures[name])
-            if several := [each for each, count in times.items() if count > 1]:
+            if several := [example for example, count in times.items() if count > 1]:
                 yield f"{name} has {len(several)} figures more than once, such as {several[0]}"
             if odd := times.keys() ^ expected.keys():
                 yield f"{name} misses, or has besides, {len(odd)} figures, such as {min(odd)}"
@@ -143,14 +143,14 @@ def leaves(value: Any) -> Iterator[bytes]:
             yield repr(key).encode()
             yield from leaves(value[key])
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from leaves(each)
+        for part in value:
+            yield from leaves(part)
     else:
         yield repr(value).encode()
 
 
 def untimed(figures: list[tuple[str, int, object]]) -> Iterator[tuple[str, int, object]]:
-    return (each for each in figures if not each[0].startswith(TIMED))
+    return (figure for figure in figures if not figure[0].startswith(TIMED))
 
 
 def from_lines(path: Path) -> Iterator[tuple[str, int, object]]:
@@ -183,10 +183,10 @@ def shared_memory() -> set[str]:
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             held += (entry / "maps").read_text()
-            held += "".join(f"{each.readlink()}\n" for each in (entry / "fd").iterdir())
+            held += "".join(f"{path.readlink()}\n" for path in (entry / "fd").iterdir())
         except OSError:  # it ended just now, or is someone else's
             continue
-    return {each.name for each in found if str(each) not in held and each.exists()}
+    return {path.name for path in found if str(path) not in held and path.exists()}
 
 
 def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -256,7 +256,7 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
     found = checkpoint.candidates(run.checkpoints)
     if run.path.exists():
         tally.resumes["from a checkpoint" if found else "from scratch"] += 1
-        tally.faults += [f"{each}: {reason}" for each in found if (reason := checkpoint.find_corruption(each))]
+        tally.faults += [f"{path}: {reason}" for path in found if (reason := checkpoint.find_corruption(path))]
     over = bool(found) and checkpoint.read_facts(found[0])["progress"]["step"] == steps
     started = time.time()
     process = start(run.path, tally.ranks, steps)
@@ -288,7 +288,7 @@ def compare(tally: Tally, run: RunDir, expected: Record) -> None:
     tally.losses_equal += found.losses() == expected.losses()
     tally.files_whole += not different
     different += [] if same_state else ["the newest checkpoint is another"]
-    tally.faults += [f"run {run.path.name}: {each}" for each in different]
+    tally.faults += [f"run {run.path.name}: {difference}" for difference in different]
 
 
 def show(tallies: list[Tally]) -> None:
@@ -306,11 +306,11 @@ def show(tallies: list[Tally]) -> None:
         "losses",
         "files",
     )
-    for each in tallies:
-        ends = (f"{count}/{each.runs}" for count in (each.hash_equal, each.losses_equal, each.files_whole))
-        moments = (str(each.kills[name]) for name in ("starting", "training", "saving"))
-        resumed = (str(each.resumes[name]) for name in ("from a checkpoint", "from scratch"))
-        table.add_row(str(each.ranks), str(each.kills.total()), *moments, *resumed, str(each.runs), *ends)
+    for tally in tallies:
+        ends = (f"{count}/{tally.runs}" for count in (tally.hash_equal, tally.losses_equal, tally.files_whole))
+        moments = (str(tally.kills[name]) for name in ("starting", "training", "saving"))
+        resumed = (str(tally.resumes[name]) for name in ("from a checkpoint", "from scratch"))
+        table.add_row(str(tally.ranks), str(tally.kills.total()), *moments, *resumed, str(tally.runs), *ends)
     console.print(table)
     console.print(
         "resumed: from a checkpoint, at the starts behind a kill. hash, losses, files: runs equal to the one that "

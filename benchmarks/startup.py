@@ -233,7 +233,7 @@ def the_job(*words: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = ("-m", *JOB, "steps=1", f"output_root={folder}", f"seed=range({JOBS + 1})", *words)
         command(sys.executable, "train.py", *words)
-        took = [json.loads(each.read_text())["seconds"] for each in Path(folder).glob("sweeps/*/*/summary.json")]
+        took = [json.loads(path.read_text())["seconds"] for path in Path(folder).glob("sweeps/*/*/summary.json")]
     return 1000 * statistics.median(took)
 
 
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=TABLES, default=TABLES)
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--loop", choices=[each.__name__ for each in LOOPS], help=argparse.SUPPRESS)
+    parser.add_argument("--loop", choices=[loop.__name__ for loop in LOOPS], help=argparse.SUPPRESS)
     arguments, _ = parser.parse_known_args()
     if arguments.loop is not None:
         globals()[arguments.loop]()

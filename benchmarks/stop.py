@@ -162,7 +162,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="lockstep-stop-"))
     make_photos(root / "photos")
     table = Table("phase", "stops", "median s", "longest s", "faults")
-    chosen = [each for each in phases(root / "photos") if arguments.only in each.name]
+    chosen = [phase for phase in phases(root / "photos") if arguments.only in phase.name]
     for number, phase in enumerate(chosen):
         for count in range(arguments.tries):
             attempt(phase, root / f"{number}-{count}", chance)
@@ -175,9 +175,9 @@ def main() -> None:
         table.add_row(phase.name, str(len(phase.seconds)), middle, longest, str(len(phase.faults)))
     console.print(table)
     if arguments.json:
-        figures = {each.name: {"seconds": each.seconds, "faults": each.faults} for each in chosen}
+        figures = {phase.name: {"seconds": phase.seconds, "faults": phase.faults} for phase in chosen}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if any(each.faults for each in chosen):
+    if any(phase.faults for phase in chosen):
         console.print(f"the folders are kept in {root}")
         sys.exit(1)
     shutil.rmtree(root)

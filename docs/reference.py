@@ -64,9 +64,9 @@ def generated(root: Path) -> dict[Path, str]:
     config = root / "conf" / "config.yaml"
     defaults = {
         group: option
-        for each in yaml.safe_load(config.read_text())["defaults"]
-        if isinstance(each, dict)
-        for group, option in each.items()
+        for default in yaml.safe_load(config.read_text())["defaults"]
+        if isinstance(default, dict)
+        for group, option in default.items()
     }
     groups = {group: read_group(root, group, defaults[group]) for group in (*GROUPS, "experiment")}
     job = tuple(read_keys(config, "", Job))
@@ -152,10 +152,10 @@ def type_of(cls: type[Any], name: str) -> str:
     members = typing.get_args(hint) or (hint,)
     values: list[str] = []
     if isinstance(rule, Choice):
-        values = [str(each) for each in rule.values]
+        values = [str(value) for value in rule.values]
     elif bool in members:
         values = ["true", "false"]
-    elif choices := [each for each in members if isinstance(each, enum.EnumMeta)]:
+    elif choices := [member for member in members if isinstance(member, enum.EnumMeta)]:
         values = list(choices[0].__members__)
     null = type(None) in members
     if values:
@@ -163,7 +163,7 @@ def type_of(cls: type[Any], name: str) -> str:
         return f"{', '.join(values[:-1])} or {values[-1]}"
     words = word_of(rule) if rule is not None else "a text"
     return (
-        "a list, each " * any(typing.get_origin(each) is list for each in (hint, *members))
+        "a list, each " * any(typing.get_origin(member) is list for member in (hint, *members))
         + words
         + ", or null" * null
     )
@@ -184,12 +184,12 @@ def job_table(keys: Iterable[Key]) -> str:
 
 def group_tables(options: list[Option]) -> str:
     """The options of a group and their keys, as Markdown. Options with the same key share its row."""
-    text = table(["option", "what it is"], ([f"`{each.name}`", each.meaning] for each in options))
+    text = table(["option", "what it is"], ([f"`{option.name}`", option.meaning] for option in options))
     having: dict[Key, list[Option]] = {}
     for option in options:
         for key in option.keys:
             having.setdefault(key, []).append(option)
-    order = list(dict.fromkeys([each for key in having for each in (key.name, key.meaning)]))
+    order = list(dict.fromkeys([text for key in having for text in (key.name, key.meaning)]))
     rows, last = [], Key("", "", "", "")
     for key in sorted(having, key=lambda key: (order.index(key.name), order.index(key.meaning))):
         meaning = "the same" if (key.name, key.meaning) == (last.name, last.meaning) else key.meaning
@@ -201,7 +201,7 @@ def group_tables(options: list[Option]) -> str:
 
 def help_of_groups(groups: Mapping[str, list[Option]]) -> str:
     """The options of each group, as `--help` shows them."""
-    return "".join(help_entry(group, (each.name for each in options)) for group, options in groups.items())
+    return "".join(help_entry(group, (option.name for option in options)) for group, options in groups.items())
 
 
 def help_of_keys(keys: Iterable[Key]) -> str:
@@ -228,7 +228,7 @@ def help_entry(name: str, words: Iterable[str]) -> str:
 
 
 def names(options: Iterable[Option]) -> str:
-    return " ".join(f"`{each.name}`" for each in options)
+    return " ".join(f"`{option.name}`" for option in options)
 
 
 def table(headings: list[str], rows: Iterable[list[str]]) -> str:

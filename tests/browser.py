@@ -63,7 +63,7 @@ class Browser:
 
     def messages(self) -> list[str]:
         """What the browser has written to its console since the last call: errors above all."""
-        return [each["message"] for each in self.call("/se/log", type="browser")]
+        return [line["message"] for line in self.call("/se/log", type="browser")]
 
 
 @contextmanager

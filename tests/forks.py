@@ -74,7 +74,7 @@ class Fork:
                         streams.unregister(key.fileobj)
         self.wait(max(0, until - time.monotonic()))
         self.close()
-        out, err = (each.decode() for each in self.texts.values())
+        out, err = (text.decode() for text in self.texts.values())
         return out, err
 
     def send_signal(self, number: int) -> None:
@@ -151,8 +151,8 @@ def serve(requests: socket.socket) -> None:
                 status, out, err = fds
                 if (pid := os.fork()) == 0:
                     events.close()
-                    for each in (requests.detach(), status, *followed, *(end for _, end in followed.values())):
-                        os.close(each)
+                    for descriptor in (requests.detach(), status, *followed, *(end for _, end in followed.values())):
+                        os.close(descriptor)
                     become(out, err, **json.loads(message))
                 os.close(out)
                 os.close(err)

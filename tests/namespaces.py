@@ -75,7 +75,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             # Neither has a name server, and torch asks for the name of each machine that connects.
             files = Path("/etc/netns", machine.name)
             files.mkdir(parents=True)
-            hosts = "".join(f"{each.address} {each.name}\n" for each in (one, two))
+            hosts = "".join(f"{name.address} {name.name}\n" for name in (one, two))
             (files / "hosts").write_text(
                 f"127.0.0.1 localhost\n{machine.address} {socket.gethostname()}\n{hosts}"  # torchrun asks for itself
             )

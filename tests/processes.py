@@ -119,14 +119,14 @@ def processes(folder: Path) -> set[int]:
 
 def children(parent: int) -> list[int]:
     """The process numbers of the children of a process."""
-    return [int(each) for each in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def ranks(folder: Path, process: Process) -> list[int]:
     """The process numbers of the ranks, in order, under `spawn` and `elastic`."""
     helper = "resource_tracker"
     found = children(process.pid)
-    return sorted(each for each in found if helper not in Path(f"/proc/{each}/cmdline").read_text())
+    return sorted(pid for pid in found if helper not in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def summary(folder: Path) -> dict[str, object]:

@@ -21,7 +21,7 @@ MOST_WEIGHT = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class _Weighted:
-    """What losses with class weights have in common.
+    """The base class of losses with class weights.
 
     Fields:
         class_weights: a factor for the loss of each class, by label; null is 1 for all.
@@ -179,5 +179,5 @@ class SummedLoss(nn.Module):
         if not self.tolerates_broken:
             return self.loss(logits, targets).sum()
         if targets.ndim == 1:
-            targets = targets.clamp(min=0)  # a loss of somebody's own need not know of negative labels
+            targets = targets.clamp(min=0)  # a loss of the user need not know of negative labels
         return self.loss(logits, targets).masked_fill(labels < 0, 0).sum()

@@ -45,7 +45,7 @@ def fit(record: ModuleType, reference: Any) -> None:
     reference.model.reset()
     batches = record.Batches(*reference.train, 20)
     sgd = torch.optim.SGD(
-        [each for each in reference.model.parameters() if each.dim() < 4], momentum=0.85, fused=True
+        [parameter for parameter in reference.model.parameters() if parameter.dim() < 4], momentum=0.85, fused=True
     )
     muon = record.FilterMuon(list(reference.model.filters.parameters()), reference.orthogonal)
     reference.fit(batches, sgd, [0.01], muon)
@@ -100,7 +100,7 @@ def test_the_record_trains_on_a_gpu_without_waiting_for_it(record: ModuleType) -
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert reference.model.head.weight.dtype == torch.float16
-    assert all(each.isfinite().all() for each in reference.model.parameters())
+    assert all(parameter.isfinite().all() for parameter in reference.model.parameters())
 
 
 def test_the_record_crops_each_image_at_a_place_of_its_own(record: ModuleType) -> None:
@@ -117,7 +117,7 @@ def test_the_record_crops_each_image_at_a_place_of_its_own(record: ModuleType) -
         ]
         for whole, crop in zip(padded, cropped, strict=True)
     ]
-    assert all(len(each) == 1 for each in places)
+    assert all(len(place) == 1 for place in places)
     assert {top for ((top, _),) in places} == {left for ((_, left),) in places} == set(range(5))
 
 
@@ -130,7 +130,7 @@ def test_the_records_network_is_the_recipes(record: ModuleType) -> None:
     for mine, published in zip(ours.parameters(), [*in_order(theirs)], strict=True):
         mine.data.copy_(published)
     ours[-2].weight.data.mul_(1 / 256 / LOGIT_SCALE)
-    for norm in (each for each in ours.modules() if isinstance(each, torch.nn.BatchNorm2d)):
+    for norm in (module for module in ours.modules() if isinstance(module, torch.nn.BatchNorm2d)):
         norm.eps = 1e-12
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     torch.testing.assert_close(ours(images), theirs(images), rtol=1e-9, atol=1e-9)
@@ -150,7 +150,7 @@ def test_the_gpu_check_passes_where_it_needs_no_gpu(tmp_path: Path) -> None:
     small = ("--device", "cpu", "--only", ",".join(steps), "--json", str(kept))
     done = benchmark("gpu_check", *small, timeout=580)
     assert done.code == 0, done.out + done.err
-    verdicts = {name: each["verdict"] for name, each in json.loads(kept.read_text())["steps"].items()}
+    verdicts = {name: step["verdict"] for name, step in json.loads(kept.read_text())["steps"].items()}
     assert verdicts == {**dict.fromkeys(steps, "passed"), "memory": "left out"}
 
 
@@ -160,7 +160,7 @@ def test_the_gpu_check_ends_a_step_and_all_its_processes_when_its_time_is_over(t
     done = benchmark("gpu_check", *short, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err
     steps = json.loads(kept.read_text())["steps"]
-    assert {name: each["found"] for name, each in steps.items()} == {
+    assert {name: step["found"] for name, step in steps.items()} == {
         "default": "--budget ended it after 5 s",
         "stop": "the 5 s of --budget are over",
     }

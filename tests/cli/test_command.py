@@ -31,7 +31,7 @@ def sentence(done: Done) -> str:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content."""
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: st
     assert said.startswith(f"dataset: image 9, {pictures}/train/b/3.jpg, cannot be decoded (")
     assert said.endswith("; remove or replace the file, or leave out up to N of them with dataset.skip=N")
     # A resident loader reads all images before the run begins; a streaming one meets this image in the run.
-    left = [each.name for each in tmp_path.iterdir() if each.name != "latest"]
+    left = [path.name for path in tmp_path.iterdir() if path.name != "latest"]
     assert len(left) == (loader == "streaming")
 
 
@@ -203,7 +203,7 @@ def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Pa
     ],
 )
 def test_a_folder_that_the_job_would_not_use_is_refused(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
-    done = train(*(each.format(tmp_path) for each in words), f"output_root={tmp_path}")
+    done = train(*(word.format(tmp_path) for word in words), f"output_root={tmp_path}")
     assert says in sentence(done)
     assert list(tmp_path.iterdir()) == []
 
@@ -220,7 +220,7 @@ def test_a_resume_as_the_run_proposes_it_has_the_config_files_of_the_run(tmp_pat
     proposed = next(line for line in done.out.splitlines() if "train longer" in line).partition("train.py ")[2]
     again = train(*shlex.split(proposed))
     assert again.code == 0, again.err
-    (run,) = (each.parent for each in (tmp_path / "runs, [a=b]").rglob("command.txt"))
+    (run,) = (path.parent for path in (tmp_path / "runs, [a=b]").rglob("command.txt"))
     kept = yaml.safe_load((run / "config.yaml").read_text())
     assert (kept["seed"], kept["batch"], kept["steps"]) == (7, 24, 2)
     assert shlex.split((run / "command.txt").read_text())[2:] == shlex.split(proposed)

@@ -19,7 +19,7 @@ from lockstep.core.run_dir import RunDir
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content."""
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def test_a_photo_that_is_dropped_is_shown_with_its_classes(place: Path, server: 
         assert page.until(f"const found = (() => {{ {texts} }})(); return found.length && found")[0] == "<b>cat & dog"
         assert page.run("return document.querySelectorAll('#classes b').length") == 0
         assert page.run("return document.getElementById('error').hidden")
-        blocked = [each for each in page.messages() if "400" not in each and "favicon" not in each]
+        blocked = [message for message in page.messages() if "400" not in message and "favicon" not in message]
         assert blocked == [], "the content policy is the page's own"
 
 

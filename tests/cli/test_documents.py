@@ -196,33 +196,35 @@ def typed(text: str, folder: Path) -> Done:
     return command("bash", "-euo", "pipefail", "-c", text, cwd=folder, PATH=path, OMP_WAIT_POLICY="passive")
 
 
-def shortened(each: Command) -> str:
+def shortened(documented: Command) -> str:
     """The command with few steps if it trains, else as it stands."""
-    trains = "train.py" in each.text and not re.search(r"train\.py.* (--help|--cfg|-sc)\b", each.text)
-    return f"{each.text} steps={each.number}" if trains else each.text
+    trains = "train.py" in documented.text and not re.search(r"train\.py.* (--help|--cfg|-sc)\b", documented.text)
+    return f"{documented.text} steps={documented.number}" if trains else documented.text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("each", COMMANDS, ids=lambda each: f"{Path(each.document).stem}-{each.number}")
-def test_a_command_of_the_documents_works(each: Command, checkout: Path, tmp_path: Path) -> None:
-    if each.text in ELSEWHERE:
-        ELSEWHERE[each.text][1](each.text)
+@pytest.mark.parametrize(
+    "documented", COMMANDS, ids=lambda documented: f"{Path(documented.document).stem}-{documented.number}"
+)
+def test_a_command_of_the_documents_works(documented: Command, checkout: Path, tmp_path: Path) -> None:
+    if documented.text in ELSEWHERE:
+        ELSEWHERE[documented.text][1](documented.text)
         return
-    if each.text.startswith("tensorboard "):
-        assert_serves(each.text, checkout)
+    if documented.text.startswith("tensorboard "):
+        assert_serves(documented.text, checkout)
         return
-    if each.text.startswith("lockstep new "):
+    if documented.text.startswith("lockstep new "):
         checkout = tmp_path
-    elif each.document == "docs/extending.md":
+    elif documented.document == "docs/extending.md":
         write_project(checkout)
-    if "latest" in each.text and not (checkout / "outputs" / "latest").exists():
+    if "latest" in documented.text and not (checkout / "outputs" / "latest").exists():
         typed("python train.py steps=1", checkout)  # the test was run on its own
-    if each.text.startswith("lockstep demo "):
-        assert_shows(each.text, checkout)
+    if documented.text.startswith("lockstep demo "):
+        assert_shows(documented.text, checkout)
         return
-    done = typed(shortened(each), checkout)
+    done = typed(shortened(documented), checkout)
     assert done.code == 0, done.out + done.err
-    assert done.out or "eval" in each.text
+    assert done.out or "eval" in documented.text
 
 
 def write_project(folder: Path) -> None:
@@ -265,10 +267,10 @@ def assert_shows(text: str, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Path) -> None:
     pytest.importorskip("onnxruntime")
-    for each in COMMANDS:
-        needed = each.text.startswith("python train.py") or "pets.onnx" in each.text
-        if each.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
-            assert typed(shortened(each), checkout).code == 0  # the test was run on its own
+    for documented in COMMANDS:
+        needed = documented.text.startswith("python train.py") or "pets.onnx" in documented.text
+        if documented.document == "docs/use.md" and needed and not (checkout / "pets.onnx").exists():
+            assert typed(shortened(documented), checkout).code == 0  # the test was run on its own
     blocks = re.findall(r"^```python\n(.*?)^```", USE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     for block in blocks:
@@ -278,7 +280,7 @@ def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Pa
 
 
 def test_what_is_not_run_is_in_the_documents() -> None:
-    assert not set(ELSEWHERE) - {each.text for each in COMMANDS}
+    assert not set(ELSEWHERE) - {documented.text for documented in COMMANDS}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -201,4 +201,4 @@ def test_a_project_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
         assert (done.code, sentence in done.err) == (2, True), done.err
     (tmp_path / "mine").mkdir()
     assert "mine exists" in forked("lockstep", "new", "mine", cwd=tmp_path).err
-    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -67,7 +67,7 @@ def test_the_first_hour_ends_with_a_page_that_knows_a_photo(photos: Path, enviro
         assert done.code == 0, f"{line}\n{done.err}"
         typed[line.split()[1]] = done
     assert "done in" in typed["train"].out
-    (run,) = (each.parent for each in photos.glob("outputs/*/summary.json"))
+    (run,) = (path.parent for path in photos.glob("outputs/*/summary.json"))
     assert json.loads((run / "evaluation.json").read_text())["top1"] > 30  # three times as good as guessing
     assert len((run / "predictions.csv").read_text().splitlines()) == 121
     assert len(typed["predict"].out.splitlines()) == 120

@@ -139,8 +139,8 @@ def test_a_file_in_a_group_of_hydra_is_no_plugin(run: Run, tmp_path: Path) -> No
 
 def test_no_node_of_a_job_makes_an_object(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    ours = [each for each in walked() if each[0] in (*schema.GROUPS, "train", "added")]
-    for place in (each for each in ours if each[-1] in ("added", "options")):
+    ours = [key for key in walked() if key[0] in (*schema.GROUPS, "train", "added")]
+    for place in (key for key in ours if key[-1] in ("added", "options")):
         words = config_dir(tmp_path, nested(place, payload(mark)))
         choices = ["model=resnet18"] if place[0] == "model" else ["optimizer=timm"] if place[0] == "optimizer" else []
         ended = train(*words, *choices, "device=cpu", "steps=1", f"output_root={tmp_path / 'runs'}")

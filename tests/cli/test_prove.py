@@ -88,9 +88,9 @@ def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> 
 
 
 def test_the_users_config_is_run_as_it_is() -> None:
-    changed = {each.partition("=")[0] for each in COMMON}
+    changed = {override.partition("=")[0] for override in COMMON}
     for case in cases([2, 3, 4], micro_batches=3):
-        changed |= {each.partition("=")[0] for each in case.overrides}
+        changed |= {override.partition("=")[0] for override in case.overrides}
     assert not any(key.startswith(("model", "augment", "optimizer", "dataset", "batch")) for key in changed)
 
 

@@ -232,7 +232,7 @@ HOSTILE = [
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     KEYS + OPTIONS + TYPES + RANGES + LIMITS + EFFECTS + MACHINE + BOXES + PLACES + HOSTILE,
-    ids=lambda each: each[:40],
+    ids=lambda text: text[:40],
 )
 def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overrides: str, sentence: str) -> None:
     said = refusal(tmp_path / "runs", *overrides.split())
@@ -262,7 +262,7 @@ def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
     for key in ("data_root", "output_root", "resume", "init_from"):
         with pytest.raises(InputError, match=f"{key}|pipe"):
             prepared(f"output_root={tmp_path / 'runs'}", f"{key}={tmp_path / 'pipe'}")
-    assert [each.name for each in tmp_path.iterdir()] == ["pipe"]
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> No
         'data_root: "a\\0b"',
         'init_from: "\\ud800"',
     ],
-    ids=lambda each: each[:20],
+    ids=lambda text: text[:20],
 )
 def test_a_recipe_with_an_absurd_value_is_refused_in_one_short_sentence(tmp_path: Path, line: str) -> None:
     conf = tmp_path / "more" / "experiment"
@@ -444,7 +444,7 @@ def test_a_label_out_of_range_is_named_with_its_example(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data", label=12)
     said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
     assert said == "dataset: example 5 of the training split has label 12, expected 0 to 9"
-    assert [each.name for each in (tmp_path / "data").iterdir()] == ["MNIST"]
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"]
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,14 +496,14 @@ def test_no_name_leaves_the_output_root(tmp_path: Path, name: str) -> None:
     made = prepared(f"output_root={tmp_path / 'runs'}", f"name='{name}'")
     assert made.path.parent == tmp_path / "runs"
     assert len(made.path.name.encode()) < 200
-    assert [each.name for each in tmp_path.iterdir()] == ["runs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_folder_with_files_of_others_does_not_become_a_run_folder(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(InputError, match="has files in it that are not of a run"):
         prepared(folder=tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["thesis.tex"]
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_an_output_root_under_a_file_is_refused(tmp_path: Path) -> None:
@@ -520,7 +520,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content."""
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -585,8 +585,8 @@ def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
     run, data = of_pictures
     other, before = tmp_path / "elsewhere", tree(run)
     shutil.copytree(data, other)
-    for each, to in moved.items():
-        rename(other, each, to)
+    for path, to in moved.items():
+        rename(other, path, to)
     job = ("dataset=folder", f"dataset.path={other}", "steps=4")
     if not sentence:
         prepared(
@@ -666,7 +666,7 @@ def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_
     first = ("name=test", "steps=3", *chosen, f"output_root={tmp_path}")
     run = prepared(*first)
     run.overrides.write_text(
-        yaml_io.dump_list([each for each in yaml_io.load_list(run.overrides) if each not in lost])
+        yaml_io.dump_list([override for override in yaml_io.load_list(run.overrides) if override not in lost])
     )
     before = tree(run.path)
     if not sentence:

@@ -42,8 +42,8 @@ def run(root: Path, done: Done) -> Path:
 
 
 def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
-    found = {str(each.relative_to(run)) for each in run.rglob("*") if each.is_file()}
-    events = {each for each in found if each.startswith("events.out.tfevents.")}
+    found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    events = {name for name in found if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
     step = "checkpoints/step-00000003"
     assert found - events == {
@@ -72,7 +72,7 @@ def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
 def interpolations(node: Any) -> list[str]:
     """Every value of a config that still has to be resolved."""
     if isinstance(node, Mapping):
-        return [each for value in node.values() for each in interpolations(value)]
+        return [interpolation for value in node.values() for interpolation in interpolations(value)]
     return [str(node)] if re.search(r"\$\{|\?\?\?", str(node)) else []
 
 
@@ -120,8 +120,8 @@ def test_tensorboard_has_the_tags(run: Path) -> None:
     tags = set(events.Tags()["scalars"])
     assert tags >= {"loss/train", "loss/val", "acc/val_top1", "acc/val_top5", "optim/lr", "optim/grad_norm"}
     assert tags >= {"perf/img_per_s", "perf/data_wait_pct", "perf/step_ms"}
-    assert [each.step for each in events.Scalars("loss/train")] == [1, 2, 3]
-    plugins = {each.plugin_data.plugin_name for each in events.summary_metadata.values()}
+    assert [scalar.step for scalar in events.Scalars("loss/train")] == [1, 2, 3]
+    plugins = {metadata.plugin_data.plugin_name for metadata in events.summary_metadata.values()}
     assert {"hparams", "custom_scalars"} <= plugins
 
 
@@ -190,8 +190,8 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
 def test_three_runs_that_start_at_once_get_three_folders(tmp_path: Path) -> None:
     quick = ("steps=1", "launcher.threads=1", "logger=jsonl")
     running = [forks().start("train.py", *quick, f"output_root={tmp_path}") for _ in range(3)]
-    assert [result(each).code for each in running] == [0, 0, 0]
-    folders = [each for each in tmp_path.iterdir() if each.name != "latest"]
+    assert [result(process).code for process in running] == [0, 0, 0]
+    folders = [path for path in tmp_path.iterdir() if path.name != "latest"]
     assert len(folders) == 3
-    assert all(json.loads((each / "summary.json").read_text())["status"] == "completed" for each in folders)
+    assert all(json.loads((folder / "summary.json").read_text())["status"] == "completed" for folder in folders)
     assert tmp_path / (tmp_path / "latest").read_text().strip() in folders

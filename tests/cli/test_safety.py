@@ -49,7 +49,7 @@ def refusal(root: Path, *overrides: str) -> str:
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder with its content."""
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,13 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_stands_still_and_ch
 ) -> None:
     path, first = running
     first.send_signal(signal.SIGSTOP)  # so that whatever changes is of the others
-    before, names = tree(path.parent), {each.name for each in path.parent.iterdir()}
+    before, names = tree(path.parent), {file.name for file in path.parent.iterdir()}
     for words in ([f"hydra.run.dir={path}"], [f"resume={path}"], ["resume=latest"]):
         done = train(*words, "device=cpu", f"output_root={path.parent}")
         assert done.code == 2
         assert done.err.startswith(f"lockstep: {path} is in use by another job (process {first.pid} on ")
         assert len(done.err.splitlines()) == 1
-    assert (tree(path.parent), {each.name for each in path.parent.iterdir()}) == (before, names)
+    assert (tree(path.parent), {file.name for file in path.parent.iterdir()}) == (before, names)
     first.send_signal(signal.SIGCONT)
 
 

@@ -19,7 +19,7 @@ from processes import FORKS, PATIENCE, background, close, ended, processes, rank
 def jobs(root: Path) -> list[str]:
     """The names of the run folders of the one sweep in an output root."""
     (sweep,) = (root / "sweeps").iterdir()
-    return sorted(each.name for each in sweep.iterdir() if each.is_dir())
+    return sorted(path.name for path in sweep.iterdir() if path.is_dir())
 
 
 def sweep(root: Path, *overrides: str) -> Done:
@@ -61,7 +61,7 @@ def test_ranks_are_told_the_run_folder_and_parse_no_command_line(seeds: tuple[Pa
     root, _ = seeds
     for run in root.glob("sweeps/*/0*"):
         assert "ranks  2 processes on the CPU by DDP" in (run / "train.log").read_text()
-        assert sorted(each.name for each in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
+        assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank0.log", "rank1.log"]
         # What only a parser of the command line could know is in the folder already, resolved.
         assert "${" not in (run / "config.yaml").read_text()
 
@@ -87,7 +87,7 @@ def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) ->
 
 def begun(root: Path, number: int) -> bool:
     """Whether a job of the sweep has finished a step."""
-    return any(each.read_text() for each in root.glob(f"sweeps/*/{number:03}*/metrics.jsonl"))
+    return any(path.read_text() for path in root.glob(f"sweeps/*/{number:03}*/metrics.jsonl"))
 
 
 def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(t
     assert code == 75, err
     (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
     assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [70, 75]
-    states = [json.loads(each.read_text())["status"] for each in sorted(tmp_path.glob("sweeps/*/00*/summary.json"))]
+    states = [json.loads(path.read_text())["status"] for path in sorted(tmp_path.glob("sweeps/*/00*/summary.json"))]
     assert states == ["failed", "stopped"]
     assert list(tmp_path.glob("sweeps/*/001*/checkpoints/last"))
     assert processes(tmp_path) == set()

@@ -82,9 +82,11 @@ def test_the_predictions_add_up_to_the_evaluation(place: Path) -> None:
     assert [line["sample"] for line in lines] == sorted(map(str, (place / "photos" / "val").rglob("*.*")))
     right = sum(line["label"] == line["predicted"] for line in lines)
     assert found["top1"] == 100 * right / len(lines)
-    assert [each["name"] for each in found["classes"]] == ["cat", "dog"]
+    assert [class_scores["name"] for class_scores in found["classes"]] == ["cat", "dog"]
     assert sum(map(sum, found["confusion"])) == found["images"] == len(lines) == 12
-    assert sum(each["images"] * each["top1"] / 100 for each in found["classes"]) == pytest.approx(right)
+    assert sum(
+        class_scores["images"] * class_scores["top1"] / 100 for class_scores in found["classes"]
+    ) == pytest.approx(right)
 
 
 def test_the_training_split_and_other_data_are_evaluated_too(place: Path, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_a_file_of_weights_alone_is_evaluated_on_data_that_is_named(place: Path,
     assert "dataset: its image_shape is (3, 256, 256), but that of the model is (3, 24, 24)" in done.err
     done = used(tmp_path, "evaluate", "pets.safetensors", *data)
     assert done.code == 0, done.err
-    assert {each.name for each in tmp_path.iterdir()} == {"pets.safetensors", "evaluation.json", "predictions.csv"}
+    assert {path.name for path in tmp_path.iterdir()} == {"pets.safetensors", "evaluation.json", "predictions.csv"}
 
 
 def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path: Path) -> None:
@@ -164,8 +166,8 @@ def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) ->
     lines = rows(used(place, "predict", "latest", files, "--format", "csv", "--top", "1").out)
     assert {line["file"]: line["class"] for line in lines} == evaluated
     found: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
-    assert {each["file"]: each["classes"][0]["name"] for each in found} == evaluated
-    assert all(sum(name["probability"] for name in each["classes"]) == pytest.approx(1) for each in found)
+    assert {photo["file"]: photo["classes"][0]["name"] for photo in found} == evaluated
+    assert all(sum(name["probability"] for name in photo["classes"]) == pytest.approx(1) for photo in found)
 
 
 def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path, tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path,
     assert "good\\x1b[31m.png  " in done.out
     sentences = done.err.splitlines()
     assert len(sentences) == 3
-    assert all(each.startswith("lockstep: ") for each in sentences)
+    assert all(sentence.startswith("lockstep: ") for sentence in sentences)
     assert "nowhere.png cannot be read as an image (No such file or directory)" in done.err
 
 
@@ -228,4 +230,4 @@ def test_weights_that_name_foreign_code_are_refused_by_every_command(
     assert done.code == 2
     assert done.err.count("\n") == 1
     assert "model._target_ is 'os.system', expected a class of lockstep.models" in done.err
-    assert {each.name for each in tmp_path.iterdir()} == {"weights.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"weights.safetensors"}

@@ -26,8 +26,8 @@ def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go
     pixels = np.random.default_rng(0).integers(0, 256, (14, 40, 60, 3), dtype=np.uint8)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
-        for number, each in enumerate(pixels):
-            Image.fromarray(each[: 40 - number]).save(tmp_path / split / "a" / f"{number:02}.jpg")
+        for number, image in enumerate(pixels):
+            Image.fromarray(image[: 40 - number]).save(tmp_path / split / "a" / f"{number:02}.jpg")
     data = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
     job = (*data, "augment=randaugment_imagenet", "batch=6", "steps=8", "train.mixup=0.4", "telemetry.samples=true")
     alone = train_here(tmp_path / "alone", *job, "loader=streaming", "loader.workers=0").path

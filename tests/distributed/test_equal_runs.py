@@ -84,9 +84,9 @@ def cases(folder: Path, ranks: int) -> dict[str, Case]:
         for strategy, micro, on in MICRO_BATCHES
         if on == ranks
     }
-    found |= {f"{each}-bn": (*COMMON, *NORMED, f"strategy={each}") for each, on in BATCH_NORM if on == ranks}
+    found |= {f"{case}-bn": (*COMMON, *NORMED, f"strategy={case}") for case, on in BATCH_NORM if on == ranks}
     found |= {
-        f"{name}-{each}": (*BASE, *FROZEN[name], f"strategy={each}") for each, name, on in FREEZING if on == ranks
+        f"{name}-{case}": (*BASE, *FROZEN[name], f"strategy={case}") for case, name, on in FREEZING if on == ranks
     }
     found["fp32"] = (*COMMON, *DIGITS, "strategy=ddp")
     found["streaming"] = (*COMMON, *PLAIN, "strategy=ddp", "loader=streaming", "loader.workers=2")

@@ -163,8 +163,8 @@ def test_a_stop_before_the_first_step_costs_nothing(tmp_path: Path, launcher: tu
 
 def listening(pids: set[int]) -> set[str]:
     """The local addresses, in the kernel's notation, that some processes listen on."""
-    opened = [each for pid in pids for each in Path(f"/proc/{pid}/fd").iterdir()]
-    sockets = {str(each.readlink()) for each in opened if each.is_symlink()}
+    opened = [path for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = {str(path.readlink()) for path in opened if path.is_symlink()}
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
@@ -183,4 +183,4 @@ def test_a_job_is_out_of_reach_from_outside_and_gone_with_its_killed_launcher(
     ended(process)
     wait_for(lambda: not processes(folder))
     assert not list(temporary.glob("torchelastic_*"))
-    assert not [each for each in Path("/dev/shm").iterdir() if any(f"_{pid}_" in each.name for pid in pids)]
+    assert not [path for path in Path("/dev/shm").iterdir() if any(f"_{pid}_" in path.name for pid in pids)]

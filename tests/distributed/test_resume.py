@@ -38,7 +38,7 @@ def state(run: Path) -> dict[str, object]:
     tensors = {
         **loaded.model,
         **{f"ema.{name}": tensor for name, tensor in loaded.ema.items()},
-        **{f"momentum.{name}": each["momentum_buffer"] for name, each in optimizer.items()},
+        **{f"momentum.{name}": value["momentum_buffer"] for name, value in optimizer.items()},
     }
     return {"facts": loaded.facts, **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()}}
 
@@ -68,7 +68,7 @@ def test_a_run_all_in_bfloat16_resumes_to_the_bit(tmp_path: Path) -> None:
     reference = weights(train_here(tmp_path / "whole", *pure))
     run = train_here(tmp_path / "run", *pure, stop_at=2).path
     found = weights(train_here(run, *pure))
-    assert {str(each.dtype) for each in found.values()} == {"torch.bfloat16", "torch.float32", "torch.int64"}
+    assert {str(tensor.dtype) for tensor in found.values()} == {"torch.bfloat16", "torch.float32", "torch.int64"}
     assert all(torch.equal(found[name], reference[name]) for name in reference)
 
 

@@ -264,12 +264,12 @@ def test_so_are_the_losses_with_dropout_and_mixing(root: Path, run: str) -> None
 def test_evaluation_is_that_of_one_process_on_any_number_of_ranks(root: Path, ranks: str) -> None:
     expected = [scores(World.solo(), n, block) for n, block in SIZES]
     for rank, figures in enumerate(json.loads((root / "scores.json").read_text())[ranks]):
-        metrics = [{tag: value for tag, value in each.items() if tag.startswith("metric/")} for each in expected]
-        rest = [{tag: value for tag, value in each.items() if "/" not in tag} for each in expected]
+        metrics = [{tag: value for tag, value in sample.items() if tag.startswith("metric/")} for sample in expected]
+        rest = [{tag: value for tag, value in sample.items() if "/" not in tag} for sample in expected]
         # Sums of losses are equal to summation order, metrics to the bit. Only main has them.
-        assert [{tag: each[tag] for tag in rest[0]} for each in figures] == [
-            pytest.approx(each, rel=1e-12) for each in rest
+        assert [{tag: figure[tag] for tag in rest[0]} for figure in figures] == [
+            pytest.approx(sample, rel=1e-12) for sample in rest
         ]
-        assert [{tag: each[tag] for tag in each if tag.startswith("metric/")} for each in figures] == (
+        assert [{tag: figure[tag] for tag in figure if tag.startswith("metric/")} for figure in figures] == (
             metrics if rank == 0 else [{}] * len(SIZES)
         )

@@ -117,7 +117,7 @@ def maps() -> list[str]:
 
 def memory_files() -> list[str]:
     """The files without a name that this process has open still."""
-    links = [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return [link for link in links if "memfd:lockstep-" in link]
 
 
@@ -140,7 +140,7 @@ def test_each_rank_decodes_its_share(root: Path) -> None:
 
 def test_all_ranks_know_every_broken_image(root: Path) -> None:
     assert found(root, "broken") == [list(SPOILT)] * 2
-    assert [str(each).partition(",")[0] for each in found(root, "error")] == ["dataset: image 3"] * 2
+    assert [str(error).partition(",")[0] for error in found(root, "error")] == ["dataset: image 3"] * 2
 
 
 def test_the_pixels_are_those_of_a_rank_that_decodes_for_itself(root: Path) -> None:

@@ -81,8 +81,8 @@ def nothing(trainer: Trainer, shard: Shard) -> None:
 
 
 FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
-    each.__name__: each
-    for each in (
+    fault.__name__: fault
+    for fault in (
         nan_input_on_one_rank,
         nan_weight_behind_a_log_point,
         absurd_loss,
@@ -191,7 +191,7 @@ def test_steps_that_a_loss_scaler_skips_are_no_fault_until_it_has_nothing_left_t
 def words(folder: Path, name: str) -> list[tuple[int, str]]:
     """Exit code and sentence of every rank."""
     found = [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(3)]
-    return [(each["exit_code"], each["sentence"]) for each in found]
+    return [(error["exit_code"], error["sentence"]) for error in found]
 
 
 def last_is_finite(run: Path) -> bool:

@@ -66,7 +66,7 @@ def test_the_whitening_is_that_of_the_training_images_from_beginning_to_end(runs
     # Those of `strict` are made from float32 images. That may turn filters, but not change what they undo together,
     # the inverse of the covariance, by more than the roundings of the images times its condition.
     flat = (filters[name].double().flatten(1) for name in ("one", "strict 1"))
-    exact, strict = (each.T @ each for each in flat)
+    exact, strict = (value.T @ value for value in flat)
     bound = 4 * torch.finfo(torch.float32).eps * torch.linalg.cond(exact) * torch.linalg.matrix_norm(exact, 2)
     torch.testing.assert_close(strict, exact, rtol=0, atol=float(bound))
     assert not torch.equal(weights(runs["one"])["2.0.weight"][0, 0], torch.eye(3, dtype=torch.float64))

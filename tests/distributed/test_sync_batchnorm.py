@@ -43,7 +43,9 @@ def passed(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
     output.double().sin().sum().backward()
     assert entering.grad is not None
     return {"output": output.detach(), "gradient": entering.grad} | {
-        f"gradient of {name}": each.grad for name, each in norm.named_parameters() if each.grad is not None
+        f"gradient of {name}": parameter.grad
+        for name, parameter in norm.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -56,7 +58,7 @@ def exit_as_rank(folder: Path) -> None:
             for number, shares in enumerate(SHARES):
                 own = batch(number).split(shares)[here.rank].to(dtype)
                 results[dtype, number] = passed(norm, own) | norm.state_dict()
-                results[dtype, number] = {name: each.clone() for name, each in results[dtype, number].items()}
+                results[dtype, number] = {name: tensor.clone() for name, tensor in results[dtype, number].items()}
         torch.save(results, folder / f"{here.rank}.pt")
     sys.exit(0)
 
@@ -72,35 +74,35 @@ def test_ranks_with_any_shares_are_one_layer_over_all_examples(ranks: Results) -
     whole = layer()
     for number, shares in enumerate(SHARES[:3]):
         expected = passed(whole, batch(number)) | whole.state_dict()
-        found = [each[torch.float64, number] for each in ranks]
+        found = [rank[torch.float64, number] for rank in ranks]
         for name in ("output", "gradient"):
-            assert [len(each[name]) for each in found] == list(shares)
+            assert [len(rank_results[name]) for rank_results in found] == list(shares)
             torch.testing.assert_close(
-                torch.cat([each[name] for each in found]), expected[name], rtol=1e-12, atol=1e-12
+                torch.cat([rank_results[name] for rank_results in found]), expected[name], rtol=1e-12, atol=1e-12
             )
         for name in ("gradient of weight", "gradient of bias"):
-            total = sum(each[name] for each in found)
+            total = sum(rank_results[name] for rank_results in found)
             torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12, msg=name)
         for name in ("running_mean", "running_var"):
-            for each in found:
-                torch.testing.assert_close(each[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+            for rank_results in found:
+                torch.testing.assert_close(rank_results[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_a_batch_of_nobody_changes_no_statistics(ranks: Results) -> None:
-    for each in ranks:
+    for rank in ranks:
         for name in ("running_mean", "running_var", "num_batches_tracked"):
-            assert torch.equal(each[torch.float64, 3][name], each[torch.float64, 2][name])
+            assert torch.equal(rank[torch.float64, 3][name], rank[torch.float64, 2][name])
 
 
 def test_ranks_without_examples_send_numbers_of_the_same_width_in_bfloat16(ranks: Results) -> None:
     for number, shares in enumerate(SHARES[:3]):
         rounded = batch(number).bfloat16()
-        for each, share in zip(ranks, shares, strict=True):
-            found = each[torch.bfloat16, number]
+        for rank, share in zip(ranks, shares, strict=True):
+            found = rank[torch.bfloat16, number]
             assert found["output"].dtype == found["gradient"].dtype == torch.bfloat16
             assert len(found["output"]) == share
         # The same bits on every rank, and those of the numbers that went in.
-        means = [each[torch.bfloat16, number]["running_mean"] for each in ranks]
+        means = [rank[torch.bfloat16, number]["running_mean"] for rank in ranks]
         assert all(torch.equal(mean, means[0]) for mean in means)
         before = ranks[0][torch.bfloat16, number - 1]["running_mean"] if number else torch.zeros(3)
         expected = 0.7 * before.double() + 0.3 * rounded.double().mean((0, 2, 3))

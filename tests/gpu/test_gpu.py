@@ -112,8 +112,8 @@ def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> No
 def test_what_is_counted_later_is_what_each_step_gave(reference: Path, tmp_path: Path, mode: str) -> None:
     compiled = ("model.compile=true", f"model.compile_mode={mode}")
     late = run(tmp_path / "run", "launcher=inline", *compiled, "telemetry.interval=6")
-    each, (whole,) = records(reference), [line for line in records(late) if "loss/train" in line]
-    steps = [line for line in each if "loss/train" in line]
+    reference_lines, (whole,) = records(reference), [line for line in records(late) if "loss/train" in line]
+    steps = [line for line in reference_lines if "loss/train" in line]
     for name in ("loss/train", "acc/train_top1"):
         assert whole[name] == pytest.approx(statistics.fmean(line[name] for line in steps), rel=0.1)
 
@@ -187,7 +187,7 @@ def test_synchronised_batch_norm_is_torchs_and_never_waits_for_the_device(
             (output * x.sin()).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        gradients = [each.grad for each in (entering, *norm.parameters())]
+        gradients = [tensor.grad for tensor in (entering, *norm.parameters())]
         results.append([output, *gradients, *norm.buffers()])
     bound = 16 * torch.finfo(dtype).eps
     for expected, found in zip(*results, strict=True):
@@ -254,7 +254,7 @@ def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    used_mib, celsius, watts = (float(each) for each in told.stdout.split(","))
+    used_mib, celsius, watts = (float(word) for word in told.stdout.split(","))
     monitor.close()
     # nvidia-smi leaves out what the driver keeps for itself.
     assert figures["mem_gb"] == pytest.approx(used_mib * 2**20 / 1e9, abs=1.5)
@@ -339,7 +339,7 @@ def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: CommHoo
     def gradient(model: nn.Module) -> Tensor:
         model.zero_grad()
         model(images).logsumexp(1).mean().backward()
-        return torch.cat([each.grad.flatten() for each in model.parameters()])
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     expected = gradient(bare)
     eps = {CommHook.fp16: 2**-11, CommHook.bf16: 2**-8}.get(hook, 1e-5)

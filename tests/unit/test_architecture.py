@@ -98,7 +98,7 @@ def asks_for_main(tree: ast.AST) -> bool:
         if isinstance(node, ast.Attribute) and node.attr == "is_main":
             return True
         if isinstance(node, ast.Compare):
-            numbers = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            numbers = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
             if 0 in numbers and "rank" in ast.unparse(node):
                 return True
     return False
@@ -140,7 +140,7 @@ def test_the_tour_of_the_source_names_ten_files_that_there_are() -> None:
     )
     files = re.findall(r"^\d+\. `([^`]+)`", tour, re.MULTILINE)
     assert len(files) == 10
-    assert not [each for each in files if not (ROOT / each).is_file()]
+    assert not [file for file in files if not (ROOT / file).is_file()]
 
 
 def test_only_those_who_write_or_show_ask_who_is_main() -> None:
@@ -184,6 +184,28 @@ def test_the_training_loop_has_no_rank_test_no_path_and_no_device_by_name(name: 
     assert not any(isinstance(node, ast.Attribute) and node.attr in ("cuda", "type") for node in ast.walk(tree))
 
 
+# Names that say nothing about what they hold. Functions of one line (`lambda`) may be short about their argument.
+EMPTY_NAMES = frozenset({"asked", "each", "found", "given", "kept", "made", "took", "wanted"})
+
+
+def names_bound(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The names that code gives to things, with their lines: variables, attributes and arguments."""
+    of_lambdas = {id(arg) for node in ast.walk(tree) if isinstance(node, ast.Lambda) for arg in node.args.args}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr, node.lineno
+        elif isinstance(node, ast.arg) and id(node) not in of_lambdas:
+            yield node.arg, node.lineno
+
+
+def test_a_name_says_what_it_holds() -> None:
+    files = [*sources(PACKAGE, PLUGINS), *sources(ROOT / "tests", ROOT / "benchmarks", ROOT / "docs")]
+    for path in files:
+        empty = EMPTY_NAMES if PACKAGE in path.parents else {"each"}
+        bound = names_bound(ast.parse(path.read_text()))
+        assert not [f"{path}:{line}: {name}" for name, line in bound if name in empty]
+
+
 def test_the_entry_point_stays_a_table_of_contents() -> None:
     assert len((PACKAGE / "cli" / "train.py").read_text().splitlines()) < 70
 
@@ -208,7 +230,6 @@ READS: dict[str, str] = {
     "config.extensions": "what pip has installed",
     "config.composition": "the help's text, which is part of the program",
     "config.timm_names": "timm's own source",
-    "config.completion": "timm's own source",
     "runtime.host": "the kernel's /proc",
     "runtime.watchdog": "the kernel's /proc",
     "training.micro_batch_search": "the kernel's /proc",

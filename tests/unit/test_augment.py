@@ -49,9 +49,9 @@ def some(of: SampleRNG, chosen: Tensor | slice) -> SampleRNG:
 def test_a_sample_is_changed_alike_in_a_batch_and_alone(
     augment: Augment, shape: tuple[int, ...], size: tuple[int, int]
 ) -> None:
-    batch, each = images(19, *shape), draws(19)
-    together = augment.apply(batch, each, size)
-    alone = [augment.apply(batch[at : at + 1], some(each, slice(at, at + 1)), size) for at in range(19)]
+    batch, rng = images(19, *shape), draws(19)
+    together = augment.apply(batch, rng, size)
+    alone = [augment.apply(batch[at : at + 1], some(rng, slice(at, at + 1)), size) for at in range(19)]
     assert torch.equal(together, torch.cat(alone))
 
 
@@ -68,9 +68,9 @@ def test_a_sample_is_changed_alike_in_any_batch_of_any_samples(
 
 @pytest.mark.parametrize("augment", ALL, ids=repr)
 def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
-    batch, each, turned = images(7, 3, 16, 16), draws(7), torch.arange(6, -1, -1)
-    straight = augment.apply(batch, each, (16, 16))
-    assert torch.equal(augment.apply(batch[turned], some(each, turned), (16, 16)), straight[turned])
+    batch, rng, turned = images(7, 3, 16, 16), draws(7), torch.arange(6, -1, -1)
+    straight = augment.apply(batch, rng, (16, 16))
+    assert torch.equal(augment.apply(batch[turned], some(rng, turned), (16, 16)), straight[turned])
 
 
 def naive_crop_flip(image: Tensor, own: SampleRNG, made: CropFlip) -> Tensor:
@@ -90,17 +90,17 @@ def naive_crop_flip(image: Tensor, own: SampleRNG, made: CropFlip) -> Tensor:
 @pytest.mark.parametrize(("pad", "flip"), [(4, 0.5), (1, 0.0), (0, 1.0), (7, 0.3)])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12)])
 def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[int, ...], options: Any) -> None:
-    batch, each, made = images(64, *shape), draws(64), CropFlip(pad=pad, flip=flip, **options)
-    expected = [naive_crop_flip(image, some(each, slice(at, at + 1)), made) for at, image in enumerate(batch)]
-    assert torch.equal(made.apply(batch, each, (9, 9)), torch.stack(expected))
+    batch, rng, made = images(64, *shape), draws(64), CropFlip(pad=pad, flip=flip, **options)
+    expected = [naive_crop_flip(image, some(rng, slice(at, at + 1)), made) for at, image in enumerate(batch)]
+    assert torch.equal(made.apply(batch, rng, (9, 9)), torch.stack(expected))
 
 
 def test_reflection_goes_to_and_fro_in_an_image_that_is_smaller_than_the_padding() -> None:
     image = torch.tensor([[[[10, 20, 30]]]], dtype=torch.uint8)
-    each = SampleRNG(0, 0, torch.arange(500))
-    seen = CropFlip(pad=5, reflect=True, flip=0.0).apply(image.expand(500, 1, 1, 3), each, (1, 3))
+    rng = SampleRNG(0, 0, torch.arange(500))
+    seen = CropFlip(pad=5, reflect=True, flip=0.0).apply(image.expand(500, 1, 1, 3), rng, (1, 3))
     row = [30, 20, 10, 20, 30, 20, 10, 20, 30, 20, 10, 20, 30]
-    left = (each.uniform(1) * 11).long().tolist()
+    left = (rng.uniform(1) * 11).long().tolist()
     # Shifted by -5 to 5: position 0 of the image is place 5 of the padded row 20 30 20 10 20 ...
     padded = [20, 10, 20, 30, 20, *row[2:5], 20, 10, 20, 30, 20]
     assert seen[:, 0, 0].tolist() == [padded[at : at + 3] for at in left]
@@ -175,13 +175,13 @@ SIZES = [(375, 500), (500, 375), (30, 300), (300, 20), (64, 64), (1, 1), (7, 1)]
 
 def test_the_boxes_of_whole_images_lie_in_them_and_are_each_examples_own() -> None:
     sizes = torch.tensor(SIZES).repeat(200, 1)
-    augment, each = RandomResizedCrop(), draws(len(sizes))
-    boxes = augment.boxes(each, sizes)
+    augment, rng = RandomResizedCrop(), draws(len(sizes))
+    boxes = augment.boxes(rng, sizes)
     assert boxes.dtype == torch.int64
     assert bool((boxes[:, :2] >= 0).all() and (boxes[:, 2:] >= 1).all())
     assert bool((boxes[:, :2] + boxes[:, 2:] <= sizes).all())
     for at in (0, 3, 500):
-        alone = augment.boxes(some(each, slice(at, at + 1)), sizes[at : at + 1])
+        alone = augment.boxes(some(rng, slice(at, at + 1)), sizes[at : at + 1])
         assert torch.equal(alone, boxes[at : at + 1])
 
 
@@ -200,11 +200,11 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
 
 
 def test_what_is_left_of_a_resized_crop_is_the_mirror_it_would_have_had() -> None:
-    batch, each = images(64, 3, 8, 8), draws(64)
+    batch, rng = images(64, 3, 8, 8), draws(64)
     for kind in (RandomResizedCrop, RandAugmentResized):
         whole = kind(scale=[1.0, 1.0], ratio=[1.0, 1.0])
-        expected = whole.apply(batch, each, (8, 8)).round().to(torch.uint8)
-        assert torch.equal(whole.after_crop.apply(batch, each, (8, 8)), expected)
+        expected = whole.apply(batch, rng, (8, 8)).round().to(torch.uint8)
+        assert torch.equal(whole.after_crop.apply(batch, rng, (8, 8)), expected)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,11 @@ def passed(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
         output = layer(entering)
         (output * torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin()).sum().backward()
     assert entering.grad is not None
-    gradients = {f"gradient of {name}": each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    gradients = {
+        f"gradient of {name}": parameter.grad
+        for name, parameter in layer.named_parameters()
+        if parameter.grad is not None
+    }
     return {"output": output.detach(), "gradient": entering.grad, **gradients, **layer.state_dict()}
 
 
@@ -145,13 +149,13 @@ def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
 @pytest.mark.parametrize("name", ["resnet10t", "efficientnet_b0"])
 def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
-    keys, parameters = list(model.state_dict()), [id(each) for each in model.parameters()]
+    keys, parameters = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
     converted = convert_sync_batchnorm(model)
-    layers = [each for each in converted.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    layers = [module for module in converted.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     assert layers
-    assert all(isinstance(each, SyncBatchNorm) for each in layers)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in layers)
     assert list(converted.state_dict()) == keys
-    assert [id(each) for each in converted.parameters()] == parameters
+    assert [id(parameter) for parameter in converted.parameters()] == parameters
 
 
 def test_a_converted_model_gives_the_same_logits() -> None:

@@ -24,7 +24,7 @@ from lockstep.checkpoint import Checkpointer
 from lockstep.checkpoint.reading import whole_weights
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, AdamW, Timm
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
@@ -62,7 +62,7 @@ def parts(seed: int = 0, optimizer: Any = None) -> Parts:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 3))
-    return Parts(model, (optimizer or AdamW()).build(model), make_ema(model, 0.9), scaler)
+    return Parts(model, (optimizer or AdamW()).build(model), EMA(model, 0.9), scaler)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -145,9 +145,9 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(run: RunDir
     target.close()
     other = parts(1)
     restore(run.checkpoints / "step-00000002", other)
-    for each in (trained, other):
+    for network in (trained, other):
         torch.manual_seed(5)
-        each.train(3)
+        network.train(3)
     assert same(other.everything(), trained.everything())
 
 
@@ -205,8 +205,8 @@ def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
     (path,) = saved(run, 1)
     assert checkpoint.find_corruption(path) == ""
-    assert {each.name for each in path.iterdir()} == set(FILES)
-    assert {each.name for each in run.checkpoints.iterdir()} == {path.name, "last", "best"}
+    assert {file.name for file in path.iterdir()} == set(FILES)
+    assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best"}
 
 
 def steps_left(run: RunDir) -> list[int]:
@@ -307,9 +307,9 @@ def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any
     event = run.path / "events.out.tfevents.1"
     event.write_bytes(b"")
     saved(run, 1)
-    for each in run.checkpoints.iterdir():
-        if lost != "pointers" or each.is_file():
-            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    for file in run.checkpoints.iterdir():
+        if lost != "pointers" or file.is_file():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
     for path, name in ((run.metrics, "the log"), (run.weights, "the weights"), (event, "TensorBoard's file")):
         if lost.startswith("all") and not lost.endswith(name):
             path.unlink()
@@ -604,8 +604,8 @@ def test_what_a_torn_write_left_behind_is_written_over(run: RunDir) -> None:
         torn.mkdir()
         (torn / "junk").write_text("half")
     (path,) = saved(run, 1)
-    assert {each.name for each in path.iterdir()} == set(FILES)
-    assert {each.name for each in run.checkpoints.iterdir()} == {path.name, "last", "best"}
+    assert {file.name for file in path.iterdir()} == set(FILES)
+    assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best"}
 
 
 def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir) -> None:

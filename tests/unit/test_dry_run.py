@@ -38,8 +38,8 @@ def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_k
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), dtype=np.uint8)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
-        for number, each in enumerate(pixels):
-            Image.fromarray(each).save(tmp_path / split / "a" / f"{number}.jpg")
+        for number, image in enumerate(pixels):
+            Image.fromarray(image).save(tmp_path / split / "a" / f"{number}.jpg")
     job = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
     job = (*job, "augment=standard", "batch=4", "steps=5", "model.dropout=0.5", "optimizer=sgd")
     tried = train_here(tmp_path / "tried", *job)

@@ -71,7 +71,9 @@ def outside(rule: Any) -> list[Any]:
     return broken + ["", " ", "a\0b", "a\nb", "a" * 256, "a/" * 2000, "~no-such-user/x"] * isinstance(rule, PathText)
 
 
-@pytest.mark.parametrize(("key", "cls", "name"), RULED, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("key", "cls", "name"), RULED, ids=lambda parameter: getattr(parameter, "__name__", parameter)
+)
 def test_a_value_out_of_range_is_refused_in_one_short_sentence(key: str, cls: type[Any], name: str) -> None:
     rule = fields.rule_of(cls, name)
     prefix = key.removesuffix(name)
@@ -84,11 +86,12 @@ def test_a_value_out_of_range_is_refused_in_one_short_sentence(key: str, cls: ty
         assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("key", "cls", "name"), RULED, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("key", "cls", "name"), RULED, ids=lambda parameter: getattr(parameter, "__name__", parameter)
+)
 def test_a_default_is_in_range(key: str, cls: type[Any], name: str) -> None:
-    field = next(each for each in dataclasses.fields(cls) if each.name == name)
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    assert list(fields.problems(cls, {name: default})) == []
+    field = next(candidate for candidate in dataclasses.fields(cls) if candidate.name == name)
+    assert list(fields.problems(cls, {name: fields.default_of(field)})) == []
 
 
 def test_the_ends_that_belong_to_a_range_are_in_it() -> None:

@@ -58,8 +58,8 @@ def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
         (tmp_path / split / "a").mkdir(parents=True)
         (tmp_path / split / "a" / "1.png").touch()
     from_file, from_square = (
-        fingerprint(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={each}"), 10)
-        for each in ("file", "square")
+        fingerprint(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={crop_from}"), 10)
+        for crop_from in ("file", "square")
     )
     assert {key for key in from_file if from_file[key] != from_square[key]} == {"crop_from"}
 

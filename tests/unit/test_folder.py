@@ -98,7 +98,7 @@ def test_folders_in_a_class_folder_hold_images_of_the_class(root: Path) -> None:
     (root / "train" / "cat" / "2023" / "again").symlink_to(root / "train" / "cat")
     folder = Folder(path=str(root), decode_size=8)
     split = folder.train()
-    names = [str(path.relative_to(root / "train" / "cat")) for path in split.paths[1:7]]
+    names = [str(path.relative_to(root / "train" / "cat")) for path in list(split.paths)[1:7]]
     assert names == ["040.png", "050.png", "060.png", "2023/041.png", "2023/summer/043.png", "2024.jpg/042.png"]
     assert split.fetch([4, 5, 6])[:, 0, 0, 0].tolist() == [41, 43, 42]
     assert split.labels.tolist() == [0, *[1] * 6, 2, 2]
@@ -224,14 +224,13 @@ def test_links_to_images_are_images_and_one_that_leads_nowhere_is_broken(root: P
         split.fetch([2])
 
 
-def test_the_files_of_a_split_are_a_sequence_of_paths(root: Path) -> None:
+def test_the_files_of_a_split_are_paths_by_their_numbers(root: Path) -> None:
     odd = os.fsdecode(b"\xff odd\xe2\x82\xac.PNG")
     (root / "train" / "ant" / "030.png").rename(root / "train" / "ant" / odd)
     files = Folder(path=str(root), decode_size=8).train().paths
     expected = sorted((root / "train").rglob("*.[pP][nN][gG]"))
     assert list(files) == expected
     assert [files[at] for at in (0, -1, len(expected) - 1)] == [expected[0], expected[-1], expected[-1]]
-    assert files[1:4] == expected[1:4]
     for beyond in (len(expected), -len(expected) - 1):
         with pytest.raises(IndexError):
             files[beyond]
@@ -252,7 +251,7 @@ def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monke
         source.fingerprint()
     assert sorted(scanned) == sorted(
         {str(root / name) for name in ("train", "val")}
-        | {str(each) for split in ("train", "val") for each in (root / split).iterdir()}
+        | {str(file) for split in ("train", "val") for file in (root / split).iterdir()}
     )
 
 

@@ -80,10 +80,12 @@ def test_weights_with_another_head_leave_the_model_its_own(tmp_path: Path) -> No
 def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained: set[str]) -> None:
     model = timm.create_model("resnet18")
     freeze_for_good(model, frozen_names(model, patterns))
-    assert {name.partition(".")[0] for name, each in model.named_parameters() if each.requires_grad} == trained
+    assert {
+        name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad
+    } == trained
     for optimizer in (SGD(weight_decay=0.1), AdamW(layer_decay=0.5)):
         groups = optimizer.build(model).param_groups
-        assert all(each.requires_grad for group in groups for each in group["params"])
+        assert all(parameter.requires_grad for group in groups for parameter in group["params"])
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,10 @@ def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
     model = timm.create_model("resnet18", num_classes=3)
     for optimizer in (SGD(lr=0.01, head_lr=0.1), AdamW(lr=0.01, head_lr=0.1, layer_decay=0.5, weight_decay=0.1)):
         groups = optimizer.build(model).param_groups
-        scales = {id(each): group["scale"] for group in groups for each in group["params"]}
+        scales = {id(parameter): group["scale"] for group in groups for parameter in group["params"]}
         assert len(scales) == len(list(model.parameters()))
         assert scales[id(model.fc.weight)] == scales[id(model.fc.bias)] == pytest.approx(10)
-        assert max(scales[id(each)] for name, each in model.named_parameters() if "fc" not in name) <= 1
+        assert max(scales[id(parameter)] for name, parameter in model.named_parameters() if "fc" not in name) <= 1
 
 
 def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def cut(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
     for rank in range(ranks):
         place = share(count, ranks, rank)
         known = partner and place.start < place.stop
-        each = (torch.arange(count + 1) % max(count, 1))[place.start : place.stop + known]
-        shard = Shard(1, 0, each, each, each, count, rank, ranks, known)
+        rows = (torch.arange(count + 1) % max(count, 1))[place.start : place.stop + known]
+        shard = Shard(1, 0, rows, rows, rows, count, rank, ranks, known)
         pieces += [piece for piece, _ in shard.micro_batches(parts)]
     return pieces
 
@@ -317,7 +317,7 @@ def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
 ) -> None:
     path = spoil(folder, tmp_path / "copy", "train/a/03.png", "train/b/00.png", "val/b/04.png")
     source = Folder(path=str(path), decode_size=8, skip=3)
-    ours, whole = (loader(each, kind, partners=partners) for each in (source, folder))
+    ours, whole = (loader(source_or_folder, kind, partners=partners) for source_or_folder in (source, folder))
     for one, other in zip(shards(ours), shards(whole), strict=True):
         broken = torch.isin(one.indices, torch.tensor([3, 25]))
         assert torch.equal(one.known_labels, other.known_labels.masked_fill(broken, IGNORE_INDEX))
@@ -341,7 +341,7 @@ def test_a_broken_image_costs_no_box_of_the_others(folder: Folder, tmp_path: Pat
     whole = replace(folder.train(), crop=crop)
     spoiled = replace(Folder(path=str(path), decode_size=8, skip=1).train(), crop=crop)
     wanted = [(epoch, torch.arange(10)) for epoch in (0, 1)]
-    ours, theirs = (list(Streaming(workers=workers).feed(each, world())(wanted)) for each in (spoiled, whole))
+    ours, theirs = (list(Streaming(workers=workers).feed(split, world())(wanted)) for split in (spoiled, whole))
     for (some, broken), (expected, _) in zip(ours, theirs, strict=True):
         assert list(broken) == [3]
         expected[3] = 0
@@ -359,13 +359,13 @@ def test_more_broken_images_than_may_be_end_the_run(folder: Folder, tmp_path: Pa
 
 def readers() -> list[threading.Thread]:
     """The threads that read batches."""
-    return [each for each in threading.enumerate() if each.name.startswith("loader")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
 def no_readers_soon() -> bool:
     """Whether they end when the read that each is in has: nobody waits for it."""
-    for each in readers():
-        each.join(timeout=20)
+    for reader in readers():
+        reader.join(timeout=20)
     return readers() == []
 
 

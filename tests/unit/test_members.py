@@ -74,7 +74,7 @@ def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
     }
     shard(tmp_path / "train.tar", **files)
     source = WebDataset(path=str(tmp_path), val_share=0.3, decode_size=8)
-    train, val = ({str(each) for each in split.paths} for split in (source.train(), source.eval()))
+    train, val = ({str(path) for path in split.paths} for split in (source.train(), source.eval()))
     assert (len(train), len(val), train & val) == (7, 3, set())
     with pytest.raises(InputError, match=r"no val\*\.tar .*dataset\.val_share=0\.1"):
         WebDataset(path=str(tmp_path)).prepare()

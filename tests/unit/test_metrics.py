@@ -215,7 +215,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
 
 def test_the_steps_that_pass_are_shown_and_known() -> None:
     telemetry = recorder(Kept())
-    assert [each.step for each in telemetry.watch(iter([Step(4), Step(5)]))] == [4, 5]
+    assert [shard.step for shard in telemetry.watch(iter([Step(4), Step(5)]))] == [4, 5]
     assert telemetry.step == 5
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.steps == [4, 5]

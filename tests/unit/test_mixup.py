@@ -66,7 +66,7 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
             image[:, rows, columns] = other[:, rows, columns]
         else:
             image = share.to(precision.sums) * image + (1 - share.to(precision.sums)) * other
-        one, two = (F.one_hot(split.labels[each], 10).to(precision.sums) for each in (index, following))
+        one, two = (F.one_hot(split.labels[position], 10).to(precision.sums) for position in (index, following))
         images.append(image)
         targets.append(share.to(precision.sums) * one + (1 - share.to(precision.sums)) * two)
     return torch.stack(images), torch.stack(targets)
@@ -103,7 +103,7 @@ def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(k
     ]:
         by_rank = [shards(path, ranks, loader, rank) for rank in range(ranks)]
         for step, whole in enumerate(expected):
-            pieces = [path.mixed(micro) for each in by_rank for micro, _ in each[step].micro_batches(parts)]
+            pieces = [path.mixed(micro) for shards in by_rank for micro, _ in shards[step].micro_batches(parts)]
             for place in (0, 1):
                 assert all(piece[place].dtype == precision.dtype for piece in pieces)
                 assert torch.equal(torch.cat([piece[place] for piece in pieces]), whole[place])

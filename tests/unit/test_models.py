@@ -19,7 +19,7 @@ from lockstep.models.zoo import Stem, network_options
 
 
 def parameters(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def logits(model: nn.Module, *shape: int) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_a_model_that_does_not_fit_the_images_is_refused() -> None:
 
 
 FACTORIES = (timm.create_model, timm.models.build_model_with_cfg)
-LOADING = {name for each in FACTORIES for name in inspect.signature(each).parameters}
+LOADING = {name for factory in FACTORIES for name in inspect.signature(factory).parameters}
 
 
 @pytest.mark.parametrize("option", sorted(LOADING | {"features_only", "pruned", "no_such", "device", "url"}))
@@ -153,7 +153,7 @@ def test_no_network_of_timm_has_an_option_that_loads_something() -> None:
         options = network_options(name)
         assert len(options) > 3, name
         assert not options & LOADING
-        assert not [each for each in options if re.search("_path$(?<!drop_path)|file|url|hub|cache|dir$", each)]
+        assert not [option for option in options if re.search("_path$(?<!drop_path)|file|url|hub|cache|dir$", option)]
 
 
 @pytest.mark.parametrize(

@@ -93,17 +93,19 @@ def test_the_iteration_in_bfloat16_ends_as_near_to_one(shape: tuple[int, int, in
 def test_inner_convolutions_and_linear_layers_are_matrices_and_the_last_one_is_the_head() -> None:
     model = network()
     groups = Muon(lr=0.1, head_lr=0.2, bias_lr=0.4).build(model).param_groups
-    found = {id(each): (group["orthogonal"], group["scale"]) for group in groups for each in group["params"]}
+    found = {
+        id(parameter): (group["orthogonal"], group["scale"]) for group in groups for parameter in group["params"]
+    }
     assert len(found) == len(list(model.parameters()))
     assert [found[id(model[at].weight)] for at in (0, 3, 5)] == [(True, 1)] * 3
     assert found[id(model[7].weight)] == (False, 2)
-    assert {found[id(each)] for each in (model[1].weight, model[1].bias, model[3].bias)} == {(False, 4)}
+    assert {found[id(parameter)] for parameter in (model[1].weight, model[1].bias, model[3].bias)} == {(False, 4)}
 
 
 def test_tokens_and_positions_of_a_transformer_are_no_matrices() -> None:
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=3)
     groups = Muon().build(model).param_groups
-    matrices = {id(each) for group in groups if group["orthogonal"] for each in group["params"]}
+    matrices = {id(parameter) for group in groups if group["orthogonal"] for parameter in group["params"]}
     assert id(model.blocks[0].attn.qkv.weight) in matrices
     assert not matrices & {id(model.pos_embed), id(model.cls_token), id(model.head.weight)}
 
@@ -112,7 +114,7 @@ def test_what_is_no_matrix_steps_as_torchs_nesterov_sgd() -> None:
     one, other = network(), network()
     # Matrices go by a rate that does not show in what the others do: by 3 steps * 1e-12.
     ours = Muon(lr=1e-12, head_lr=0.01, bias_lr=0.02, sgd_momentum=0.8).build(one)
-    rest = [each for each in other.parameters() if each.dim() == 1]
+    rest = [parameter for parameter in other.parameters() if parameter.dim() == 1]
     groups = [{"params": rest, "lr": 0.02}, {"params": [other[7].weight]}]
     train(one, ours, lr=1e-12)
     train(other, torch.optim.SGD(groups, lr=0.01, momentum=0.8, nesterov=True))
@@ -130,12 +132,12 @@ def test_a_step_moves_every_singular_value_of_a_matrix_by_the_rate() -> None:
 
 def test_all_parameters_that_decay_lose_the_same_share() -> None:
     model = network()
-    for each in model.parameters():
-        each.register_hook(torch.zeros_like)
-    before = [each.detach().clone() for each in model.parameters()]
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     train(model, Muon(lr=0.1, head_lr=3, bias_lr=7, weight_decay=0.5, decay_all=True).build(model), steps=1, lr=0.1)
-    for each, was in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(each, 0.95 * was, rtol=1e-12, atol=0)
+    for weight, was in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(weight, 0.95 * was, rtol=1e-12, atol=0)
 
 
 def test_with_a_fixed_norm_matrices_are_as_long_as_orthogonal_ones_before_the_step() -> None:
@@ -148,8 +150,8 @@ def test_with_a_fixed_norm_matrices_are_as_long_as_orthogonal_ones_before_the_st
 def test_a_fixed_norm_and_decay_go_together() -> None:
     model = network()
     options = {"lr": 0.1, "fixed_norm": True, "weight_decay": 0.5, "decay_all": True}
-    for each in model.parameters():
-        each.register_hook(torch.zeros_like)
+    for parameter in model.parameters():
+        parameter.register_hook(torch.zeros_like)
     train(model, Muon(**options).build(model), steps=1, lr=0.1)
     for at in (0, 3, 5):
         assert model[at].weight.norm().item() == pytest.approx(0.95 * len(model[at].weight) ** 0.5, rel=1e-12)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, gradient_norm, set_learning_rate
 
 pytestmark = pytest.mark.numerics
@@ -34,8 +34,12 @@ def test_biases_and_norms_do_not_decay() -> None:
     decay, plain = SGD(weight_decay=0.1).build(model).param_groups
     assert decay["weight_decay"] == 0.1
     assert plain["weight_decay"] == 0
-    assert {id(each) for each in decay["params"]} == {id(each) for each in model.parameters() if each.dim() > 1}
-    assert {id(each) for each in plain["params"]} == {id(each) for each in model.parameters() if each.dim() == 1}
+    assert {id(parameter) for parameter in decay["params"]} == {
+        id(parameter) for parameter in model.parameters() if parameter.dim() > 1
+    }
+    assert {id(parameter) for parameter in plain["params"]} == {
+        id(parameter) for parameter in model.parameters() if parameter.dim() == 1
+    }
 
 
 def test_all_parameters_decay_where_it_is_asked_for() -> None:
@@ -55,7 +59,7 @@ def test_the_rate_of_each_layer_is_the_decay_times_that_of_the_next() -> None:
     model = timm.create_model("resnet18", num_classes=3, in_chans=1)
     optimizer = AdamW(lr=1.0, weight_decay=0.1, layer_decay=0.5).build(model)
     set_learning_rate(optimizer, 0.8)
-    rates = {id(each): group["lr"] for group in optimizer.param_groups for each in group["params"]}
+    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
     assert len(rates) == len(list(model.parameters()))
     assert rates[id(model.fc.weight)] == pytest.approx(0.8)
     assert rates[id(model.layer4[1].conv2.weight)] == pytest.approx(0.4)
@@ -96,8 +100,8 @@ def test_the_usual_three_are_those_of_torch(ours: Any, theirs: Any) -> None:
         # Gradients that are given, not computed: where one is zero but for rounding, Adam makes a whole step of it.
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
-            for each in model.parameters():
-                each.grad = torch.randn(each.shape, dtype=each.dtype, generator=generator)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
             optimizer.step()
     for mine, reference in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
@@ -114,14 +118,14 @@ def test_a_step_and_zero_grad_have_no_range_of_the_profiler_and_leave_the_others
             optimizer.step()
             optimizer.zero_grad()
         assert sum(event.name.startswith("Optimizer.") for event in profile.events()) == ranges
-        assert all(each.grad is None for each in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("opt", ["lamb", "lion", "muon", "adafactor", "nadamw", "sgdw"])
 def test_an_optimizer_of_timm_answers_to_its_name(opt: str) -> None:
     model = network()
     optimizer = Timm(opt=opt, lr=0.01, weight_decay=0.1).build(model)
-    before = [each.detach().clone() for each in model.parameters()]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     one_step(model, optimizer)
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -154,9 +158,9 @@ def test_a_value_that_cannot_be_is_the_users_mistake(make: Any, says: str) -> No
 
 def test_the_average_follows_parameters_and_running_statistics() -> None:
     model = network().double()
-    ema = make_ema(model, 0.9)
+    ema = EMA(model, 0.9)
     ema.update_parameters(model)
-    first = {name: each.clone() for name, each in model.state_dict().items()}
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     one_step(model, SGD(lr=0.1).build(model))
     ema.update_parameters(model)
     for name, now in model.state_dict().items():
@@ -168,7 +172,7 @@ def test_the_average_follows_parameters_and_running_statistics() -> None:
 
 def test_the_average_has_the_models_counters() -> None:
     model = network()
-    ema = make_ema(model, 0.9)
+    ema = EMA(model, 0.9)
     one_step(model, SGD(lr=0.1).build(model))
     ema.update_parameters(model)
     assert ema.module[1].num_batches_tracked == model[1].num_batches_tracked == 1
@@ -176,7 +180,7 @@ def test_the_average_has_the_models_counters() -> None:
 
 def test_a_model_without_counters_is_averaged_too() -> None:
     model = nn.Linear(2, 1, bias=False)
-    ema = make_ema(model, 0.5)
+    ema = EMA(model, 0.5)
     before = model.weight.detach().clone()
     ema.update_parameters(model)
     with torch.no_grad():
@@ -188,7 +192,7 @@ def test_a_model_without_counters_is_averaged_too() -> None:
 def test_the_average_is_that_of_torch() -> None:
     model = network()
     ours, theirs = (
-        make_ema(model, 0.9),
+        EMA(model, 0.9),
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
     )
     optimizer = SGD(lr=0.01).build(model)
@@ -205,5 +209,5 @@ def test_the_average_is_that_of_torch() -> None:
 def test_the_gradient_norm_is_that_of_all_gradients_together() -> None:
     model = network().double()
     model(torch.ones(2, 1, 8, 8, dtype=torch.float64)).sum().backward()
-    every = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+    every = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     torch.testing.assert_close(gradient_norm(model), every.norm(), rtol=1e-12, atol=0)

@@ -37,10 +37,10 @@ class Trained:
     def train(self, steps: int) -> Trained:
         for _ in range(steps):
             torch.manual_seed(2)  # as the trainer does, by the step: some optimizers draw noise
-            for each in self.model.parameters():
+            for parameter in self.model.parameters():
                 # In the memory layout of the weight, as autograd makes it.
-                drawn = torch.randn(each.shape, dtype=each.dtype, generator=self.generator)
-                each.grad = torch.empty_like(each).copy_(drawn)
+                drawn = torch.randn(parameter.shape, dtype=parameter.dtype, generator=self.generator)
+                parameter.grad = torch.empty_like(parameter).copy_(drawn)
             self.optimizer.step()
         return self
 
@@ -60,7 +60,7 @@ class Trained:
         return self
 
     def weights(self) -> list[torch.Tensor]:
-        return [each.detach().clone() for each in self.model.parameters()]
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
 def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -189,8 +189,8 @@ def test_a_count_of_steps_that_is_none_is_refused() -> None:
 def test_a_first_step_that_a_loss_scaler_skips_leaves_the_momenta_at_zero() -> None:
     made = Trained(SGD(lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for each in made.model.parameters():
-        each.grad = torch.full_like(each, float("inf"))
+    for parameter in made.model.parameters():
+        parameter.grad = torch.full_like(parameter, float("inf"))
     scaler.scale(torch.zeros(1))  # a scaler is there from its first loss on
     scaler.unscale_(made.optimizer)
     scaler.step(made.optimizer)

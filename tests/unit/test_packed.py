@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
     """Pack, and say which images were left out."""
-    return [error.what for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
+    return [error.failure for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +85,12 @@ def test_every_loader_gives_the_pixels_and_the_losses_of_the_folder(
         planned = [planned[0], planned[-1]]
         gang(tmp_path / "gang", ranks, planned)
     else:
-        for each in planned:
-            train_here(each.path, *each.overrides)
+        for chunk in planned:
+            train_here(chunk.path, *chunk.overrides)
     samples, losses = seen(tmp_path / "folder")
     assert len(samples) == 32 * 6 + 22  # the fifth batch of an epoch of 150 is short
-    for each in planned[1:]:
-        assert seen(each.path) == (samples, losses), each.path.name
+    for run in planned[1:]:
+        assert seen(run.path) == (samples, losses), run.path.name
 
 
 def test_a_packed_split_is_the_folders_split(folder: Folder, target: Path) -> None:
@@ -149,7 +149,7 @@ def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path)
         pack(Folder(path=source.path, decode_size=8, skip=1), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
     found = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
-    assert [each.partition(",")[0] for each in found] == ["image 3", "image 6"]
+    assert [line.partition(",")[0] for line in found] == ["image 3", "image 6"]
     ours, theirs = Packed(path=str(tmp_path / "target")).train(), source.train()
     kept = [index for index in range(150) if index != 3]
     assert torch.equal(ours.images, theirs.fetch(kept))
@@ -260,7 +260,7 @@ def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> No
 def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
     read: list[int] = []
     packing.check(target, read.append)
-    assert sum(read) == sum(each.stat().st_size for each in target.iterdir() if each.suffix != ".json")
+    assert sum(read) == sum(file.stat().st_size for file in target.iterdir() if file.suffix != ".json")
     path = copied(target, tmp_path)
     data = bytearray((path / "val.images").read_bytes())
     data[100] ^= 1

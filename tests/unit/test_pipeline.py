@@ -1,225 +1,128 @@
-"""Where a model can be cut into stages, and in which order a stage takes its micro-batches."""
+"""From stored bytes to what the model takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-import timm
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torchvision.transforms.v2 import functional as T
 
-from lockstep.core.errors import InputError
-from lockstep.core.plan import Plan
-from lockstep.core.world import World
-from lockstep.stochastic import KeyedModel, key_draws
-from lockstep.strategy import Pipeline
-from lockstep.strategy.cutting import cut
-from lockstep.strategy.pipeline import Schedule
-from lockstep.strategy.stage import Nobody, become_stage, stage_of
+from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
+from lockstep.precision import BF16, FP32, FP64, BF16Pure
 
-IMAGES = torch.zeros(2, 4)
+pytestmark = pytest.mark.numerics
+
+AUGMENTS = [NoAugment(), CropFlip(), RandomResizedCrop()]
 
 
-def world(rank: int, size: int) -> World:
-    return World(rank=rank, local_rank=rank, size=size, local_size=size, device=torch.device("cpu"))
+def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
+    chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, **options}
+    return Pipeline.of(source, augment or NoAugment(), **chosen)
 
 
-@pytest.fixture
-def _group() -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def train(made: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
+    """The images of a batch, as in training."""
+    return made.augmented(images, epoch, indices)
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+def images(n: int, *shape: int) -> Tensor:
+    return torch.randint(256, (n, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-class Network(nn.Module):
-    """Three layers and what comes between the second and the third, by a function of theirs."""
-
-    def __init__(self, between: str) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.shift = [torch.ones(1, 4)]  # no buffer, so that every stage has it
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.first(x)
-        second = self.second(first)
-        if self.between == "skip":
-            second = second + first
-        if self.between == "tied":
-            second = nn.functional.linear(second, self.first.weight)
-        if self.between == "again":
-            second = self.second(second)
-        if self.between == "constant":
-            second = second[:, self.shift[0].to(second.device).argmax() :]
-        logits: Tensor = self.third(second)
-        return logits
-
-
-@pytest.mark.parametrize(
-    ("name", "stages", "entries"),
-    [
-        ("test_vit", 3, ("blocks.1", "blocks.4")),
-        ("test_resnet", 2, ("layer4",)),
-        ("resnet18", 4, ("layer3.1", "layer4", "layer4.1")),
-    ],
-)
-def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
-    name: str, stages: int, entries: tuple[str, ...]
-) -> None:
-    model = timm.create_model(name, num_classes=10)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    found = cut(model, torch.zeros(1, 3, 32, 32) if "res" in name else torch.zeros(1, 3, 160, 160), stages, None)
-    assert found.entries == entries
-    assert found.classes == 10
-    assert model.training
-    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-    assert set(found.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert sorted(set(found.homes.values())) == list(range(stages))
-
-
-@pytest.mark.parametrize(
-    ("model", "entry", "obstacle"),
-    [
-        (Network("skip"), "second", "more than its input is used behind it"),
-        (Network("skip"), "third", ""),
-        (nn.Sequential(nn.Linear(4, 4), Residual()), "1", ""),
-        (nn.Sequential(nn.Linear(4, 4), Residual()), "1.inner", "more than its input is used behind it"),
-        (nn.Sequential(nn.Linear(4, 4), Residual()), "1.inner.1", "more than its input is used behind it"),
-        (Network("tied"), "second", "first.weight is used on both sides of it"),
-        (Network("tied"), "third", ""),
-        (Network("again"), "second", "it runs more than once"),
-        (Network("plain"), "secnd", "the model runs no module 'secnd', expected some of first, second, third. Did"),
-        (Network("plain"), "first", "leaves stage 0 without parameters"),
-    ],
-)
-def test_a_cut_is_where_only_one_tensor_goes_on(model: nn.Module, entry: str, obstacle: str) -> None:
-    if not obstacle:
-        assert cut(model, IMAGES, 2, [entry]).entries == (entry,)
-        return
-    with pytest.raises(InputError, match=r"strategy\.cuts") as raised:
-        cut(model, IMAGES, 2, [entry])
-    assert obstacle in str(raised.value)
-
-
-def test_a_skip_connection_over_a_cut_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Residual(), nn.Linear(4, 3))
-    assert cut(model, IMAGES, 3, None).entries == ("1", "2")
-    with pytest.raises(InputError, match=r"can be cut into 3 at the most; use launcher\.ranks=3, or strategy=fsdp"):
-        cut(model, IMAGES, 4, None)
-
-
-def test_cuts_are_in_the_order_of_the_layers() -> None:
-    with pytest.raises(InputError, match="in the order in which they run"):
-        cut(Network("plain"), IMAGES, 3, ["third", "second"])
-
-
-@pytest.mark.usefixtures("_group")
-def test_a_stage_has_its_own_layers_and_gives_logits_in_the_last_one() -> None:
-    for rank, rows in ((0, 0), (1, 2)):
-        model = Network("plain")
-        become_stage(model, cut(model, IMAGES, 2, ["second"]), IMAGES, world(rank, 2))
-        stage_of(model).neighbours = Nobody(torch.device("cpu"))
-        assert model(IMAGES).shape == (rows, 3)
-        model(IMAGES).sum().backward()
-        own = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
-        assert {name.partition(".")[0] for name in own} == ({"second", "third"} if rank else {"first"})
-        assert own == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-@pytest.mark.usefixtures("_group")
-def test_a_model_that_reads_numbers_of_another_stage_is_refused() -> None:
-    model = Network("constant")
-    with pytest.raises(
-        InputError, match=r"of this model does not run without the numbers of the stages .* use strategy=fsdp"
+@pytest.mark.parametrize("precision", [FP32(), FP64()], ids=repr)
+@pytest.mark.parametrize("source", [CIFAR10(), Digits(), Fake(size=8)], ids=repr)
+def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> None:
+    dtype = precision.dtype
+    batch = images(5, *source.image_shape)
+    expected = T.normalize(batch.to(dtype) / 255, list(source.mean), list(source.std))
+    for made in (
+        train(pipeline(source, precision=precision), batch, torch.arange(5), 0),
+        pipeline(source, precision=precision).eval(batch),
     ):
-        become_stage(model, cut(model, IMAGES, 2, ["third"]), IMAGES, world(1, 2))
+        assert made.dtype == dtype
+        # Two or three roundings of numbers up to 1 / std.
+        bound = 8 * torch.finfo(dtype).eps / min(source.std)
+        torch.testing.assert_close(made, expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rank", "order"),
-    [
-        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
-        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
-        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
-        ("gpipe", 1, "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
-    ],
-)
-def test_a_schedule_orders_the_passes_of_a_stage(schedule: str, rank: int, order: str) -> None:
-    passes: list[str] = []
-
-    def forward(number: int) -> Tensor:
-        passes.append(f"F{number}")
-        return torch.tensor(number)
-
-    Pipeline(schedule=Schedule[schedule]).run_micro_batches(
-        nn.Identity(),
-        ((number, number == 4) for number in range(5)),
-        world(rank, 3),
-        forward=forward,
-        backward=lambda loss: passes.append(f"B{int(loss)}"),
-        between=lambda: pytest.fail("it waits for all stages"),
-    )
-    assert " ".join(passes) == order
+@pytest.mark.parametrize("precision", [BF16(), BF16Pure()], ids=repr)
+def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precision: FP32) -> None:
+    batch, indices = images(5, 3, 32, 32), torch.arange(5)
+    wide = train(pipeline(CIFAR10()), batch, indices)
+    short = pipeline(CIFAR10(), precision=precision)
+    assert torch.equal(train(short, batch, indices), wide.bfloat16())
+    assert torch.equal(short.eval(batch), wide)  # several views of it are still to be made
 
 
-def test_a_pipeline_says_how_long_its_stages_wait() -> None:
-    def notes(micro_batches: int, size: int) -> list[str]:
-        plan = Plan(
-            examples=64,
-            batch=64,
-            total_steps=1,
-            micro_batches=micro_batches,
-            log_every=1,
-            eval_every=1,
-            save_every=1,
-        )
-        return Pipeline().notes(nn.Linear(2, 2), world(0, size), plan)
-
-    (note,) = notes(1, 2)
-    assert "each of 2 stages waits 50% of a step" in note
-    assert "train.micro_batches=8 leaves 11%" in note
-    assert notes(8, 2) == notes(1, 1) == []
+@pytest.mark.parametrize("size", [80, 12])
+def test_images_are_resized_as_torchvision_does_it(size: int) -> None:
+    source = CIFAR10(input_size=size)
+    batch = images(3, 3, 32, 32)
+    expected = T.resize(batch.double(), [size, size], antialias=True)
+    made = pipeline(source, precision=FP64()).eval(batch)
+    expected = T.normalize(expected / 255, list(source.mean), list(source.std))
+    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(made, train(pipeline(source, precision=FP64()), batch, torch.arange(3), 0))
 
 
-def test_ranks_are_stages() -> None:
-    assert [Pipeline(stages=stages).ranks(gpus) for stages, gpus in ((None, 0), (None, 4), (3, 4))] == [2, 4, 3]
-    Pipeline(cuts=["a"], stages=2).check(2, "cpu")
-    with pytest.raises(InputError, match="a pipeline is not data parallel as well; leave out strategy"):
-        Pipeline(stages=2).check(4, "cpu")
-    with pytest.raises(InputError, match=r"strategy\.cuts is \[a\], which makes 2 stages, .* use launcher\.ranks=2"):
-        Pipeline(cuts=["a"]).check(3, "cpu")
+def test_evaluation_sees_the_centre() -> None:
+    source = Folder(path="nowhere", decode_size=64, input_size=56, crop=0.875)
+    batch = images(2, 3, 64, 64)
+    expected = T.normalize(T.center_crop(batch, [56, 56]).double() / 255, list(source.mean), list(source.std))
+    torch.testing.assert_close(pipeline(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
 
 
-class DrawsTwice(nn.Module):
-    """Draws before and behind a place where a forward pass may be left."""
-
-    left = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(x, 0.5, self.training)
-        if self.left:
-            raise StopIteration
-        return nn.functional.dropout(x, 0.5, self.training)
+def test_evaluation_is_not_augmented() -> None:
+    batch = images(4, 3, 32, 32)
+    assert torch.equal(pipeline(CIFAR10(), CropFlip()).eval(batch), pipeline(CIFAR10()).eval(batch))
 
 
-def test_draws_begin_anew_behind_a_forward_pass_that_was_left() -> None:
-    model, keys = DrawsTwice(), torch.arange(8).view(4, 2)
-    replica = KeyedModel(model, key_draws(model, torch.ones(1, 64), seed=0))
-    expected = replica(torch.ones(4, 64), keys)
-    model.left = True
-    with pytest.raises(StopIteration):
-        replica(torch.ones(4, 64), keys)
-    model.left = False
-    assert torch.equal(replica(torch.ones(4, 64), keys), expected)
+@pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
+@pytest.mark.parametrize("source", [CIFAR10(), CIFAR10(input_size=48)], ids=repr)
+def test_an_empty_batch_passes_through(source: CIFAR10, augment: Any) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    made = train(pipeline(source, augment), images(0, 3, 32, 32), none, 0)
+    assert made.shape == (0, *source.input_shape)
+    assert made.dtype == torch.float32
+
+
+@pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
+@pytest.mark.parametrize("size", [None, 48])
+def test_a_batch_cut_in_two_gives_the_same_pixels(augment: Any, size: int | None) -> None:
+    whole = pipeline(CIFAR10(input_size=size), augment)
+    batch, indices = images(9, 3, 32, 32), torch.arange(30, 39)
+    halves = [train(whole, batch[:4], indices[:4], 2), train(whole, batch[4:], indices[4:], 2)]
+    assert torch.equal(train(whole, batch, indices, 2), torch.cat(halves))
+
+
+def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
+    batch, indices = images(1, 3, 32, 32).expand(8, 3, 32, 32), torch.arange(8)
+    here = train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0)
+    assert len({tuple(image.flatten().tolist()) for image in here}) > 4
+    assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 1))
+    assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
+
+
+def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
+    batch, indices = images(4, 3, 32, 32), torch.arange(4)
+    last = train(pipeline(CIFAR10(), CropFlip(), memory_format=torch.channels_last), batch, indices, 0)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(last, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))
+
+
+def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image() -> None:
+    batch, indices = images(400, 3, 32, 32), torch.arange(400)
+    plain, cut = train(pipeline(CIFAR10()), batch, indices), train(pipeline(CIFAR10(), cutout=8), batch, indices)
+    blank = (cut == 0).all(1)
+    assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
+    areas = (blank & (plain != 0).any(1)).sum((1, 2))
+    assert int(areas.max()) == 64
+    assert int(areas.min()) >= 4 * 4 - 4  # at a corner half of each side is left
+    rows, columns = (blank.any(at).sum(0) for at in (2, 1))
+    for place in (rows, columns):
+        assert int(place.min()) > 0
+    assert torch.equal(train(pipeline(CIFAR10(), cutout=8), batch[7:9], indices[7:9]), cut[7:9])

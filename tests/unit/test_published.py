@@ -78,7 +78,7 @@ def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_of_an_address_are_found_in_the_cache_of_torch(cache: Path) -> None:
-    name = next(each for each in timm.list_pretrained() if not timm.get_pretrained_cfg(each).hf_hub_id)
+    name = next(candidate for candidate in timm.list_pretrained() if not timm.get_pretrained_cfg(candidate).hf_hub_id)
     facts = timm.get_pretrained_cfg(name)
     file = cache / "torch" / "checkpoints" / facts.url.rpartition("/")[2]
     file.parent.mkdir(parents=True)

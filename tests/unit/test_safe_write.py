@@ -88,7 +88,7 @@ def test_a_folder_in_the_place_of_a_file_is_a_storage_error_and_stays(tmp_path: 
     (tmp_path / "file").mkdir()
     with pytest.raises(StorageError, match=r"file cannot be written \(Is a directory\)"):
         write_atomic(tmp_path / "file", "x")
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) -> None:

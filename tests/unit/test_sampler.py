@@ -52,7 +52,7 @@ def joined(shards: list[ShardIndices]) -> list[int]:
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_shares_are_contiguous_and_differ_by_one_at_most(n: int, parts: int) -> None:
     shares = [range(n)[share(n, parts, part)] for part in range(parts)]
-    assert [index for each in shares for index in each] == list(range(n))
+    assert [index for share in shares for index in share] == list(range(n))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -82,8 +82,8 @@ def test_going_on_behind_a_step_gives_the_rest_of_the_sequence(case: Case, data:
     after = data.draw(st.integers(0, case.plan.total_steps))
     for rank in range(case.ranks):
         rest, whole = case.shards(rank, after), case.shards(rank)[after:]
-        assert [(each.step, each.epoch, each.count) for each in rest] == [
-            (each.step, each.epoch, each.count) for each in whole
+        assert [(shard.step, shard.epoch, shard.count) for shard in rest] == [
+            (shard.step, shard.epoch, shard.count) for shard in whole
         ]
         assert all(torch.equal(a.indices, b.indices) for a, b in zip(rest, whole, strict=True))
 

@@ -123,9 +123,9 @@ def test_what_is_missing_of_the_log_is_said(tmp_path: Path, capsys: pytest.Captu
 def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: FullDisk) -> None:
     sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), Table(tmp_path / "metrics.csv", PLAN, 0)
     with full_disk(1):
-        for each in (sink, table):
+        for sink_or_table in (sink, table):
             with pytest.raises(StorageError, match=r"metrics\.\w+ cannot be written \(File too large\)"):
-                each.write(1, {"acc/val_top1": 0.5})
+                sink_or_table.write(1, {"acc/val_top1": 0.5})
     sink.end("completed")
     table.end("completed")
 
@@ -173,7 +173,7 @@ def test_a_run_is_one_event_file_with_scalars_layout_and_hyperparameters(tmp_pat
     (file,) = tmp_path.rglob("*")
     assert file.name.startswith("events.out.tfevents")
     read = events(tmp_path)
-    assert [(each.step, each.value) for each in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
+    assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
     assert {"loss/train", "acc/val_top1"} <= set(read.Tags()["scalars"])
 
 
@@ -181,8 +181,8 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     TensorBoard(tmp_path, 0, FACTS).end("completed")
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(stored)
-    assert [each.title for each in layout.category] == list(LAYOUT)
-    assert [each.title for each in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
+    assert [category.title for category in layout.category] == list(LAYOUT)
+    assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
 
 
 def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> N
     found = written(tmp_path)
     assert set(found.values()) == {1}
     assert sorted(step for tag, step in found if tag == "loss/train") == [1, 2, 3, 4, 5]
-    assert [each.value for each in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert [scalar.value for scalar in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
     assert len(list(tmp_path.iterdir())) == 2, "the second file had nothing that counts"
 
 
@@ -249,8 +249,8 @@ def test_a_record_cut_short_anywhere_ends_its_file(tmp_path: Path) -> None:
         part(tmp_path, 3, range(4, 5))
         assert path.read_bytes() == whole[: len(path.read_bytes())]
         assert set(written(tmp_path).values()) == {1}
-        for each in set(tmp_path.iterdir()) - {path}:
-            each.unlink()
+        for other_path in set(tmp_path.iterdir()) - {path}:
+            other_path.unlink()
 
 
 def test_a_damaged_record_is_left_out_and_said_and_the_others_stay(
@@ -265,15 +265,15 @@ def test_a_damaged_record_is_left_out_and_said_and_the_others_stay(
         assert set(written(tmp_path).values()) == {1}
         cut_short = len(whole) - at < 80  # the last record, where a longer length is like a kill
         assert cut_short or f"{path} is damaged: records that cannot be read are left out" in capsys.readouterr().out
-        for each in tmp_path.iterdir():
-            each.unlink()
+        for file in tmp_path.iterdir():
+            file.unlink()
 
 
 @pytest.mark.parametrize("content", [b"", b"not ours", b"\xff" * 100, bytes(100)])
 def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "events.out.tfevents.1.host.1").write_bytes(content)
     part(tmp_path, 3, range(4, 6))
-    assert [each.step for each in events(tmp_path).Scalars("loss/train")] == [4, 5]
+    assert [scalar.step for scalar in events(tmp_path).Scalars("loss/train")] == [4, 5]
 
 
 def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:

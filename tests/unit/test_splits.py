@@ -185,8 +185,8 @@ def test_a_file_of_another_kind_is_not_opened_whatever_it_is_called(tmp_path: Pa
 def test_a_broken_image_keeps_its_sentence_on_its_way_from_a_worker() -> None:
     error = BrokenImage(17, Path("a.png"), "cut short")
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.what) == (str(error), error.what)
-    assert error.what == "image 17, a.png, cannot be decoded (cut short)"
+    assert (str(again), again.failure) == (str(error), error.failure)
+    assert error.failure == "image 17, a.png, cannot be decoded (cut short)"
 
 
 def test_a_label_that_is_no_class_is_named() -> None:

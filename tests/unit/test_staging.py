@@ -50,7 +50,7 @@ def test_staged_copies_are_equal_and_lie_in_one_buffer_that_is_used_again() -> N
     copies, original = HostCopies(), state()
     first = copies.of(original)
     assert_equal(first, original)
-    assert len({each.untyped_storage().data_ptr() for each in leaves(first) if each.numel()}) == 1
+    assert len({leaf.untyped_storage().data_ptr() for leaf in leaves(first) if leaf.numel()}) == 1
     changed = map_tensors(original, lambda tensor: tensor.clone().zero_())
     second = copies.of(changed)
     assert_equal(second, changed)
@@ -63,8 +63,8 @@ def test_copies_of_the_hosts_own_tensors_stay_what_they_are() -> None:
     assert_equal(first, original)
     copies.of(map_tensors(original, lambda tensor: tensor.clone().zero_()))
     assert_equal(first, original)
-    assert not {each.data_ptr() for each in leaves(first)} & {
-        each.data_ptr() for each in leaves(original) if each.numel()
+    assert not {leaf.data_ptr() for leaf in leaves(first)} & {
+        leaf.data_ptr() for leaf in leaves(original) if leaf.numel()
     }
 
 

@@ -308,7 +308,7 @@ def test_strict_tries_a_model_without_a_trace() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Strict().wrap(model, World.solo(), plan(micro_batches=4), (torch.ones(2, 3),))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(each.grad is None for each in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_strict_adds_the_gradients_of_neighbours_first() -> None:

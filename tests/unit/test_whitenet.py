@@ -52,8 +52,8 @@ def test_the_network_starts_with_the_whitening_of_its_training_images(side: int,
 
 def test_filters_of_the_first_layer_and_factors_of_the_norms_are_frozen() -> None:
     model = WhiteNet(widths=[8, 8, 8]).build(10, (3, 32, 32))
-    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
-    norms = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.BatchNorm2d)}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
     assert len(norms) == 6
     assert frozen == {"0.weight", *norms}
 
@@ -62,16 +62,16 @@ def test_filters_of_the_first_layer_and_factors_of_the_norms_are_frozen() -> Non
 @pytest.mark.parametrize("side", [9, 32, 33])
 def test_a_block_has_as_many_convolutions_as_the_depth_says(depth: int, side: int) -> None:
     model = WhiteNet(widths=[8, 16, 24], depth=depth).build(7, (1, side, side))
-    assert sum(isinstance(each, nn.Conv2d) for each in model.modules()) == 1 + 3 * depth
+    assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 1 + 3 * depth
     assert model.eval()(torch.zeros(2, 1, side, side)).shape == (2, 7)
 
 
 def test_from_three_convolutions_on_a_shortcut_leads_around_those_behind_the_first() -> None:
     model = WhiteNet(widths=[8, 8, 8], depth=3).build(10, (3, 32, 32)).double().eval()
     residual = model[2][-1]
-    for each in residual.modules():
-        if isinstance(each, nn.Conv2d):
-            nn.init.zeros_(each.weight)
+    for module in residual.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.zeros_(module.weight)
     features = torch.randn(2, 8, 15, 15, dtype=torch.float64)
     torch.testing.assert_close(residual(features), F.gelu(features), rtol=1e-12, atol=1e-12)
 

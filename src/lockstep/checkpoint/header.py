@@ -1,4 +1,4 @@
-"""Reads what a file of weights says of itself, from its header alone."""
+"""Reads the description in a file of weights, from the file's header alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Removes checkpoints, and what nobody needs of them."""
+"""Removes checkpoints, or the parts of them that are no longer needed."""
 
 from __future__ import annotations
 

@@ -26,18 +26,18 @@ def arguments() -> argparse.Namespace:
     _lr_find(commands)
     _prove(commands)
     pack = _pack(commands)
-    given, rest = parser.parse_known_args()
-    if rest and hasattr(given, "rest") and not any(word.startswith("-") for word in rest):
-        vars(given)[given.rest] += rest  # argparse gives up on those that come behind an option
+    options, rest = parser.parse_known_args()
+    if rest and hasattr(options, "rest") and not any(word.startswith("-") for word in rest):
+        vars(options)[options.rest] += rest  # argparse gives up on those that come behind an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if given.command == "pack":
+    if options.command == "pack":
         named = {
-            name for name in ("source", "target", "size", "skip", "val_share") if getattr(given, name) is not None
+            name for name in ("source", "target", "size", "skip", "val_share") if getattr(options, name) is not None
         }
-        if not (named >= {"source", "target"} if given.check is None else not named):
+        if not (named >= {"source", "target"} if options.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
-    return given
+    return options
 
 
 def _model(command: argparse.ArgumentParser) -> None:

@@ -36,29 +36,29 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
         done = _clean_run(run_dir, keep, everything=everything, yes=yes)
         if done is not None and done.go:
             size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
-    what = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
-    what += amount(size / GB)
+    summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
+    summary += amount(size / GB)
     if not checkpoints:
         log.console.print("there is nothing to remove", soft_wrap=True)
     elif yes:
-        log.console.print(f"removed {what}", soft_wrap=True)
+        log.console.print(f"removed {summary}", soft_wrap=True)
     else:
         options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
         command = typed(["lockstep", "clean", *folders, *options, "--yes"])
-        log.console.print(f"{what} can go; nothing is removed yet: {command}", soft_wrap=True)
+        log.console.print(f"{summary} can go; nothing is removed yet: {command}", soft_wrap=True)
 
 
 def _runs(folders: Sequence[str]) -> Iterator[RunDir]:
     """The runs in the folders, each once, by their paths."""
-    found: dict[Path, RunDir] = {}
+    runs: dict[Path, RunDir] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise InputError(f"{folder} is no folder; name one with runs in it: lockstep clean outputs")
         for checkpoints in folder.rglob("checkpoints"):
             run_dir = RunDir(checkpoints.parent)
             if checkpoints.is_dir() and not checkpoints.is_symlink() and run_dir.overrides.is_file():
-                found.setdefault(run_dir.path.resolve(), run_dir)
-    yield from (found[path] for path in sorted(found))
+                runs.setdefault(run_dir.path.resolve(), run_dir)
+    yield from (runs[path] for path in sorted(runs))
 
 
 def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:

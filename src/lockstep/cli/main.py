@@ -42,80 +42,80 @@ def train() -> None:
 def complete() -> None:
     """Answer the shell, which asks what the last word of its line can become."""
     line = os.environ.get("COMP_LINE", "")
-    asked = next((word for word in sys.argv if word.startswith("query=")), "")
-    if not asked or re.match(r"\S*lockstep\s+train\s", line):
+    query = next((word for word in sys.argv if word.startswith("query=")), "")
+    if not query or re.match(r"\S*lockstep\s+train\s", line):
         train()
         return
     from lockstep.config.completion import command_words
 
-    separator = "\n" if asked == "query=fish" else " "
+    separator = "\n" if query == "query=fish" else " "
     sys.stdout.write(separator.join(command_words(["train", *COMMANDS], line)) + "\n")
 
 
-def run(given: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Run a command other than `train`."""
     from lockstep.runtime import program
 
     with program.command_line(), program.bypass_hydra_errors():
-        COMMANDS[given.command](given)
+        COMMANDS[options.command](options)
 
 
-def _new(given: argparse.Namespace) -> None:
+def _new(options: argparse.Namespace) -> None:
     from lockstep.cli.new import new
 
-    new(given.project)
+    new(options.project)
 
 
-def _prove(given: argparse.Namespace) -> None:
+def _prove(options: argparse.Namespace) -> None:
     from lockstep.cli.prove import prove
 
-    prove(given.overrides, steps=given.steps, ranks=given.ranks)
+    prove(options.overrides, steps=options.steps, ranks=options.ranks)
 
 
-def _lr_find(given: argparse.Namespace) -> None:
+def _lr_find(options: argparse.Namespace) -> None:
     from lockstep.cli.lr_find import lr_find
 
-    lr_find(given.overrides, steps=given.steps, low=given.low, high=given.high, out=given.out)
+    lr_find(options.overrides, steps=options.steps, low=options.low, high=options.high, out=options.out)
 
 
-def _pack(given: argparse.Namespace) -> None:
+def _pack(options: argparse.Namespace) -> None:
     from lockstep.cli import pack
 
-    if given.check is not None:
-        pack.check(given.check)
+    if options.check is not None:
+        pack.check(options.check)
     else:
-        size = 256 if given.size is None else given.size
-        pack.pack(given.source, given.target, size=size, skip=given.skip or 0, val_share=given.val_share)
+        size = 256 if options.size is None else options.size
+        pack.pack(options.source, options.target, size=size, skip=options.skip or 0, val_share=options.val_share)
 
 
-def _evaluate(given: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace) -> None:
     from lockstep.cli.evaluate import evaluate
 
-    evaluate(given.run, given.overrides, split=given.split, device=given.device, out=given.out)
+    evaluate(options.run, options.overrides, split=options.split, device=options.device, out=options.out)
 
 
-def _predict(given: argparse.Namespace) -> None:
+def _predict(options: argparse.Namespace) -> None:
     from lockstep.cli.predict import predict
 
-    predict(given.run, given.files, form=given.format, top=given.top, device=given.device)
+    predict(options.run, options.files, form=options.format, top=options.top, device=options.device)
 
 
-def _export(given: argparse.Namespace) -> None:
+def _export(options: argparse.Namespace) -> None:
     from lockstep.cli.export import export_model
 
-    export_model(given.run, given.images, kind=given.format, pixels=given.pixels, out=given.out)
+    export_model(options.run, options.images, kind=options.format, pixels=options.pixels, out=options.out)
 
 
-def _demo(given: argparse.Namespace) -> None:
+def _demo(options: argparse.Namespace) -> None:
     from lockstep.cli.demo import demo
 
-    demo(given.run, port=given.port, device=given.device)
+    demo(options.run, port=options.port, device=options.device)
 
 
-def _clean(given: argparse.Namespace) -> None:
+def _clean(options: argparse.Namespace) -> None:
     from lockstep.cli.clean import clean
 
-    clean(given.folders, keep=given.keep, everything=given.all, yes=given.yes)
+    clean(options.folders, keep=options.keep, everything=options.all, yes=options.yes)
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {

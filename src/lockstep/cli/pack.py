@@ -61,7 +61,7 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
             sentence = sentence.replace(theirs, ours)
         raise InputError(sentence) from error
     for image in broken:
-        log.warn(f"{image.what}: left out")
+        log.warn(f"{image.failure}: left out")
     gigabytes = images * math.prod(folder.image_shape) / 1e9
     words = typed(["dataset=packed", override("dataset.path", target)])
     log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")

@@ -1,13 +1,11 @@
-"""What TAB completes: words of a job besides Hydra's groups and keys, and the words of the other commands.
+"""TAB completion: words of a job that Hydra does not know, and the words of the other commands.
 
 A shell that was told to (`lockstep -sc install=bash`) asks with Hydra's `-sc query=bash` and the line in COMP_LINE.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from hydra.plugins.completion_plugin import CompletionPlugin
 
 from lockstep.config.commands import FOLDERS, RUNS, quoted_path
 from lockstep.config.messages import key_of
-from lockstep.config.timm_names import timm_models
+from lockstep.config.timm_names import tagged_names, timm_models
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 
 OUTPUTS = "outputs"
@@ -29,7 +27,7 @@ def prepare(words: list[str]) -> None:
 
 
 def _install() -> None:
-    """Have Hydra's plugins, of every shell, complete what `matches` knows before what Hydra does."""
+    """Have Hydra's plugins for all shells ask `matches` first, and Hydra where that knows nothing."""
     theirs = CompletionPlugin._query
 
     def query(self: CompletionPlugin, config_name: str | None, line: str) -> list[str]:
@@ -41,7 +39,7 @@ def _install() -> None:
 
 
 def matches(word: str, line: str = "") -> list[str] | None:
-    """The words that a word of a job can become; None where it is Hydra's to say."""
+    """The words that a word of a job can become; None if Hydra completes it."""
     key, equals, value = word.partition("=")
     if not equals:
         return None
@@ -104,10 +102,5 @@ def _output_root(line: str) -> str:
 def _tagged(text: str) -> list[str]:
     """timm's names with a tag of their weights (`resnet50.a1_in1k`) that begin with a text, from its sources."""
     architecture = text.partition(".")[0]
-    spec = importlib.util.find_spec("timm")
-    if architecture not in timm_models() or spec is None or not spec.submodule_search_locations:
-        return []
-    tagged = re.compile(rf"""['"]({re.escape(architecture)}\.\w+)['"]\s*:""")
-    sources = Path(spec.submodule_search_locations[0], "models").glob("*.py")
-    names = {name for source in sources for name in tagged.findall(source.read_text())}
-    return sorted(name for name in names if name.startswith(text))
+    names = tagged_names(architecture) if architecture in timm_models() else []
+    return [name for name in names if name.startswith(text)]

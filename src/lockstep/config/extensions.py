@@ -1,8 +1,8 @@
-"""Extensions: packages of other people whose classes and configs are options too.
+"""Extensions: packages of users, whose classes and configs are options too.
 
 An installed package is one if it has an entry point in the group `lockstep.extensions`; a program can name further
 ones by `lockstep.main(extensions=[...])`. Nothing else can: no config, no run folder, no file in the current folder.
-Finding an extension does not import it; that happens when a config chooses something that only it can have.
+Finding an extension does not import it; it is imported when a config chooses an option that only it can have.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Extension:
 
     Fields:
         package: its name, as it is imported.
-        origin: who says that it is one.
+        origin: how it became one: installed by a package, or named by a program.
         folder: of the package.
     """
 

@@ -1,4 +1,4 @@
-"""Parsing config files in C, where PyYAML can: in Python it is a fifth of the time that composing a job takes."""
+"""Parse config files in C, where PyYAML can. In Python, parsing takes a fifth of the time of composing a job."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
-# The most characters of a text that is parsed in C, which overflows the stack on one of 10,000s of nested brackets.
+# The most characters of a text that is parsed in C: tens of thousands of nested brackets would overflow the stack.
 SHORT = 8192
 
 
 def install() -> None:
-    """Have OmegaConf parse with libyaml. What it makes of the parsed nodes stays its own."""
+    """Have OmegaConf parse with libyaml. It still builds its values from the parsed nodes itself."""
     omegaconf: Any = importlib.import_module("omegaconf._utils")
     own: Any = omegaconf.get_yaml_loader()
     if not isinstance(own, type):  # installed already

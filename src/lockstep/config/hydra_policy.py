@@ -46,6 +46,7 @@ from lockstep.config.hydra_keys import (
 )
 from lockstep.config.messages import shown_message
 from lockstep.core.errors import InputError
+from lockstep.core.fields import shown
 
 EXTENSION = "extension"  # the provider of an extension's configs begins with it
 
@@ -188,16 +189,10 @@ class CheckedLoader(ConfigLoaderImpl):
             same = key in own and own[key] == value
             if not (same or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
                 raise InputError(
-                    f"{dotted(key)} is {shortened(value)} in a config file, which may set only "
+                    f"{dotted(key)} is {shown(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
                     "command line: hydra/launcher=NAME"
                 )
-
-
-def shortened(value: object) -> str:
-    """A value for use in a sentence."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _of_user(provider: str) -> bool:
@@ -238,8 +233,7 @@ def _checked(overrides: Iterable[Override]) -> Iterator[str]:
         if not key:  # a group: the name of an option, not the path of a file
             fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
         elif key[0] in OBJECTS:
-            given = leaves(override.value(), key)
-            fits = key[0] not in CLOSED and not any(names_code(*item) for item in given)
+            fits = key[0] not in CLOSED and not any(names_code(*leaf) for leaf in leaves(override.value(), key))
         else:
             fits = True
         if not fits:

@@ -1,6 +1,6 @@
 """The keys of a job with their types, ranges and defaults.
 
-What `auto` becomes is decided in `lockstep.job.resolve`.
+`lockstep.job.resolve` decides what replaces `auto`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    What may be `auto` is a number from the moment that it can be known: `launcher.ranks`, `launcher.threads`,
+    A key that may be `auto` becomes a number as soon as that can be known: `launcher.ranks`, `launcher.threads`,
     `optimizer.lr`, `train.eval_batch` and those of `input` once the job is resolved, `batch` when the folder is made,
     `train.micro_batches` and the loader when a rank has the data.
     """

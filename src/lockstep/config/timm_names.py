@@ -13,11 +13,21 @@ _REGISTERED = re.compile(r"^@register_model\s*\n(?:@.*\n)*def (\w+)\(", re.MULTI
 @functools.cache
 def timm_models() -> tuple[str, ...]:
     """Every model that timm registers, sorted; empty where timm is not installed."""
+    return tuple(sorted(_in_sources(_REGISTERED)))
+
+
+def tagged_names(architecture: str) -> list[str]:
+    """The names of a model of timm with a tag of its weights (`resnet50.a1_in1k`), sorted."""
+    return sorted(set(_in_sources(re.compile(rf"""['"]({re.escape(architecture)}\.\w+)['"]\s*:"""))))
+
+
+def _in_sources(pattern: re.Pattern[str]) -> list[str]:
+    """What the group of a pattern matches in the sources of timm's models; nothing where timm is not installed."""
     spec = importlib.util.find_spec("timm")
     if spec is None or not spec.submodule_search_locations:
-        return ()
+        return []
     sources = Path(spec.submodule_search_locations[0], "models").glob("*.py")
-    return tuple(sorted(name for source in sources for name in _REGISTERED.findall(source.read_text())))
+    return [name for source in sources for name in pattern.findall(source.read_text())]
 
 
 def is_timm_model(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the components of every config group have in common."""
+"""The protocol of all components, whatever their config group."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from lockstep.core.world import World
 
 # The broken images among those that were read (blank there), by their indices.
 Broken = Mapping[int, BrokenImage]
-# The images that are wanted together: an epoch, and indices (int64, on the CPU). What is read: uint8 images.
+# A request for several images: an epoch, and indices (int64, on the CPU). The result: uint8 images.
 ReadRequest = tuple[int, Tensor]
 ReadResult = tuple[Tensor, Broken]
 # Reads many batches, in order, onto the device.
@@ -73,10 +73,11 @@ class MicroBatch(Stepped, Protocol):
 
 
 class Source(Component, Protocol):
-    """Where images and labels come from."""
+    """Where images and labels come from. A subclass states only what differs from the usual data set here."""
 
     @property
-    def classes(self) -> int: ...
+    def classes(self) -> int:
+        return len(self.class_names)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -85,10 +86,12 @@ class Source(Component, Protocol):
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """The same of what the model sees."""
+        return self.image_shape
 
     @property
     def eval_crop(self) -> float:
         """The central share of a stored image's side that is evaluated."""
+        return 1.0
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -100,22 +103,27 @@ class Source(Component, Protocol):
     @property
     def class_names(self) -> tuple[str, ...]:
         """By label; empty where they have none."""
+        return ()
 
     def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
-        """What tells the examples of each split, "train" and "val", from others, wherever they are kept.
+        """What identifies the examples of each split, "train" and "val", wherever they are kept.
 
-        Parts of a split that can differ by themselves have words of their own, so that a difference can be named.
+        Each part of a split that can differ has a key of its own, so that an error can name it.
         """
 
     @property
     def usual_augment(self) -> str:
-        """The option of `augment` that a job takes which does not choose one."""
+        """The option of `augment` for a job that chooses none."""
+        return "none"
 
     def notes(self) -> list[str]:
-        """Sentences about the data that a run begins with: what is left out of it or missing. Raises InputError."""
+        """Sentences for the start of a run: which data is left out or missing. Raises InputError."""
+        return []
 
     def prepare(self) -> None:
-        """See that the data is there, downloading it under a lock where it may be. Raises InputError."""
+        """Make sure that the data is there; download it under a lock where that is allowed. Raises InputError."""
+        self.train()
+        self.eval()
 
     def train(self) -> Split: ...
 
@@ -130,7 +138,7 @@ class LoaderContext:
         splits: to train on and to evaluate.
         gigabytes: that both need as uint8.
         reads: images that this machine's ranks read in the whole run, those of evaluation too.
-        boxes: whether others are cut from the files in each epoch.
+        boxes: whether each epoch cuts other boxes from the files.
         training_rate: tries how many images per second the model trains on; None where that takes too long.
     """
 
@@ -152,7 +160,7 @@ class ImageLoader(Component, Protocol):
         """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
 
     def order_device(self, world: World) -> torch.device:
-        """Where indices are wanted."""
+        """The device on which the order of the examples is computed."""
 
     def stride(self, shard: int, values: int, world: World) -> int:
         """The steps to read together, for shards of so many images of so many values (pixels times channels)."""
@@ -190,7 +198,7 @@ class Augment(Component, Protocol):
 
 @runtime_checkable
 class BoxAugment(Augment, Protocol):
-    """An augmentation whose first part can be left to who reads the files: a box of each whole image."""
+    """An augmentation that begins with a box of each image, which the reader of the files can cut instead."""
 
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""

@@ -25,12 +25,14 @@ class BrokenImage(InputError):
     """An image that cannot be decoded. Its arguments: index, path, reason."""
 
     @property
-    def what(self) -> str:
+    def failure(self) -> str:
         index, path, reason = self.args
         return f"image {index}, {path}, cannot be decoded ({reason})"
 
     def __str__(self) -> str:
-        return f"dataset: {self.what}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
+        return (
+            f"dataset: {self.failure}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
+        )
 
 
 class StorageError(LockstepError):
@@ -73,6 +75,11 @@ class RankFailed(LockstepError):
     def __init__(self, sentence: str, details: str = "") -> None:
         super().__init__(sentence)
         self.details = details
+
+
+def as_known(error: BaseException) -> LockstepError:
+    """The error, if it is one of ours; another one as a fault of the job, whose sentence begins with its type."""
+    return error if isinstance(error, LockstepError) else LockstepError(f"{type(error).__name__}: {error}")
 
 
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {

@@ -134,9 +134,14 @@ def shown(value: Any) -> str:
     return _cut(repr(value) if isinstance(value, str) else str(value))
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field, however the class states it; `dataclasses.MISSING` where it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def _remedy(key: str, field: dataclasses.Field[Any]) -> str:
     """An override that fits: the default."""
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    default = default_of(field)
     if default in ("???", {}):
         return ""
     value = "null" if default is None else str(default).replace(" ", "") if isinstance(default, list) else default

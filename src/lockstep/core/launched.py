@@ -1,4 +1,4 @@
-"""Whether somebody launched this process as a rank (we, torchrun, srun with the variables set), and as which.
+"""Whether a launcher (ours, torchrun, srun with the variables set) started this process as a rank, and as which.
 
 Imports no torch: it is asked before that.
 """
@@ -22,7 +22,7 @@ class Place:
 
 
 def is_launched() -> bool:
-    """Whether this process is a rank that somebody launched."""
+    """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

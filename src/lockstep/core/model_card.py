@@ -1,4 +1,4 @@
-"""What a file of weights says of itself: all that is needed to build its model and to show it an image.
+"""The description in a file of weights: all that is needed to build the model and to prepare images for it.
 
 It is one JSON text in the metadata of the safetensors file. Imports no torch.
 """
@@ -18,11 +18,11 @@ from lockstep.core.safe_read import MB, checked, is_number, parsed_json
 METADATA_KEY = "lockstep"
 FORMAT = 1
 LIMIT = 16 * MB  # characters of the text; nearly all of it are names of classes
-# How images can be resized, always with antialiasing; the first is how they are if nothing else is said.
+# How images can be resized, always with antialiasing; the first is the default.
 INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
-VIEWS = (1, 2, 6)  # of an image, over which an evaluation averages
+VIEWS = (1, 2, 6)  # how many views of an image an evaluation can average
 
 Shape = tuple[int, int, int]
 Node = Mapping[str, Any]

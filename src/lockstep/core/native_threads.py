@@ -11,12 +11,12 @@ import sys
 # with it. On idle cores 5,000 is as fast as the default, and 1,000 a quarter slower.
 SPINS = "5000"
 KEY = "OPENBLAS_NUM_THREADS"
-# That KEY is ours and not the user's, for the interpreters that inherit the environment.
+# Says that we have set KEY, and not the user, to interpreters that inherit the environment.
 OURS = "LOCKSTEP_OPENBLAS"
 
 
 def configure_native_threads() -> None:
-    """Import NumPy and torch, NumPy and what comes later without threads of OpenBLAS, which would be idle.
+    """Import NumPy and torch. NumPy and later libraries start no threads of OpenBLAS, which would be idle.
 
     Only a process with one thread can be forked into ranks. torch's threads sleep soon when they wait. Variables that
     the user has set are left alone.

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on: its files of figures, the loggers, and what a project adds."""
+"""Observers of a run: its own files of figures, the loggers, and the classes that a project adds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunInfo:
 
 
 class Observer:
-    """Told of a run by main, between two steps; a subclass takes what it needs, and here nothing happens.
+    """The base class of observers. Main calls it between two steps; a subclass overrides the methods that it needs.
 
     It is made when the run begins or goes on. What it raises ends the run, which can be resumed.
     """

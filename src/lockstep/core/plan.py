@@ -77,6 +77,10 @@ class Plan:
         """Whether all ranks have the same state after `step`, so that the run may be stopped, saved or looked at."""
         return step == self.total_steps or step % self.sync_every == 0
 
+    def in_steps(self, key: str, value: int | str) -> int:
+        """A duration of the config, the value of `key`, in steps of this run. Raises InputError."""
+        return steps(key, value, steps_per_epoch=self.steps_per_epoch, total_steps=self.total_steps)
+
     def epoch(self, step: int) -> int:
         """The epoch, counted from 0, that `step` belongs to."""
         return (step - 1) // self.steps_per_epoch

@@ -19,7 +19,7 @@ from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.world import World
 
-SPARE_FILES = 512  # that a rank may have open besides its connections
+SPARE_FILES = 512  # files that a rank may have open besides its connections
 
 
 class Backend(enum.Enum):

@@ -185,18 +185,22 @@ class Model(Component, Protocol):
 
     def check(self) -> None:
         """Raise InputError for a model that does not exist, without building one."""
+        return
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
 
     def trained_input(self) -> TrainedInput | None:
         """What the weights of its name were trained on; None if there are none, or nobody knows."""
+        return None
 
     def prepare(self) -> None:
-        """See that the weights are there that it starts from, fetching them where it may. Raises InputError."""
+        """Make sure that the weights that it starts from are there; fetch them if allowed. Raises InputError."""
+        return
 
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:
         """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
+        return
 
 
 class Optimizer(Component, Protocol):

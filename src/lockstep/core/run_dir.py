@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import safe_read, safe_write
-from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.core.errors import InputError, Stopped, StorageError, as_known
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
 LATEST = "latest"
 MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
-# Of the logs, what a job can have written before training starts.
+# The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
 
@@ -154,18 +154,15 @@ class RunDir:
         write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
-        """Replace `summary.json` by that of a run under way: how an earlier part of it ended is no longer true."""
+        """Replace `summary.json` by that of a run under way; the outcome of an earlier part of the run is dropped."""
         write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
 
     def write_ending(self, error: BaseException) -> None:
         """Say in the summary how the job ended. Where the summary cannot be written, the error alone says it."""
-        known = isinstance(error, LockstepError)
+        known = as_known(error)
+        status = "stopped" if isinstance(error, Stopped) else "failed"
         with suppress(OSError, StorageError, UnreadableFile):
-            self.write_summary(
-                status="stopped" if isinstance(error, Stopped) else "failed",
-                exit_code=error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
-                error=str(error) if known else f"{type(error).__name__}: {error}",
-            )
+            self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
 
     @property
     def began(self) -> bool:

@@ -79,10 +79,10 @@ def _open(path: Path, links: bool) -> BufferedReader:
     try:
         # Check the kind first, and open without blocking: opening a pipe waits for a writer, and a device may react.
         mode = path.stat(follow_symlinks=links).st_mode
-        if not (what := kind(mode)):
+        if not (other_kind := kind(mode)):
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
             file = os.fdopen(os.open(path, flags), "rb")
-            if not (what := kind(os.fstat(file.fileno()).st_mode)):
+            if not (other_kind := kind(os.fstat(file.fileno()).st_mode)):
                 return file
             file.close()
     except (FileNotFoundError, NotADirectoryError):
@@ -90,7 +90,7 @@ def _open(path: Path, links: bool) -> BufferedReader:
     except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError
         reason = error.strerror if isinstance(error, OSError) else error
         raise UnreadableFile(path, f"cannot be read ({reason})") from error
-    raise UnreadableFile(path, f"is {what}, expected a plain file")
+    raise UnreadableFile(path, f"is {other_kind}, expected a plain file")
 
 
 def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:

@@ -1,4 +1,4 @@
-"""What the images were that weights were trained on: a model that starts from them is shown the same."""
+"""The images that weights were trained on. A model that starts from the weights gets images of the same kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an optimizer looks at to update a number, which decides over which parts of a model its state may be cut."""
+"""What the update of a weight depends on. It decides how the state of an optimizer may be cut over the ranks."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _blocks(predictor: Predictor, split: Split, labels: Tensor) -> Iterator[tupl
             skipped += 1
             if skipped > split.skip:
                 raise error
-            log.show_warning(f"{error.what}: left out, {skipped} of at most {split.skip}")
+            log.show_warning(f"{error.failure}: left out, {skipped} of at most {split.skip}")
             labels[index] = IGNORE_INDEX
         yield block, images
 

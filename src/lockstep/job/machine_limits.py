@@ -1,6 +1,6 @@
-"""What a job needs of the machine, before any of it is used: processes, threads and memory.
+"""What a job needs of this machine, checked before it starts: processes, threads and memory.
 
-The numbers are lower bounds: what a job certainly needs, and this machine certainly has not.
+The numbers are lower bounds: a job that is refused certainly does not fit.
 """
 
 from __future__ import annotations
@@ -40,11 +40,8 @@ def check_threads(job: Job, device: str) -> None:
             f"launcher.ranks is {ranks}, but this machine has {cores()} CPU cores, expected at most {most} ranks: "
             "launcher.ranks=2"
         )
-    total, most = (
-        ranks * (threads + (0 if workers == "auto" else int(workers))),
-        max(THREADS, THREADS_A_CORE * cores()),
-    )
-    if total > most:
+    total = ranks * (threads + (0 if workers == "auto" else int(workers)))
+    if total > (most := max(THREADS, THREADS_A_CORE * cores())):
         raise InputError(
             f"launcher.threads is {threads} and loader.workers is {workers}, which on {ranks} ranks are {total:,} "
             f"threads, expected at most {most:,} on a machine of {cores()} CPU cores; use launcher.threads=auto "
@@ -76,7 +73,7 @@ def check_memory(job: Job, plan: Plan) -> None:
 
 
 def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
-    """What needs memory on this machine, how many bytes, and a remedy."""
+    """The needs for memory on this machine: a name, the bytes, and a remedy."""
     pixels = math.prod(job.dataset.input_shape)
     ranks = local_size(int(job.launcher.ranks))
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
@@ -98,8 +95,8 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
 
 def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float, str]]) -> None:
     room = available_memory()
-    for what, size, remedy in needs:
+    for purpose, size, remedy in needs:
         if size > room:
             raise InputError(
-                f"{what} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
+                f"{purpose} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
             )

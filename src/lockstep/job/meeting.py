@@ -1,4 +1,4 @@
-"""What part this machine has in a job on several: main is here, or on another."""
+"""The role of this machine in a job on several: the machine of main, or another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN_KEYS = ("launcher.node_rank",)
 
 @contextmanager
 def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member]:
-    """The part of this machine in a job with this node of a launcher. The other machines are told how it ended.
+    """The role of this machine in a job with this launcher's node. The other machines get to know how the job ended.
 
     Raises:
         InputError: the job cannot be one of several machines.

@@ -21,7 +21,7 @@ class Preparation:
 
     Fields:
         before: the content of each replaced file; None for a file that did not exist.
-        summary_before: which file the summary was.
+        summary_before: identifies the file of the summary (`_file_id`).
     """
 
     run_dir: RunDir
@@ -36,7 +36,7 @@ class Preparation:
             StorageError: one cannot be written; all are as they were.
         """
         before = {path: content_to_keep(path) for path in texts}
-        preparation = cls(run_dir=run_dir, before=before, summary_before=_which(run_dir.summary))
+        preparation = cls(run_dir=run_dir, before=before, summary_before=_file_id(run_dir.summary))
         try:
             # A resume compares the overrides with this file: a kill between the two must not leave those of another
             # command beside it.
@@ -65,8 +65,8 @@ class Preparation:
 
     def close(self, error: BaseException) -> None:
         """Say in the summary how the job ended, or take everything back if it was refused before training started."""
-        began_here = self.run_dir.began and not (self.before and _which(self.run_dir.summary) == self.summary_before)
-        if isinstance(error, InputError) and not began_here:
+        same_summary = self.before and _file_id(self.run_dir.summary) == self.summary_before
+        if isinstance(error, InputError) and (same_summary or not self.run_dir.began):
             with suppress(OSError, StorageError, UnreadableFile):
                 self.take_back()
         else:
@@ -104,8 +104,8 @@ def content_to_keep(path: Path) -> bytes | None:
         raise
 
 
-def _which(path: Path) -> tuple[int, int] | None:
-    """Tells a file from one that replaced it, whatever their content; None where there is none."""
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Identifies a file, to notice that another one has replaced it; None where there is none."""
     try:
         status = path.stat()
     except FileNotFoundError:

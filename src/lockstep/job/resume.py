@@ -82,15 +82,15 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     """
     composed = run_dir.composed
     try:
-        before = _leaves(yaml_io.load(composed))
+        before = dict(_leaves(yaml_io.load(composed)))
     except InputError as error:
         content_to_keep(composed)  # raises if it cannot be replaced either
         log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
         return
     added = _added(today)
     stored = yaml_io.load_list(run_dir.overrides)
-    here = _leaves(composition.to_dict(composition.recompose(stored, (), today.configs)) if added else job)
-    now, told = _leaves(job), [messages.key_of(override) for override in added]
+    here = dict(_leaves(composition.to_dict(composition.recompose(stored, (), today.configs)) if added else job))
+    now, told = dict(_leaves(job)), [messages.key_of(override) for override in added]
     different = [
         key
         for key in before | here
@@ -108,14 +108,10 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
         )
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of a config by their full keys."""
-
-    def leaves() -> Iterator[tuple[str, Any]]:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and value:
-                yield from _leaves(value, f"{prefix}{key}.").items()
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(leaves())
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a config with their full keys."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -90,16 +90,16 @@ def _check_kinds(run_dir: RunDir) -> None:
         *run_dir.path.glob("events.out.tfevents.*"),
     }
     for path in sorted(run_dir.path.rglob("*")):
-        what = kind(path.lstat().st_mode)
-        if what == "a symbolic link":
+        file_kind = kind(path.lstat().st_mode)
+        if file_kind == "a symbolic link":
             raise InputError(
                 f"{path} is a symbolic link, which a run folder must not have; put what it leads to there"
             )
-        if what not in ("", "a folder"):
-            raise InputError(f"{path} is {what}, which a run folder must not have; remove it")
-        if what == "" and path in folders:
+        if file_kind not in ("", "a folder"):
+            raise InputError(f"{path} is {file_kind}, which a run folder must not have; remove it")
+        if file_kind == "" and path in folders:
             raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
-        if what and path in texts:
+        if file_kind and path in texts:
             raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
 
 

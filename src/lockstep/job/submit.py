@@ -95,7 +95,7 @@ def script(submissions: Sequence[Submission]) -> str:
     if len(submissions) > 1:
         executor.parameters["map_count"] = len(submissions)
     text = str(executor._make_submission_file_text(executor._submitit_command_str, ""))
-    commands = [f"# on each machine: {shlex.join(each.command)}" for each in submissions]
+    commands = [f"# on each machine: {shlex.join(submission.command)}" for submission in submissions]
     return "\n".join([text.rstrip(), *commands])
 
 
@@ -118,15 +118,19 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
             "that has them, see the script with launcher.dry_run=true, or use launcher=auto here"
         )
     first = submissions[0]
-    existed = [each.folder is not None and each.folder.exists() for each in submissions]
+    existed = [submission.folder is not None and submission.folder.exists() for submission in submissions]
     runs = [
-        RunDir.at(each.folder) if each.folder is not None else RunDir.create(each.root, each.name)
-        for each in submissions
+        RunDir.at(submission.folder)
+        if submission.folder is not None
+        else RunDir.create(submission.root, submission.name)
+        for submission in submissions
     ]
     try:
         executor = _executor(first.launcher, first.name, (folder or first.root) / KEPT)
         with executor.batch():
-            jobs = [executor.submit(each.task(run.path)) for each, run in zip(submissions, runs, strict=True)]
+            jobs = [
+                executor.submit(submission.task(run.path)) for submission, run in zip(submissions, runs, strict=True)
+            ]
     except Exception as error:
         for run, old in zip(runs, existed, strict=True):
             if not old:

@@ -1,8 +1,8 @@
 """Whether a job can be done, and whether each of its keys has an effect, before any of it is done.
 
-A range says what one value may be (`lockstep.core.fields`); here is what several make together: keys that another
-key of the same job leaves without effect, and parts that do not fit each other. What merely idles on this machine (an
-option for GPUs without a GPU) is no mistake: the same job is to run on any.
+`lockstep.core.fields` checks each value by itself. Here values are checked together: a key that has no effect because
+of another key, and parts that do not fit each other. An option that only has no effect on this machine (one for GPUs,
+without a GPU) is no mistake: the same job must run on any machine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import NoReturn, TextIO
 from lockstep.config.components import load_job
 from lockstep.config.schema import Job
 from lockstep.core import log, plan, process_group
-from lockstep.core.errors import LockstepError, RankFailed, StorageError
+from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -94,13 +94,13 @@ class RankErrorFile:
             program.say(error)
 
     def _leave(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
-        known = isinstance(error, LockstepError)
+        known = as_known(error)
         facts = {
             "time": time.time(),
             "rank": self.rank,
-            "exit_code": error.exit_code if isinstance(error, LockstepError) else LockstepError.exit_code,
-            "known": known,
-            "sentence": str(error) if known else f"{type(error).__name__}: {error}",
+            "exit_code": known.exit_code,
+            "known": known is error,
+            "sentence": str(known),
             "places": places or {},
             "traceback": "".join(traceback.format_exception(error)),
         }

@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
-from lockstep.core.trained_input import TrainedInput
+from lockstep.core.protocols import Model
 
 NORM_GROUPS = 8
 
@@ -29,7 +28,7 @@ class CompileMode(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network(ABC):
+class Network(Model):
     """The base class of all models.
 
     Fields:
@@ -47,22 +46,9 @@ class Network(ABC):
         """The memory format of images and weights."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
-    def check(self) -> None:  # noqa: B027, only Timm can name a model that does not exist
-        """Raise InputError for a model that does not exist, without building one."""
-
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module, which maps float images (B, C, H, W) to logits (B, classes)."""
-
-    def trained_input(self) -> TrainedInput | None:
-        """What the weights of its name were trained on; None if there are none, or nobody knows."""
-        return None
-
-    def prepare(self) -> None:  # noqa: B027, only Timm has weights to fetch
-        """See that the weights are there that it starts from, fetching them where it may; raises InputError."""
-
-    def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:  # noqa: B027, as above
-        """Initialise what depends on the data: `images(n)` gives n training images as a fresh `model` sees them."""
 
 
 class MaxPoolTo(nn.Module):

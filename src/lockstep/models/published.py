@@ -30,7 +30,7 @@ class WeightsFile:
 
     @property
     def overlay(self) -> dict[str, Any]:
-        """What has timm read it, in place of its own search."""
+        """The arguments with which timm reads this file instead of searching for one."""
         return {"file": str(self.path), "custom_load": self.custom}
 
 

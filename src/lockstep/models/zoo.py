@@ -120,13 +120,13 @@ class Timm(Network):
         """The sentence for a model that cannot be built for the images, or does not take them."""
         channels, height, width = input_shape
         reason = (str(error).strip() or "no reason given").splitlines()[0]
-        what = " with its published weights" if self.pretrained else ""
+        weights = " with its published weights" if self.pretrained else ""
         remedies = ["model.pretrained=false starts from random weights"] if self.pretrained else []
         size = self._usual_size()
         if size is not None and (height, width) != (size, size):
             remedies.insert(0, f"use dataset.input_size={size}, the size that it was made for")
         return InputError(
-            f"model={self.name}{what} cannot be built for images of {channels}x{height}x{width} "
+            f"model={self.name}{weights} cannot be built for images of {channels}x{height}x{width} "
             f"({type(error).__name__}: {reason})" + "".join(f"; {remedy}" for remedy in remedies)
         )
 

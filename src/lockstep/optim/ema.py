@@ -10,7 +10,9 @@ from lockstep.core.sharding import own_parts
 
 
 class EMA(AveragedModel):
-    """An exponential moving average of a model's parameters and buffers.
+    """An exponential moving average of a model's parameters and buffers; the first update copies them.
+
+    The average is kept in `copy`, which is cut over the ranks as `model` is; without one in a deep copy of `model`.
 
     Only the update differs from torch's class: it is one kernel over all floats and one over all counters. torch
     collects the tensors again at each step, and copies its counter to the device, which waits for the device.
@@ -33,11 +35,3 @@ class EMA(AveragedModel):
         if self.counters:  # torch refuses empty lists
             torch._foreach_copy_([average for average, _ in self.counters], [source for _, source in self.counters])
         self.n_averaged += 1
-
-
-def make_ema(model: nn.Module, decay: float, copy: nn.Module | None = None) -> AveragedModel:
-    """An exponential moving average of the model's parameters and buffers; the first update copies them.
-
-    The average is kept in `copy`, which is cut over the ranks as `model` is; without one in a deep copy of `model`.
-    """
-    return EMA(model, decay, copy)

@@ -109,7 +109,7 @@ class OptimizerOption(ABC):
 
             groups = param_groups_layer_decay(model, weight_decay=self.weight_decay, layer_decay=self.layer_decay)
             head = set(head_parameters(model))
-            inner = any(each.requires_grad and name not in head for name, each in model.named_parameters())
+            inner = any(parameter.requires_grad and name not in head for name, parameter in model.named_parameters())
             if inner and self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
                 raise InputError(
                     f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "

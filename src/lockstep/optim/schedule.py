@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import duration, ranged, ruled
-from lockstep.core.plan import Plan, steps
+from lockstep.core.plan import Plan
 from lockstep.core.rules import Duration
 
 MOST_MILESTONES = 100  # the highest power of `gamma` is then still a number
@@ -24,7 +24,7 @@ class Constant:
     warmup: int | str = duration(0, zero=True)
 
     def factor(self, step: int, plan: Plan) -> float:
-        warmup = self._steps("warmup", self.warmup, plan)
+        warmup = plan.in_steps("schedule.warmup", self.warmup)
         if step <= warmup:
             return step / warmup
         return self.after(step - warmup, max(1, plan.total_steps - warmup), plan)
@@ -32,14 +32,6 @@ class Constant:
     def after(self, step: int, total: int, plan: Plan) -> float:
         """The factor at `step` (from 1) of the `total` steps after the warm-up."""
         return 1.0
-
-    def _steps(self, key: str, value: int | str, plan: Plan) -> int:
-        return steps(
-            f"schedule.{key}",
-            value,
-            steps_per_epoch=plan.steps_per_epoch,
-            total_steps=plan.total_steps,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,5 +71,5 @@ class Step(Constant):
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         run_step = plan.total_steps - total + step
-        passed = sum(run_step > self._steps("milestones", milestone, plan) for milestone in self.milestones)
+        passed = sum(run_step > plan.in_steps("schedule.milestones", milestone) for milestone in self.milestones)
         return float(self.gamma**passed)

@@ -1,4 +1,4 @@
-"""How much an optimizer will keep besides the parameters, known before its first step."""
+"""The size of an optimizer's state, estimated before its first step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SIDE = 8  # of the small parameters
 def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
     """About how many bytes of state an optimizer has once it has stepped; None where that cannot be told.
 
-    It is built over a small parameter of each number of dimensions and takes a step, and what it then keeps of each
-    is scaled to the model's parameters.
+    The optimizer is built over one small parameter for each number of dimensions, and takes a step. The size of its
+    state is then scaled to the model's parameters.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small: Any = nn.Module()

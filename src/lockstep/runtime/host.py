@@ -15,7 +15,7 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})  # t
 
 
 def amount(gigabytes: float) -> str:
-    """A number of bytes to be read: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
+    """An amount of memory for people: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
     if gigabytes < 1e-4:
         return f"{1e6 * gigabytes:.0f} kB"
     return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.{1 if gigabytes < 0.01 else 0}f} MB"

@@ -60,18 +60,14 @@ def dropout(
     next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Dropout (Srivastava et al. 2014)."""
-    if not training or p == 0:
-        return input
-    return _drop(next_site, input, input.shape, p, inplace)
+    return _drop(next_site, input, input.shape, p, inplace) if training and p else input
 
 
 def feature_dropout(
     next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
     """Dropout of whole channels (Tompson et al. 2015)."""
-    if not training or p == 0:
-        return input
-    return _drop(next_site, input, _channels(input), p, inplace)
+    return _drop(next_site, input, _channels(input), p, inplace) if training and p else input
 
 
 # The limit of SELU for very negative inputs (Klambauer et al. 2017).

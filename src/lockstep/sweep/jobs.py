@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.config import invocation, messages
-from lockstep.core.errors import Interrupted, LockstepError, Stopped, escaped
+from lockstep.core.errors import Interrupted, LockstepError, Stopped, as_known, escaped
 from lockstep.runtime import program
 
 LEDGER = "jobs.jsonl"
@@ -40,7 +40,7 @@ def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invoca
         error = messages.translate(raised)
         if error is None:
             sys.stderr.write(escaped(traceback.format_exc()))
-            error = LockstepError(f"{type(raised).__name__}: {raised}")
+            error = as_known(raised)
         named = copy.copy(error)  # with all that it has, such as a rank's traceback
         named.args = (f"job {invocation.number}: {error}",)
         program.say(named)

@@ -1,4 +1,4 @@
-"""Lines of figures: in columns that stay where they are, and no wider than the terminal."""
+"""Lines of figures in aligned columns, no wider than the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 from lockstep.telemetry.window import Window
 
 GAP = "  "
-ALWAYS = 9  # the priority of what is never left out
+ALWAYS = 9  # the priority of a column that is never left out
 SHORTEST_BAR, LONGEST_BAR = 10, 24  # with the gap behind it
 
 
@@ -38,7 +38,7 @@ class Column:
 
 
 class Columns:
-    """The widths of the columns so far: a figure is put to the right in the widest that its column had."""
+    """The width of the widest figure of each column so far, to which later ones are padded."""
 
     def __init__(self) -> None:
         self.widths: dict[str, int] = {}

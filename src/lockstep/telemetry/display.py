@@ -14,8 +14,8 @@ from lockstep.core.plan import Plan
 from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, bar, clock, figures, fitting
 from lockstep.telemetry.window import Window
 
-LINE_EVERY_S = 10.0  # at most, where nothing is evaluated
-SILENCE_S = 30.0  # at most, where there is no terminal
+LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
+SILENCE_S = 30.0  # the longest time without a line, where there is no terminal
 BEST = "green"
 
 
@@ -42,7 +42,7 @@ class Display:
 
 
 class Screen(Display):
-    """What a terminal and a file have in common: a line per evaluation."""
+    """The base class for a terminal and a file: a line per evaluation."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         self.plan = plan
@@ -96,7 +96,7 @@ class Screen(Display):
 
 
 class Lines(Screen):
-    """Lines for a file: one per evaluation, one every ten seconds in between, and never long without a word."""
+    """Lines for a file: one per evaluation, one every ten seconds in between, and never a long silence."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         super().__init__(plan, step)
@@ -143,7 +143,7 @@ class Bar(Screen):
         self.live.stop()
 
     def status(self) -> Text:
-        """The moving line, in the width of the terminal: figures give way to a short bar, and that to the step."""
+        """The moving line. Where the terminal is narrow, figures are left out first, and then the bar."""
         step = Column("step", f"{self.step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", ALWAYS)
         left = Column("left", self._left(self.step), "", ALWAYS)
         share = self.evaluated_share if self.phase else self.step / self.plan.total_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.core.closing import closing
@@ -17,30 +17,25 @@ class Observers(Observer):
         self.observers = observers
         self.lock = threading.RLock()
 
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+    def _tell(self, call: Callable[[Observer], None]) -> None:
         with self.lock:
             for observer in self.observers:
-                observer.write(step, scalars)
+                call(observer)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._tell(lambda observer: observer.write(step, scalars))
 
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.write_gpu(step, scalars)
+        self._tell(lambda observer: observer.write_gpu(step, scalars))
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.evaluated(step, scores, best)
+        self._tell(lambda observer: observer.evaluated(step, scores, best))
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.saved(step, checkpoint)
+        self._tell(lambda observer: observer.saved(step, checkpoint))
 
     def flush(self) -> None:
-        with self.lock:
-            for observer in self.observers:
-                observer.flush()
+        self._tell(lambda observer: observer.flush())
 
     def end(self, outcome: Outcome) -> None:
         with self.lock, closing(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):

@@ -58,7 +58,7 @@ STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 
 
 class _TextSink(Observer):
-    """What `JsonLines` and `Table` have in common: a text file whose errors name its path."""
+    """The base class of `JsonLines` and `Table`: a text file whose errors name its path."""
 
     path: Path
     file: TextIO

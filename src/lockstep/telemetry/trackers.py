@@ -25,7 +25,7 @@ EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70
 
 
 def identifier(run: RunInfo) -> str:
-    """The same text for a run whenever it goes on, and another one for every other run."""
+    """The identifier of a run: it stays the same when the run is resumed, and no other run has it."""
     return hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
 
 
@@ -72,7 +72,7 @@ class WandBRun(Observer):
                 id=identifier(run),
                 name=run.name,
                 resume="allow",
-                dir=run.config["output_root"],  # not in the run folder: W&B makes links, which that must not have
+                dir=run.config["output_root"],  # not in the run folder, which must not have links: W&B makes some
                 config={**run.config, "hyperparameters": dict(run.hyperparameters)},
                 # Neither its messages nor a copy of what the terminal shows, of the repository or of the code.
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
@@ -126,7 +126,7 @@ class MLflowRun(Observer):
         from filelock import FileLock
         from mlflow import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):  # two jobs must not both make the tables

@@ -16,7 +16,7 @@ from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import KeyedModel, key_draws
@@ -56,7 +56,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     ema = None
     if average is not None and job.train.ema is not None:
         strategy.shard(average, world, precision, blank)
-        ema = make_ema(model, job.train.ema, average)
+        ema = EMA(model, job.train.ema, average)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)
     freezing.begin(step=1)

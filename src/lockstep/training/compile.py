@@ -81,9 +81,9 @@ class _Words:
 
     def end(self) -> None:
         assert self.began is not None
-        took = time.monotonic() - self.began
-        log.logger.info("compiled in %.1f s", took)
-        self.seconds += took
+        seconds = time.monotonic() - self.began
+        log.logger.info("compiled in %.1f s", seconds)
+        self.seconds += seconds
         if self.speaks and self.seconds >= self.said + AGAIN_S:
             log.say(f"compiling: {self.seconds:.0f} s so far")
             self.said = self.seconds

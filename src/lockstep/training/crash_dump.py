@@ -1,4 +1,4 @@
-"""What is kept of a run whose loss or weights went bad: `incident/` in the run folder."""
+"""The dump of a run whose loss or weights are no longer finite: `incident/` in the run folder."""
 
 from __future__ import annotations
 

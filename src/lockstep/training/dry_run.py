@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.config.schema import Job
 from lockstep.core.world import World
-from lockstep.optim.ema import make_ema
+from lockstep.optim.ema import EMA
 
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
 FEW, LONG_S = 8, 1.0
@@ -34,7 +34,7 @@ def dry_run_step(job: Job, world: World, examples: int) -> Callable[[], None]:
     precision = job.precision
     model = precision.convert(job.model.build(job.dataset.classes, shape).to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
-    average = make_ema(model, job.train.ema) if job.train.ema is not None else None
+    average = EMA(model, job.train.ema) if job.train.ema is not None else None
     images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
     labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
 

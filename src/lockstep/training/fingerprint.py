@@ -1,4 +1,4 @@
-"""What identifies a job: the facts on which a checkpoint and the run that resumes from it must agree."""
+"""The identity of a job: the facts on which a checkpoint and the run that resumes from it must agree."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.checkpoint import difference
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
+from lockstep.core.fields import default_of
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
@@ -25,22 +26,16 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     shown = [
         f"{field.name}={getattr(component, field.name)}"
         for field in dataclasses.fields(component)
-        if field.name not in leave_out and getattr(component, field.name) != _default(field)
+        if field.name not in leave_out and getattr(component, field.name) != default_of(field)
     ]
     return f"{type(component).__name__}({', '.join(shown)})"
 
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """The same to be read: without empty parentheses, and a model of timm by timm's name."""
+    """The same for people: without empty parentheses, and a model of timm by timm's name."""
     if isinstance(component, Timm):
         return describe(component, leave_out | {"name"}).replace("Timm", component.name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def plan_of(job: Job, examples: int) -> Plan:

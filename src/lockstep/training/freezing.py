@@ -1,6 +1,6 @@
 """Layers that are not trained: for the whole run, or until a step of it.
 
-Which layers those are in a step is a function of the step alone, so that a resume cannot get it wrong. The batch
+The step alone decides which layers are frozen in it, so that a resume cannot get it wrong. The batch
 norms among them keep their running statistics and use them, as in an evaluation.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.head import head_layers, within
-from lockstep.core.plan import Plan, steps
+from lockstep.core.plan import Plan
 
 BACKBONE = "backbone"  # all layers but the head, where no layer has that name
 SHOWN = 30
@@ -40,15 +40,15 @@ class Freezing:
 
     @classmethod
     def of(cls, model: nn.Module, names: frozenset[str], until: int | None) -> Freezing:
-        """That of a wrapped model, by the names that `frozen_names` gives."""
+        """The freezing of a wrapped model, by the names that `frozen_names` returns."""
         norms = []
         for name, module in model.named_modules():
             own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
             if isinstance(module, _BatchNorm) and (names.issuperset(own) if own else name in names):
                 norms.append(module)
         parameters = [parameter for name, parameter in model.named_parameters() if name in names]
-        switched = tuple(each for each in parameters if each.requires_grad)
-        return cls(switched, tuple(norms), until, sum(each.numel() for each in parameters))
+        switched = tuple(parameter for parameter in parameters if parameter.requires_grad)
+        return cls(switched, tuple(norms), until, sum(parameter.numel() for parameter in parameters))
 
     def begin(self, step: int) -> None:
         """Freeze or thaw for a step, counted from 1."""
@@ -66,9 +66,7 @@ class Freezing:
 def freeze_until(job: Job, plan: Plan) -> int | None:
     """The last step in which `train.freeze` holds; None for the whole run."""
     until = job.train.freeze_until
-    if until is None:
-        return None
-    return steps("train.freeze_until", until, steps_per_epoch=plan.steps_per_epoch, total_steps=plan.total_steps)
+    return None if until is None else plan.in_steps("train.freeze_until", until)
 
 
 def freeze_for_good(model: nn.Module, names: frozenset[str]) -> None:

@@ -109,9 +109,9 @@ def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):
         try:
-            held = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
+            reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
             dry_run_step(job, world, examples)()
-            del held
+            del reserved
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -21,7 +21,7 @@ class Network:
         model: the raw module, which is evaluated and saved; `replica` the wrapped one, which is called in training.
         forward_keys: gives the key of each example in a micro-batch, from which the forward pass draws its random
             numbers; None where the model has none.
-        begin_forward: has the next forward pass of `model` itself, in place of the replica's, draw those numbers.
+        begin_forward: prepares a forward pass of `model` itself, instead of the replica, to draw these numbers.
         freezing: which of the model is not trained in which step.
         scaler: of the loss; disabled where the number format needs none.
         ema: the average of the weights, where one is kept.

@@ -1,4 +1,4 @@
-"""The parts of a job for a loop that somebody else writes."""
+"""The parts of a job, for a training loop that the user writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Parts:
     """A job in parts, on one device.
 
     Fields:
-        job: with all that was `auto` decided.
+        job: with a value for every `auto`.
         plan: in steps.
         model: on the device.
         optimizer: of the model's parameters, at the base learning rate.

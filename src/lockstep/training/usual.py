@@ -1,4 +1,4 @@
-"""Why a job has the input and the learning rate that it has, where the user left them to what is usual."""
+"""The reasons for the input and the learning rate of a job that the banner gives where they were `auto`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = ("decode_size", "input_size", "crop")
 
 @dataclass(frozen=True)
 class Usual:
-    """The words for what was `auto` in the config of a job (`composed`)."""
+    """Words about the keys that were `auto` in the config of a job as the user gave it (`composed`)."""
 
     job: Job
     composed: Mapping[str, Any]
@@ -22,12 +22,12 @@ class Usual:
     @property
     def sizes(self) -> frozenset[str]:
         """The sizes of the data set that were chosen."""
-        return frozenset(name for name in SIZES if self._told("dataset", name) == AUTO)
+        return frozenset(name for name in SIZES if self._setting("dataset", name) == AUTO)
 
     @property
     def rate_reason(self) -> str:
         """Behind the learning rate: that it is the usual one."""
-        if self._told("optimizer", "lr") != AUTO:
+        if self._setting("optimizer", "lr") != AUTO:
             return ""
         return f" (usual at batch {self.job.batch}" + " for trained weights" * self.job.starts_trained + ")"
 
@@ -39,8 +39,8 @@ class Usual:
             words = [
                 "size" * ("input_size" in self.sizes),
                 "crop" * ("crop" in self.sizes),
-                "mean and std" * (self._told("input", "mean") is None and self._told("input", "std") is None),
-                self.job.input.interpolation * (self._told("input", "interpolation") == AUTO),
+                "mean and std" * (self._setting("input", "mean") is None and self._setting("input", "std") is None),
+                self.job.input.interpolation * (self._setting("input", "interpolation") == AUTO),
             ]
             whose = "as the weights were trained"
         else:
@@ -49,5 +49,5 @@ class Usual:
         chosen = ", ".join(word for word in words if word)
         return f" ({chosen} {whose})" if chosen else ""
 
-    def _told(self, group: str, key: str) -> Any:
+    def _setting(self, group: str, key: str) -> Any:
         return (self.composed.get(group) or {}).get(key)

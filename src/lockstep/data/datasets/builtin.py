@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.data.datasets.files import LARGEST_SIDE
@@ -22,7 +23,7 @@ from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArraySource(ABC):
+class ArraySource(Source):
     """A data set that fits in memory.
 
     Fields:
@@ -36,7 +37,6 @@ class ArraySource(ABC):
     image_shape: ClassVar[tuple[int, int, int]]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
-    eval_crop: ClassVar[float] = 1.0
     class_names: ClassVar[tuple[str, ...]] = ()
     usual_augment: ClassVar[str] = "none"
 
@@ -50,13 +50,6 @@ class ArraySource(ABC):
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
-
-    def notes(self) -> list[str]:
-        return []
-
-    def prepare(self) -> None:
-        _arrays(self, True)
-        _arrays(self, False)
 
     def train(self) -> ArraySplit:
         return _arrays(self, True)
@@ -121,7 +114,7 @@ def _digits_file() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fake:
+class Fake(Source):
     """Random images and labels in memory: shows what the model costs without reading any files.
 
     Fields:
@@ -134,10 +127,6 @@ class Fake:
     channels: int = ranged(3, least=1, most=1024)
     size: int = ranged(224, least=1, most=LARGEST_SIDE)
 
-    eval_crop: ClassVar[float] = 1.0
-    class_names: ClassVar[tuple[str, ...]] = ()
-    usual_augment: ClassVar[str] = "none"
-
     @property
     def mean(self) -> tuple[float, ...]:
         return (0.5,) * self.channels
@@ -149,13 +138,6 @@ class Fake:
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return (self.channels, self.size, self.size)
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        return self.image_shape
-
-    def notes(self) -> list[str]:
-        return []
 
     def prepare(self) -> None:
         """There is nothing to fetch."""

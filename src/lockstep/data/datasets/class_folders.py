@@ -1,6 +1,6 @@
 """Lists the image files of a split in which each class has a folder, with folders in it to any depth.
 
-What is no image by its name is left out, counted, and said.
+A file whose name is not that of an image is left out, and a note says how many there are.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _expected(folder: Path) -> str:
 
 
 def _list_classes(folder: Path, train: Path, add: Callable[[int, list[str]], None]) -> tuple[str, ...]:
-    """Call `add` with the label and the sorted names of each class of `folder`; gives what is to be said of it."""
+    """Call `add` with the label and the sorted names of each class of `folder`; returns the notes about it."""
     labels = {name: label for label, name in enumerate(class_names(train))}
     names, beside = _scan_split(folder)
     left_out, unreadable = Counter(beside), Counter[photo_formats.PhotoFormat]()

@@ -158,11 +158,11 @@ class CSV(FileSource):
                 )
         return [names.index(name) for name in columns.values()]
 
-    def _wrong(self, line: int, what: str, key: str = "path") -> InputError:
+    def _wrong(self, line: int, problem: str, key: str = "path") -> InputError:
         remedy = "correct it"
         if key == "images":
             remedy += ", or name the folder that its paths start from with dataset.images=FOLDER"
-        return InputError(f"dataset.{key}: line {line:,} of {self.path} {what}; {remedy}")
+        return InputError(f"dataset.{key}: line {line:,} of {self.path} {problem}; {remedy}")
 
 
 def _by_class(rows: list[Row], classes: tuple[str, ...]) -> Iterator[list[str]]:

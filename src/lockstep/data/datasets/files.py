@@ -1,9 +1,9 @@
-"""What all data sets of image files have in common, wherever the files and their labels come from."""
+"""The base class of all data sets of image files, wherever the files and their labels come from."""
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -31,7 +31,7 @@ class CropFrom(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource(ABC):
+class FileSource(Source):
     """A data set of image files.
 
     An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side is
@@ -41,8 +41,8 @@ class FileSource(ABC):
     Fields:
         decode_size: side in pixels of a stored image.
         input_size: side in pixels of what the model sees; null is `decode_size`.
-        crop: the central share of a stored image's side that is evaluated. What is `auto` of these three is that of
-            the weights that a model starts from, or else the usual for photographs.
+        crop: the central share of a stored image's side that is evaluated. `auto` of these three takes the value of
+            the weights that a model starts from, or else the usual one for photographs.
         crop_from: what an augmentation that cuts boxes cuts them from in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
     """
@@ -59,15 +59,11 @@ class FileSource(ABC):
     @property
     @abstractmethod
     def place(self) -> Hashable:
-        """What tells the files of this data set from others in this process."""
+        """A key that identifies the files of this data set in this process."""
 
     @abstractmethod
     def list_files(self) -> tuple[Files, Files]:
         """The files of the training and of the evaluation split. Raises InputError."""
-
-    @property
-    def classes(self) -> int:
-        return len(self.class_names)
 
     @property
     def class_names(self) -> tuple[str, ...]:

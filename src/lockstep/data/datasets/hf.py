@@ -122,7 +122,7 @@ class HF(FileSource):
         return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
 
     def _classes(self, table: Any, names: list[str]) -> tuple[str, ...]:
-        """As the table declares them, or else those that there are."""
+        """The classes that the table declares, or else those of its labels."""
         declared = getattr(table.features[self.label_column], "names", None)
         return tuple(declared) if declared else classes_of(names)
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ SHARE_KEY = b"lockstep val_share"  # of the hash that decides which files are he
 
 
 @dataclass(frozen=True, eq=False)
-class Listing(Sequence[Path]):
+class Listing:
     """The image files of a split, by class and then by name.
 
     Fields:
@@ -33,7 +33,7 @@ class Listing(Sequence[Path]):
             names, each with a zero byte behind it.
         files: the number of files, N.
         in_class_folders: whether a name starts from its class's folder in `folder`.
-        notes: sentences about what is not in it.
+        notes: sentences about the files that are left out.
     """
 
     folder: Path
@@ -63,15 +63,7 @@ class Listing(Sequence[Path]):
     def __len__(self) -> int:
         return self.files
 
-    @overload
-    def __getitem__(self, index: int) -> Path: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Path]: ...
-
-    def __getitem__(self, index: int | slice) -> Path | list[Path]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self.files))]
+    def __getitem__(self, index: int) -> Path:
         index = range(self.files)[index]
         name = os.fsdecode(self._names[self._start(index) : self._ends[index] - 1].tobytes())
         if not self.in_class_folders:
@@ -95,7 +87,7 @@ class Listing(Sequence[Path]):
         return by_class
 
     def without_table(self) -> Listing:
-        """All of it that is small."""
+        """The same without its table, which makes it small enough to be sent."""
         return replace(self, table=torch.empty(0, dtype=torch.uint8))
 
 
@@ -127,7 +119,7 @@ def hold_out(names: Sequence[str], share: float, prefix: str = "") -> tuple[list
     """The names of a class's files for training and for evaluation, each in its order.
 
     Evaluated are those `share` of them whose names, behind `prefix`, have the smallest hashes: at least one of two or
-    more, never all. A file that comes to the class moves at most one other from one side to the other.
+    more, never all. A file that is added to the class moves at most one other between the two sides.
     """
     number = min(max(1, round(share * len(names))), len(names) - 1)
     by_hash = sorted(range(len(names)), key=lambda index: _hash(prefix + names[index]))
@@ -140,7 +132,7 @@ def _hash(name: str) -> bytes:
     return hashlib.blake2b(os.fsencode(name), digest_size=16, key=SHARE_KEY).digest()
 
 
-# What `FileSource.listings` found in this process: the files of the training and of the evaluation split, by what
-# tells a data set's files from others. A forked rank inherits those of the command; other ranks get those that
+# The cache of `FileSource.listings` in this process: the files of the training and of the evaluation split, by
+# `FileSource.place`. A forked rank inherits those of the command; other ranks get those that
 # `share_listings` of `lockstep.data.loading.shared_memory` puts here, or list them themselves.
 LISTINGS: dict[Hashable, tuple[Any, Any]] = {}

@@ -1,11 +1,11 @@
-"""Image files that lie in something: in a tar shard, or in a row of a table."""
+"""Image files inside of other files: in a tar shard, or in a row of a table."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, overload
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Members(Sequence[Member]):
+class Members:
     """The image files of a split, in the order in which they are stored.
 
     Fields:
@@ -31,8 +31,8 @@ class Members(Sequence[Member]):
         positions: int64 (N,), of the examples of the split.
         labels: int64 (N,).
         classes: their names, by label.
-        identity: what tells the stored data from others, wherever it is.
-        notes: sentences about what is not in it.
+        identity: identifies the stored data, wherever it is kept.
+        notes: sentences about the files that are left out.
     """
 
     member: Callable[[int], Member]
@@ -45,15 +45,7 @@ class Members(Sequence[Member]):
     def __len__(self) -> int:
         return len(self.positions)
 
-    @overload
-    def __getitem__(self, index: int) -> Member: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Member]: ...
-
-    def __getitem__(self, index: int | slice) -> Member | list[Member]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> Member:
         return self.member(int(self.positions[index]))
 
     def fingerprint(self) -> dict[str, str]:

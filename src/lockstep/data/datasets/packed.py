@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
 from lockstep.core.run_dir import MANIFEST
@@ -37,7 +38,7 @@ DTYPES = {"images": torch.uint8, "labels": torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class Packed(Source):
     """A folder that `lockstep pack` made.
 
     Fields:
@@ -49,10 +50,6 @@ class Packed:
     path: str = pathname("???")
     input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
     crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
-
-    @property
-    def classes(self) -> int:
-        return len(self.class_names)
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -85,13 +82,6 @@ class Packed:
     @property
     def std(self) -> tuple[float, ...]:
         return read_manifest(Path(self.path)).std
-
-    def notes(self) -> list[str]:
-        return []
-
-    def prepare(self) -> None:
-        self.train()
-        self.eval()
 
     def train(self) -> ArraySplit:
         return map_split(Path(self.path), "train")

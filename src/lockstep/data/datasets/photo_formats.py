@@ -1,4 +1,4 @@
-"""The formats of photos that Pillow reads only with more installed: the extra `photos`."""
+"""The formats of photos that Pillow reads only with other packages: the extra `photos`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ BRANDS = 64  # bytes from the start of a file in which its brands are
 
 @dataclass(frozen=True)
 class PhotoFormat:
-    """A format that needs more than Pillow as it comes.
+    """A format that Pillow alone does not read.
 
     Fields:
-        name: what people call it.
+        name: its usual name.
         pillow: its name in Pillow.
         suffixes: of its files.
-        brands: by which one of its files begins.
-        package: what to give to pip for it.
+        brands: the marks at the start of its files.
+        package: the requirement for pip.
     """
 
     name: str
@@ -45,7 +45,7 @@ HEIC = PhotoFormat(
 
 @functools.cache
 def readable(kind: PhotoFormat) -> bool:
-    """Whether what reads it is installed."""
+    """Whether the package that reads it is installed."""
     if kind is HEIC:
         return importlib.util.find_spec("pillow_heif") is not None
     from PIL import features

@@ -14,19 +14,19 @@ USUAL_STORED, USUAL_SEEN = 256, 224
 
 
 def stored_side(decode_size: int | str) -> int:
-    """The side of a stored image that `dataset.decode_size` says."""
+    """The side of a stored image, by `dataset.decode_size`."""
     return USUAL_STORED if decode_size == AUTO else int(decode_size)
 
 
 def seen_side(input_size: int | str | None, stored: int) -> int:
-    """The side of what the model sees: that of `dataset.input_size`, for photographs with a side of `stored`."""
+    """The side of the model's input, by `dataset.input_size`, for stored photographs with a side of `stored`."""
     if input_size == AUTO:
         return USUAL_SEEN if stored == USUAL_STORED else stored
     return stored if input_size is None else int(input_size)
 
 
 def central_share(crop: float | str, stored: int, seen: int) -> float:
-    """The central share of a stored side that `dataset.crop` says."""
+    """The central share of a stored side that is evaluated, by `dataset.crop`."""
     if crop == AUTO:
         return seen / stored if (stored, seen) == (USUAL_STORED, USUAL_SEEN) else 1.0
     return float(crop)
@@ -35,7 +35,7 @@ def central_share(crop: float | str, stored: int, seen: int) -> float:
 def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
     """A data set with a number (or null, for the stored size) in place of each `auto`.
 
-    `trained` says what the weights were trained on that the model starts from: its sizes go before the usual ones.
+    `trained` describes the images of the weights that the model starts from: its sizes replace the usual ones.
     """
     names = {field.name for field in fields(source)} & {"decode_size", "input_size", "crop"}
     values = {name: getattr(source, name) for name in names}
@@ -45,7 +45,7 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
         if values.get("crop") == AUTO:
             values["crop"] = trained.crop
         if values.get("decode_size") == AUTO:
-            # So many that the part which is evaluated need not be enlarged.
+            # Large enough that the evaluated part need not be enlarged.
             seen, share = values["input_size"], values["crop"]
             values["decode_size"] = trained.stored or max(USUAL_STORED, math.ceil((seen or USUAL_STORED) / share))
     sized = replace(source, **values)

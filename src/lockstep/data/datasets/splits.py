@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -86,6 +86,14 @@ class Crop:
         return [(top, left, height, width) for top, left, height, width in boxes.tolist()]
 
 
+class Places(Protocol):
+    """Where the image files of a split are, by their numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Path | Member: ...
+
+
 @dataclass(frozen=True)
 class FileSplit:
     """Image files, each decoded to RGB and a square of `size` pixels: the shorter side resized, the centre kept.
@@ -94,7 +102,7 @@ class FileSplit:
     images that a run leaves out, `interpolation` how images are resized.
     """
 
-    paths: Sequence[Path | Member]
+    paths: Places
     labels: Tensor
     size: int
     skip: int = 0

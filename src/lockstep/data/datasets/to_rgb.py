@@ -1,6 +1,6 @@
 """From an image of any of Pillow's modes to 8-bit RGB.
 
-- What is transparent shows white, the colour of the page that such an image is drawn for.
+- Transparent pixels become white, the colour of the page that such an image is drawn for.
 - Integers of more than 8 bits keep the upper 8 of the bits that the format has: 12 in a TIFF of 12 bits, and also in
   one of 16 whose numbers all fit into 12, as cameras write them. A TIFF that states its largest value goes by that.
   Zero is black; the negative half of signed numbers is black too.
@@ -62,7 +62,7 @@ def _is_signed(tags: Any) -> bool:
 
 
 def _float_to_grey(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """Floats by their own range; NaN is black, infinities are as black or white as it gets."""
+    """Floats by their own range; NaN and minus infinity are black, infinity is white."""
     finite = values[np.isfinite(values)].astype(np.float64)
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
     shares = (values.clip(low, high) - low) / (high - low or 1.0)

@@ -11,11 +11,11 @@ from lockstep.core.rng import BALANCED, ORDER, draw, key
 def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
     """The order of an epoch of as many examples as there are labels, int64 (n,), on the CPU.
 
-    Every class that has examples comes as often as any other, but for one. Of a small class all examples come before
-    one comes again; of a large one each epoch has other examples.
+    Every class that has examples comes equally often, up to one example. In a small class all examples come before
+    one is repeated; of a large class each epoch has other examples.
 
-    A number stands for an example and which time it comes, from 0: example + time * n. So the same example is
-    augmented in another way each time.
+    A number encodes an example and its repetition in the epoch, from 0: example + repetition * n. So each
+    repetition is augmented in another way.
 
     Args:
         labels: int64 (n,), on the CPU.
@@ -27,7 +27,7 @@ def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
     quotas = torch.zeros_like(counts)
     quotas[classes] = n // len(classes)
     quotas[classes[torch.argsort(draw(keyed, -1 - classes))[: n % len(classes)]]] += 1
-    times = torch.ceil(quotas / counts.clamp(min=1)).long()[labels]  # of each example, at the most
+    times = torch.ceil(quotas / counts.clamp(min=1)).long()[labels]  # the most repetitions of each example
     examples = torch.repeat_interleave(times)
     time = torch.arange(len(examples)) - (times.cumsum(0) - times)[examples]
     numbers = examples + time * n

@@ -227,8 +227,8 @@ class Loader:
                 self.broken_seen.add(example)
                 labels[index] = IGNORE_INDEX
                 if len(self.broken_seen) > self.skip:
-                    raise self._too_many(f"{error.what} too")
-                log.warn(f"{error.what}: left out, {len(self.broken_seen)} of at most {self.skip}")
+                    raise self._too_many(f"{error.failure} too")
+                log.warn(f"{error.failure}: left out, {len(self.broken_seen)} of at most {self.skip}")
 
     def count_skipped(self) -> int:
         """The number of different broken images that all ranks together have read so far. Collective.
