@@ -71,7 +71,7 @@ class ForwardTrace(TorchFunctionMode):
         self.names = {id(tensor): name for name, tensor in named_tensors(model)}
         self.first_use: dict[str, int] = {}
         # The position at which each tensor was made. Weak, so that the pass needs no more memory.
-        self.made = WeakIdKeyDictionary()
+        self.birth = WeakIdKeyDictionary()
 
     @property
     def position(self) -> int:
@@ -79,7 +79,7 @@ class ForwardTrace(TorchFunctionMode):
 
     def watch(self, model: nn.Module, images: Tensor) -> Tensor:
         """The output of a forward pass of `model`, in evaluation mode."""
-        self.made[images] = 0
+        self.birth[images] = 0
         hooks: list[Any] = []
         for name, module in model.named_modules():
             if name:
@@ -119,16 +119,16 @@ class ForwardTrace(TorchFunctionMode):
                 if isinstance(leaf, Tensor):
                     self._use(leaf)
         for output in outputs:
-            if id(output) not in self.names and output not in self.made:
-                self.made[output] = self.position
+            if id(output) not in self.names and output not in self.birth:
+                self.birth[output] = self.position
         return result
 
     def _use(self, tensor: Tensor) -> None:
         name = self.names.get(id(tensor))
         if name is not None:
             since = self.first_use.setdefault(name, self.position)
-        elif tensor in self.made:
-            since = self.made[tensor]
+        elif tensor in self.birth:
+            since = self.birth[tensor]
         else:  # a constant
             return
         for place in self.places[since : self.position]:
