@@ -157,14 +157,14 @@ def parts(place: Place) -> str:
     torch.manual_seed(0)
     bare = job.model.build(10, job.dataset.input_shape).to(world.device)
     images = torch.randn(16, *job.dataset.input_shape, device=world.device)
-    expected = torch.cat([each.flatten() for each in gradients(bare, images)])
+    expected = torch.cat([gradient.flatten() for gradient in gradients(bare, images)])
     model, own = copy.deepcopy(bare), world.device if place.cuda else None
     backend = "nccl" if place.cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=own)
     try:
         FSDP().cut(model, world, FP32())
         expect(has_shards(model), "no parameter is cut")
-        found = torch.cat([whole(each).flatten() for each in gradients(model, images)])
+        found = torch.cat([whole(gradient).flatten() for gradient in gradients(model, images)])
     finally:
         dist.destroy_process_group()
     difference = float((found - expected).abs().max() / expected.abs().max())
