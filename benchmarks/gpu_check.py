@@ -81,6 +81,8 @@ STEPS = {
     "strict": Step("repro=strict twice", 180, gpu_steps.strict),
     "half": Step("16 bits next to float32", 120, gpu_steps.half),
     "hooks": Step("DDP and its hooks, a group of one", 120, gpu_steps.hooks),
+    "parts": Step("FSDP, a group of one", 120, gpu_steps.parts),
+    "stages": Step("a pipeline of two stages on one device over gloo", 240, gpu_steps.stages),
     "ranks": Step("two ranks on one device over gloo", 240, gpu_steps.ranks),
     "resume": Step("resumes to the bit", 300, gpu_steps.resume),
     "memory": Step("out of memory", 120, gpu_steps.out_of_memory, "it is a GPU whose memory is limited"),

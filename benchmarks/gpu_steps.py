@@ -40,8 +40,10 @@ from gpu_jobs import (
 from lockstep.config import yaml_io
 from lockstep.core.errors import LockstepError
 from lockstep.core.run_dir import RunDir
+from lockstep.core.sharding import has_shards, whole
 from lockstep.core.world import World
-from lockstep.strategy import DDP
+from lockstep.precision import FP32
+from lockstep.strategy import DDP, FSDP
 from lockstep.strategy.ddp import CommHook
 from lockstep.telemetry.gpu import sample, watched_gpus
 from lockstep.training.fingerprint import plan_of
@@ -146,6 +148,43 @@ def compare_gradients(hook: CommHook, passes: list[list[Tensor]], expected: list
         else:
             difference = float((sent - whole).abs().max() / whole.abs().max())
             expect(difference <= 2 * eps, f"{hook.value}: a gradient is {difference:.1e} off at pass {number}")
+
+
+def parts(place: Place) -> str:
+    """The gradients of a model that FSDP has cut, in a group of one, next to those of the bare model."""
+    world = World.solo("cuda:0" if place.cuda else "cpu")
+    job, _ = prepared_job(place, "unused", *SMALL, *place.batch, "model=digitnet", "model.dropout=0")
+    torch.manual_seed(0)
+    bare = job.model.build(10, job.dataset.input_shape).to(world.device)
+    images = torch.randn(16, *job.dataset.input_shape, device=world.device)
+    expected = torch.cat([gradient.flatten() for gradient in gradients(bare, images)])
+    model, own = copy.deepcopy(bare), world.device if place.cuda else None
+    backend = "nccl" if place.cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=own)
+    try:
+        FSDP().cut(model, world, FP32())
+        expect(has_shards(model), "no parameter is cut")
+        found = torch.cat([whole(gradient).flatten() for gradient in gradients(model, images)])
+    finally:
+        dist.destroy_process_group()
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    expect(difference < 1e-5, f"a gradient is {difference:.1e} off that of the bare model, expected 1e-5")
+    return f"{backend}: the gradients are within {difference:.1e} of those of the bare model"
+
+
+def stages(place: Place) -> str:
+    """A pipeline of two stages that share a device is the run of one rank, with micro-batches of uneven sizes."""
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+    job = (*NORMED, "dataset.examples=33", "dataset.size=64", "batch=16", "train.micro_batches=3", "precision=fp64")
+    several = ("strategy=pipeline", "launcher.backend=gloo", "launcher.threads=1")
+    one = trained(place, "one", *job)
+    finish(command(place, "two", *job, *several, launch=torchrun))
+    two = RunDir(place.folder / "two")
+    expect((two.logs / "rank1.log").exists(), "there is no log of a second rank")
+    losses_off, weights_off = largest_loss_difference(two, one), largest_weight_difference(two, one)
+    expect(losses_off < 1e-9, f"a loss of two stages is {losses_off:.1e} off that of one rank, expected 1e-9")
+    expect(weights_off < 1e-9, f"a weight of two stages is {weights_off:.1e} off that of one rank, expected 1e-9")
+    return f"two stages and one rank differ by {losses_off:.1e} (losses) and {weights_off:.1e} (weights)"
 
 
 def ranks(place: Place) -> str:

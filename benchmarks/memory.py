@@ -32,13 +32,13 @@ from lockstep.core.plan import Plan
 from lockstep.core.process_group import join
 from lockstep.core.protocols import Strategy
 from lockstep.core.run_dir import RunDir
-from lockstep.core.sharding import own_part
+from lockstep.core.sharding import own_parts
 from lockstep.launcher.spawn import Spawn
 from lockstep.optim import AdamW
 from lockstep.precision import FP32
 from measure import Rows, parser, show, write
 
-STRATEGIES = ("ddp", "zero", "fsdp")
+STRATEGIES = ("ddp", "zero", "fsdp", "pipeline")
 LAYERS, CLASSES, BATCH = 4, 10, 8
 PLAN = Plan(examples=BATCH, batch=BATCH, total_steps=2, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
@@ -51,12 +51,10 @@ def network(width: int) -> nn.Module:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Parameters, gradients and optimizer state of this rank."""
-    for parameter in model.parameters():
-        yield own_part(parameter.detach())
-        if parameter.grad is not None:
-            yield own_part(parameter.grad)
+    yield from own_parts(model.parameters())
+    yield from own_parts(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     for entries in optimizer.state.values():
-        yield from (own_part(value) for value in entries.values() if isinstance(value, Tensor))
+        yield from own_parts(value for value in entries.values() if isinstance(value, Tensor))
 
 
 def resident() -> int:
@@ -69,16 +67,17 @@ def rank_entry(folder: Path) -> None:
     name, width = json.loads(Path(folder, "asked.json").read_text())
     strategy: Strategy = components.build_option("strategy", name)
     with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
+        batch = BATCH // strategy.data_world(world).size
         before = resident()
         model, example = network(width), torch.zeros(2, 1, 1, width)
         replica = strategy.wrap(model, world, PLAN, (example,))
-        strategy.shard(model, world, FP32())
+        strategy.shard(model, world, FP32(), example)
         optimizer = strategy.build_optimizer(AdamW(), model, world)
         for step in (1, 2):
             optimizer.zero_grad()
-            images, labels = torch.zeros(BATCH // world.size, 1, 1, width), torch.zeros(BATCH // world.size).long()
             with strategy.accumulate(replica, True):
-                F.cross_entropy(replica(images), labels).backward()
+                logits = replica(torch.zeros(batch, 1, 1, width))
+                F.cross_entropy(logits, torch.zeros(len(logits)).long(), reduction="sum").backward()
             strategy.reduce(replica, step)
             if step == 2:
                 counted = sum(tensor.nbytes for tensor in tensors(model, optimizer))

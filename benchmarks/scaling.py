@@ -5,7 +5,8 @@
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
 per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
-weights in every eighth step. `DDP` is DistributedDataParallel as it comes,
+weights in every eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one.
+`DDP` is DistributedDataParallel as it comes,
 `tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
 The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
 all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.
@@ -41,11 +42,11 @@ from lockstep.launcher.spawn import Spawn
 from lockstep.models import BasicNet, Timm
 from lockstep.optim import SGD
 from lockstep.precision import FP32
-from lockstep.strategy import DDP, FSDP, Accelerate, AllReduce, AllReduceHooks, LocalSGD, Single, ZeRO
+from lockstep.strategy import DDP, FSDP, Accelerate, AllReduce, AllReduceHooks, LocalSGD, Pipeline, Single, ZeRO
 from lockstep.strategy.ddp import NO_BUFFERS
 from measure import Rows, in_turns, parser, scaled, show, write
 
-BATCH, CLASSES = 128, 10
+BATCH, CLASSES, PIPELINED = 128, 10, 8
 PLAN = Plan(
     examples=BATCH,
     batch=BATCH,
@@ -83,22 +84,34 @@ class Stepper:
         self.ema, self.taken = None, 0
         make, shape, self.steps = NETS[net]
         torch.manual_seed(world.rank)
-        mine = max(1, BATCH // world.size)
+        mine = max(1, BATCH // strategy.data_world(world).size)
         self.images, self.labels = torch.rand(mine, *shape), torch.randint(CLASSES, (mine,))
+        parts = PIPELINED if isinstance(strategy, Pipeline) else 1
+        self.micro_batches = list(zip(self.images.chunk(parts), self.labels.chunk(parts), strict=True))
         torch.manual_seed(0)
         self.model = make()
         self.replica, self.world, self.strategy = replicate(self.model), world, strategy
-        strategy.shard(self.model, world, FP32())
+        strategy.shard(self.model, world, FP32(), torch.zeros(2, *shape))
         self.optimizer = strategy.build_optimizer(SGD(lr=1e-3), self.model, world)
 
     def step(self) -> None:
-        with self.strategy.accumulate(self.replica, True):
-            F.cross_entropy(self.replica(self.images), self.labels).backward()
+        self.strategy.run_micro_batches(
+            self.replica,
+            zip(self.micro_batches, [*[False] * (len(self.micro_batches) - 1), True], strict=True),
+            self.world,
+            forward=self.forward,
+            backward=lambda loss: loss.backward(),
+            between=lambda: None,
+        )
         self.taken += 1
         self.strategy.reduce(self.replica, self.taken)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.strategy.end_step(self, self.taken, PLAN)
+
+    def forward(self, micro: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        logits = self.replica(micro[0])
+        return F.cross_entropy(logits, micro[1][: len(logits)], reduction="sum") / len(self.labels)
 
     def __call__(self) -> float:
         self.world.barrier()
@@ -129,6 +142,7 @@ def contenders(net: str, world: World) -> dict[str, Stepper]:
             "accelerate": lockstep(Accelerate(sync_batchnorm=False)),
             "fsdp": lockstep(FSDP(sync_batchnorm=False)),
             "zero": lockstep(ZeRO(sync_batchnorm=False)),
+            "pipeline": lockstep(Pipeline()),
             "local_sgd": lockstep(LocalSGD(sync_batchnorm=False, local_steps=PLAN.sync_every)),
         }
     return found

@@ -189,6 +189,10 @@ MACHINE = [
     ("device=cpu launcher=inline launcher.ranks=2", "launcher=inline has one rank, but launcher.ranks asks for 2"),
     ("device=cpu launcher=inline strategy=ddp", "launcher=inline has one rank, but strategy=ddp asks for 2"),
     ("strategy=single launcher.ranks=2 device=cpu", "launcher.ranks is 2, but this strategy has one rank"),
+    (
+        "device=cpu strategy=pipeline launcher.ranks=2 model.compile=true",
+        "model.compile is true, but under strategy=pipeline a rank runs a part of the model",
+    ),
 ]
 BOXES = [
     (

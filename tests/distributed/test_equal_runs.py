@@ -37,7 +37,7 @@ NORMED = (
     "steps=4",
     "precision=fp64",
 )
-STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate")
+STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 # Shards with other classes have other weights; the last global batch has two examples.
 WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"
 # Frozen batch norms keep their statistics; layers are thawed after two steps, and others have rates of their own.
@@ -68,7 +68,13 @@ MICRO_BATCHES = [
     *((strategy, *at) for strategy in STRATEGIES for at in ((1, 2), (4, 3))),
 ]
 BATCH_NORM = [("ddp", 3), ("fsdp", 3), *((strategy, 2) for strategy in STRATEGIES)]
-FREEZING = [("ddp", "frozen", 2), ("ddp", "thawed", 3), *((strategy, "thawed", 2) for strategy in STRATEGIES)]
+# Where the backbone is frozen, a pipeline has stages that train nothing.
+FREEZING = [
+    ("ddp", "frozen", 2),
+    ("ddp", "thawed", 3),
+    ("pipeline", "frozen", 3),
+    *((strategy, "thawed", 2) for strategy in STRATEGIES),
+]
 
 
 def cases(folder: Path, ranks: int) -> dict[str, Case]:
@@ -91,6 +97,10 @@ def cases(folder: Path, ranks: int) -> dict[str, Case]:
     found |= {f"loss-{name}": (*BASE, *PLAIN, *words, "strategy=ddp") for name, words in LOSSES.items()}
     found["local-1"] = (*COMMON, *PLAIN, "strategy=local_sgd", "strategy.local_steps=1")
     found["local-from"] = (*COMMON, *PLAIN, "strategy=local_sgd", "strategy.local_from=100%")
+    staged = ("strategy=pipeline", "strategy.cuts=[3,9]" if ranks == 3 else "strategy.stages=2")
+    found["gpipe"] = (*COMMON, *PLAIN, *staged, "strategy.schedule=gpipe", "train.micro_batches=4")
+    found["1f1b"] = (*COMMON, *PLAIN, *staged, "strategy.schedule=1f1b", "train.micro_batches=4")
+    found["pipeline-mixed"] = (*BASE, *PLAIN, *LOSSES["balanced"], *staged)
     tuned = ("strategy.bucket_mb=0.1", "strategy.gradient_as_bucket_view=false", "strategy.static_graph=false")
     found["tuned"] = (*COMMON, *PLAIN, "strategy=ddp", *tuned, "strategy.find_unused_parameters=true")
     return {name: Case(folder / name, overrides) for name, overrides in found.items()}
@@ -209,6 +219,25 @@ def test_local_sgd_that_averages_gradients_at_each_step_is_the_run_of_ddp(
     expected, found = weights(runs[1]["plain"]), weights(runs[ranks][name])
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_both_schedules_of_a_pipeline_give_the_same_bits(runs: dict[int, dict[str, Path]], ranks: int) -> None:
+    assert largest_difference(runs[1]["plain"], runs[ranks]["gpipe"]) < 1e-12
+    assert losses(runs[ranks]["1f1b"]) == losses(runs[ranks]["gpipe"])
+    found, expected = weights(runs[ranks]["1f1b"]), weights(runs[ranks]["gpipe"])
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pipeline_evaluates_and_mixes_as_one_rank_does(runs: dict[int, dict[str, Path]], ranks: int) -> None:
+    assert largest_difference(runs[1]["balanced"], runs[ranks]["pipeline-mixed"]) < 1e-12
+    for key in ("acc/val_top1", "acc/val_ema_top1", "loss/val", "loss/train_epoch", "optim/grad_norm"):
+        expected, found = (
+            [line[key] for line in records(run) if key in line] for run in (runs[1]["plain"], runs[ranks]["1f1b"])
+        )
+        assert len(expected) > 1
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, dict[str, Path]]) -> None:

@@ -29,6 +29,7 @@ from lockstep.strategy import (
     Auto,
     DataParallel,
     LocalSGD,
+    Pipeline,
     Single,
     Strict,
 )
@@ -181,7 +182,7 @@ def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
     strategy.reduce(replica, 1)
 
 
-@pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks()], ids=repr)
+@pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks(), Pipeline()], ids=repr)
 def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
     model = nn.Linear(2, 2)
     replica = strategy.wrap(model, World.solo(), plan(), (torch.zeros(2, 2),))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.sharding import is_sharded, whole
+from lockstep.core.sharding import is_sharded, whole, wire
 
 ALIGNMENT = 16  # bytes; more than any dtype needs
 
@@ -50,8 +51,13 @@ class HostCopies:
 def gathered(tree: Any, *, keep: bool) -> Any:
     """`tree`, of dicts and lists, with each tensor that is cut over the ranks whole, in host memory. Collective.
 
-    One tensor at a time is whole on a device, and only ranks that `keep` the result hold more than one.
+    One tensor at a time is whole on a device, and only ranks that `keep` the result hold more than one. Tensors of
+    other ranks' stages are sent to main, which is who keeps them; the trees are alike then.
     """
+    own = list(_tensors(tree))
+    if any(tensor.is_meta for tensor in own):
+        whole_ones = iter(_from_stages(own, keep=keep))
+        return map_tensors(tree, lambda tensor: next(whole_ones))
 
     def gather(tensor: Tensor) -> Tensor:
         if not is_sharded(tensor):
@@ -60,6 +66,26 @@ def gathered(tree: Any, *, keep: bool) -> Any:
         return full.cpu() if keep else tensor
 
     return map_tensors(tree, gather)
+
+
+def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
+    """The tensors of all stages where they are kept, in host memory; elsewhere what is there. Collective."""
+    example = next(tensor for tensor in tensors if not tensor.is_meta)
+    lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
+    of_ranks = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, lacking)
+    owners = torch.stack(of_ranks).argmin(0).tolist()
+    gathered_ones = []
+    for own, owner in zip(tensors, owners, strict=True):
+        tensor = own
+        if keep and owner != dist.get_rank():
+            message = torch.empty(own.shape, dtype=own.dtype, device=wire(example.device))
+            dist.recv(message, owner)
+            tensor = message.cpu()
+        elif not keep and owner == dist.get_rank():
+            dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
+        gathered_ones.append(tensor)
+    return gathered_ones
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

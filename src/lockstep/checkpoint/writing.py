@@ -132,7 +132,7 @@ class Checkpointer:
         if ema is not None:
             tensors[EMA] = ema.module.state_dict()
             state["ema_updates"] = int(ema.n_averaged)
-        tensors, state = gathered([tensors, state], keep=self.writes)
+        tensors, state = gathered(tensors, keep=self.writes), gathered(state, keep=self.writes)
         if not self.writes:
             return
         self.wait()

@@ -41,7 +41,7 @@ from lockstep.strategy.sync_batchnorm import has_batchnorm
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
 # Those whose state is cut over the ranks are killed and resumed too.
-KILLED = frozenset({"fsdp", "zero"})
+KILLED = frozenset({"fsdp", "zero", "pipeline"})
 # Of every run, behind the user's overrides.
 COMMON = (
     "precision=fp64",
@@ -173,7 +173,7 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
 def _strategies(job: Job) -> list[str]:
     """The strategies besides `ddp` whose runs are equal, and that are installed and take the job's optimizer."""
     fitting = []
-    for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate"):
+    for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline"):
         strategy: Strategy = components.build_option("strategy", name)
         try:
             strategy.check(2, "cpu")

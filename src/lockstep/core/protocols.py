@@ -5,11 +5,11 @@ Those of the data path are in `lockstep.core.data_protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lockstep.core.trained_input import TrainedInput
 from lockstep.core.world import World
 
 Entry = Callable[[Path], None]
+M = TypeVar("M")
 
 
 class Strategy(Component, Protocol):
@@ -49,10 +50,13 @@ class Strategy(Component, Protocol):
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         """Raise InputError where the strategy cannot work with these parts of a job."""
 
-    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+    def data_world(self, world: World) -> World:
+        """The world by which a rank takes its shard of each global batch and its blocks of an evaluation."""
+
+    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
         """Cut the parameters of a model over the ranks, in place, where the strategy does that. Collective.
 
-        Called for the wrapped model, and for the copy that averages its weights.
+        Called for the wrapped model, and for the copy that averages its weights. `images` are blank.
         """
 
     def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
@@ -63,6 +67,22 @@ class Strategy(Component, Protocol):
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
+
+    def run_micro_batches(
+        self,
+        replica: nn.Module,
+        micro_batches: Iterator[tuple[M, bool]],
+        world: World,
+        *,
+        forward: Callable[[M], Tensor],
+        backward: Callable[[Tensor], None],
+        between: Callable[[], None],
+    ) -> None:
+        """Take the micro-batches of a step, each with whether it is the last, through forward and backward.
+
+        Both go in the order of the micro-batches. `forward` gives the loss that `backward` takes. `between` may be
+        called between two micro-batches, by all ranks; it may raise.
+        """
 
     def reduce(self, replica: nn.Module, step: int) -> None:
         """Called after the last backward: leaves each rank the sum over the ranks, divided by `grad_divisor`."""

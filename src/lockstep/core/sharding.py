@@ -1,12 +1,16 @@
-"""Tensors that are cut over the ranks (torch's `DTensor`), and functions that work for any tensor.
+"""Tensors that are not whole on every rank, and what all code may do with any tensor.
 
-For a tensor that is not cut, the whole and a rank's part are the tensor itself. Nothing here imports `DTensor`, which
-takes a second: a tensor that is cut is recognised by its methods.
+A tensor can be cut over the ranks (torch's `DTensor`), or be another rank's, which has another stage of the model: it
+is then on torch's meta device. A tensor that is neither is its own whole and its own part. Nothing here imports
+`DTensor`, which takes a second: a tensor that is cut can be told from others by its methods.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -16,14 +20,39 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Whether a parameter of `model` is cut over the ranks: its forward pass is then collective."""
-    return any(map(is_sharded, model.parameters()))
+    """Whether a rank has not all parameters of `model`: its forward pass is then collective."""
+    return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
+
+
+def has_stages(model: nn.Module) -> bool:
+    """Whether the layers of `model` are dealt out to the ranks. Each rank then lacks some and has some."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
+
+
+def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's parts of tensors, without gradients or a copy; those of other ranks are left out."""
+    return [own_part(tensor.detach()) for tensor in tensors if not tensor.is_meta]
+
+
+def norm_over_stages(model: nn.Module, norm: Tensor) -> Tensor:
+    """The L2 norm over all stages of a model, from that of this rank's; collective if there are several."""
+    if not has_stages(model):
+        return norm
+    example = next(parameter for parameter in model.parameters() if not parameter.is_meta)
+    squared = norm.to(example.device, torch.float64).square()
+    dist.all_reduce(squared)
+    return squared.sqrt().to(example.dtype)
+
+
+def wire(device: torch.device) -> torch.device:
+    """Where a tensor is sent to one rank from, and received: gloo reads and writes host memory only."""
+    return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -39,6 +68,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def part_like(example: Tensor, tensor: Tensor) -> Tensor:
     """The whole `tensor` cut as `example` is: this rank's part of it. Every rank has the whole; nothing is sent."""
+    if example.is_meta:
+        return tensor.to("meta")
     if not is_sharded(example):
         return tensor
     from torch.distributed.tensor import distribute_tensor

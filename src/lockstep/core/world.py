@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.core.sharding import has_stages
+
 T = TypeVar("T")
 
 
@@ -84,8 +86,9 @@ class World:
         """Copy main's buffers to every rank.
 
         A training forward does not read running statistics, so they may differ between ranks: main's count, and are
-        copied where they matter (evaluation, checkpoints) instead of at each step.
+        copied where they matter (evaluation, checkpoints) instead of at each step. Of a model that is cut into stages
+        each rank has buffers of its own.
         """
-        if self.size > 1:
+        if self.size > 1 and not has_stages(module):
             for buffer in module.buffers():
                 dist.broadcast(buffer, src=0)

@@ -27,7 +27,7 @@ from lockstep.job.machine_limits import check_data_memory, check_memory, check_t
 from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
 from lockstep.precision import BF16Pure
-from lockstep.strategy import DDP, DataParallel, Strict
+from lockstep.strategy import DDP, DataParallel, Pipeline, Strict
 from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
 from lockstep.training.freezing import freeze_until
 
@@ -177,7 +177,12 @@ def _check_kernels(job: Job) -> None:
 
 
 def _check_compile(job: Job) -> None:
-    """Refuse what torch cannot do with a compiled model on GPUs."""
+    """Refuse what cannot be done with a compiled model."""
+    if job.model.compile and isinstance(job.strategy, Pipeline) and job.launcher.world_size > 1:
+        raise InputError(
+            "model.compile is true, but under strategy=pipeline a rank runs a part of the model, which ends in its "
+            "middle; use model.compile=false, or strategy=fsdp"
+        )
     if not job.model.compile or job.device != "cuda":
         return
     # A graph writes its gradients where those of the micro-batch before are (pytorch/pytorch#169545).

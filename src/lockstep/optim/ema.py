@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.core.sharding import own_part
+from lockstep.core.sharding import own_parts
 
 
 class EMA(AveragedModel):
@@ -23,10 +23,7 @@ class EMA(AveragedModel):
         if copy is not None:
             self.module = copy
         self.decay = decay
-        averages, sources = (
-            [own_part(tensor.detach()) for tensor in (*module.parameters(), *module.buffers())]
-            for module in (self.module, model)
-        )
+        averages, sources = (own_parts((*module.parameters(), *module.buffers())) for module in (self.module, model))
         pairs = list(zip(averages, sources, strict=True))
         self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
         self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]

@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.head import head_parameters
 from lockstep.core.rules import Options
-from lockstep.core.sharding import is_sharded, whole
+from lockstep.core.sharding import is_sharded, norm_over_stages, whole
 from lockstep.core.update_scope import UpdateScope
 
 ParamGroups = list[dict[str, Any]]
@@ -290,7 +290,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def gradient_norm(model: nn.Module) -> Tensor:
     """The L2 norm over all gradients, as a scalar on the device."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return whole(nn.utils.get_total_norm(gradients))
+    return norm_over_stages(model, whole(nn.utils.get_total_norm(gradients)))
 
 
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:

@@ -88,10 +88,13 @@ class KeyedModel(nn.Module):
         super().__init__()
         self.model = model
         self.keys = draws.keys
+        self.drawing = [module for module in model.modules() if hasattr(module, "_draw_sites")]
 
     def forward(self, images: Tensor, keys: Tensor | None) -> Any:
         if keys is not None:
             self.keys.begin(keys)
+        for module in self.drawing:  # a stage of a model leaves it before its last draws
+            module._draw_next = 0  # type: ignore[assignment]
         return self.model(images)
 
 

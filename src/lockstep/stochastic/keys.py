@@ -72,6 +72,8 @@ class Site:
 
         They depend only on an example's key and the element's position in the example, not on the rest of the batch.
         """
+        if like.is_meta:  # another rank has this layer
+            return torch.empty(shape, dtype=torch.int32, device=like.device)
         device = like.get_device()
         if self.batch_dim is None:
             return random_bits(self.keys.of_batch(self.number, device), math.prod(shape)).view(shape)

@@ -10,6 +10,7 @@ from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
 from lockstep.strategy.fsdp import FSDP
 from lockstep.strategy.local_sgd import LocalSGD
+from lockstep.strategy.pipeline import Pipeline
 from lockstep.strategy.strict import Strict
 from lockstep.strategy.zero import ZeRO
 
@@ -22,6 +23,7 @@ __all__ = [
     "Auto",
     "DataParallel",
     "LocalSGD",
+    "Pipeline",
     "Single",
     "Strict",
     "ZeRO",

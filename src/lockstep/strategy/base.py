@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision, Trained
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,10 @@ class Single:
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         """Every optimizer works, in any number format."""
 
-    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
+    def data_world(self, world: World) -> World:
+        return world
+
+    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
         """Nothing to do: each rank has all parameters."""
 
     def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
@@ -52,6 +57,22 @@ class Single:
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def run_micro_batches(
+        self,
+        replica: nn.Module,
+        micro_batches: Iterator[tuple[M, bool]],
+        world: World,
+        *,
+        forward: Callable[[M], Tensor],
+        backward: Callable[[Tensor], None],
+        between: Callable[[], None],
+    ) -> None:
+        for micro, last in micro_batches:
+            with self.accumulate(replica, last):
+                backward(forward(micro))
+            if not last:
+                between()
 
     def reduce(self, replica: nn.Module, step: int) -> None:
         """Nothing to do: there is only one gradient."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -57,9 +57,12 @@ class FSDP(Distributed):
                 "need not fit there; use a number, such as train.micro_batches=1"
             )
 
-    def shard(self, model: nn.Module, world: World, precision: Precision) -> None:
-        if world.size == 1:
-            return
+    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
+        if world.size > 1:
+            self.cut(model, world, precision)
+
+    def cut(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Cut a model over the ranks of the process group, which may be one."""
         # Imported here, because it takes a second.
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard

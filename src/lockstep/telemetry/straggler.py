@@ -8,6 +8,7 @@ from collections import deque
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 
 STEPS = 10  # before a log point, which are looked at together
@@ -21,6 +22,8 @@ class Stragglers:
     rank waits for another one; in backward all do. (With synchronised batch norm they wait in the forward pass
     already, so only slow data can be found.) Times are those of the host.
 
+    The stages of a model wait for each other in the forward pass by design; none of them is named.
+
     A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
     a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only, so a
     step costs the same on any number of them.
@@ -32,10 +35,12 @@ class Stragglers:
         self.requested = self.step_began = time.perf_counter()
         self.history: deque[tuple[float, float]] = deque(maxlen=STEPS)
         self.named: set[int] = set()
+        self.comparable = world.size > 1
 
     def watch(self, replica: nn.Module) -> None:
         """Time the forward passes of `replica`."""
         replica.register_forward_hook(self._forward_done)
+        self.comparable = self.world.size > 1 and not has_stages(replica)
 
     def begin(self) -> None:
         """Note the start of a step, when its shard is requested."""
@@ -52,7 +57,7 @@ class Stragglers:
 
     def find(self) -> str:
         """A sentence that names a slow rank, or "". Collective."""
-        if self.world.size == 1 or len(self.history) < STEPS:
+        if not self.comparable or len(self.history) < STEPS:
             return ""
         times = torch.zeros(self.world.size, STEPS, 2, dtype=torch.float64, device=self.world.device)
         times[self.world.rank] = times.new_tensor(list(self.history))

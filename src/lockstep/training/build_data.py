@@ -84,9 +84,10 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         InputError: more images cannot be decoded than may be left out.
     """
     balanced = job.train.sampling == "balanced"
+    own = job.strategy.data_world(world)
     values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
     return Loader(
-        world=world,
+        world=own,
         plan=data.plan,
         seed=job.seed,
         eval_batch=int(job.train.eval_batch),
@@ -96,7 +97,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         train_feed=job.loader.feed(data.train, world),
         eval_feed=job.loader.feed(data.val, world),
         partners=data.pipeline.mix is not None,
-        stride=job.loader.stride(data.plan.batch // world.size, values, world),
+        stride=job.loader.stride(data.plan.batch // own.size, values, world),
         order_device=job.loader.order_device(world),
         order_of=partial(balanced_order, job.seed, labels=data.train.labels) if balanced else None,
         skip=data.train.skip,
@@ -119,13 +120,13 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
 
 def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
     """What a loader needs to know of a run to choose its `auto` values."""
-    plan = plan_of(job, len(train))
+    plan, own = plan_of(job, len(train)), job.strategy.data_world(world)
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
     return LoaderContext(
         world=world,
         splits=(train, val),
         gigabytes=(len(train) + len(val)) * math.prod(job.dataset.image_shape) / GB,
-        reads=(plan.total_steps * plan.batch + evaluations * len(val)) * world.local_size // world.size,
+        reads=(plan.total_steps * plan.batch + evaluations * len(val)) * world.local_size // own.size,
         boxes=crops_files(job.dataset),
         training_rate=lambda: training_rate(job, world),
     )

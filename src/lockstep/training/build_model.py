@@ -59,10 +59,10 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
     replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
-    strategy.shard(model, world, precision)
+    strategy.shard(model, world, precision, blank)
     ema = None
     if average is not None and job.train.ema is not None:
-        strategy.shard(average, world, precision)
+        strategy.shard(average, world, precision, blank)
         ema = EMA(model, job.train.ema, average)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)

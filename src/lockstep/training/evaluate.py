@@ -53,6 +53,7 @@ def evaluate(
     done = 0
     for done, (images, labels) in enumerate(loader.eval(), start=1):
         logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
+        labels = labels[: len(logits)]  # of a model that is cut into stages, the last one has the logits
         summed += loss(logits, labels, labels)
         hit = best_classes(logits) == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])

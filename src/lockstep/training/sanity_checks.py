@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import LockstepError, NumericalError
-from lockstep.core.sharding import has_shards, own_part
+from lockstep.core.sharding import has_shards, own_parts
 from lockstep.core.world import World
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -16,7 +16,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(model: nn.Module) -> Tensor:
     """The sum of all parameters' bits, read as integers: an int64 scalar on their device. One bit changes it."""
-    tensors = [own_part(parameter.detach()) for parameter in model.parameters()]
+    tensors = own_parts(model.parameters())
     sums = [tensor.view(_WORDS[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack(sums).sum()
 
@@ -51,7 +51,7 @@ def check_finite(model: nn.Module, world: World, step: int) -> None:
 
     Collective, because running statistics may differ between ranks. Waits for the device.
     """
-    tensors = [own_part(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+    tensors = own_parts((*model.parameters(), *model.buffers()))
     broken = torch.stack([~tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]).sum()
     if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.consensus import StopConsensus
@@ -123,16 +123,14 @@ class Trainer:
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
         scale = self.strategy.grad_divisor(self.world) / shard.count
-        for micro, last in shard.micro_batches(self.plan.micro_batches):
-            with self.strategy.accumulate(network.replica, last):
-                images, targets = self.pipeline.mixed(micro)
-                with self.precision.autocast(self.world.device):
-                    logits = network.replica(images, network.forward_keys(micro)).to(self.precision.sums)
-                    loss = self.loss(logits, targets, micro.labels)
-                network.scaler.scale(loss * scale).backward()
-            self.telemetry.record(loss.detach(), logits.detach(), micro, images)
-            if not last and self.consensus.can_wait:
-                self.between()
+        self.strategy.run_micro_batches(
+            network.replica,
+            shard.micro_batches(self.plan.micro_batches),
+            self.world,
+            forward=lambda micro: self.forward(micro) * scale,
+            backward=lambda loss: network.scaler.scale(loss).backward(),
+            between=self.between_micro_batches,
+        )
         self.strategy.reduce(network.replica, shard.step)
         network.scaler.unscale_(network.optimizer)
         scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
@@ -147,6 +145,16 @@ class Trainer:
             network.ema.update_parameters(network.model)
         self.strategy.end_step(network, shard.step, self.plan)
         return scalars
+
+    def forward(self, micro: Shard) -> Tensor:
+        """The summed loss of a micro-batch, a scalar."""
+        images, targets = self.pipeline.mixed(micro)
+        with self.precision.autocast(self.world.device):
+            logits = self.network.replica(images, self.network.forward_keys(micro)).to(self.precision.sums)
+            scored = micro.first(len(logits))  # of a model that is cut into stages, the last one has the logits
+            loss: Tensor = self.loss(logits, targets[: len(logits)], scored.labels)
+        self.telemetry.record(loss.detach(), logits.detach(), scored, images[: len(logits)])
+        return loss
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """Write the figures since the last log point. The one place in a step that waits for the device."""
@@ -207,6 +215,11 @@ class Trainer:
         """Between two blocks of an evaluation: show how far it is, and what `between` does."""
         self.telemetry.evaluating(done, blocks)
         self.between()
+
+    def between_micro_batches(self) -> None:
+        """Do what `between` does, where steps are so long that waiting for all ranks costs little."""
+        if self.consensus.can_wait:
+            self.between()
 
     def between(self) -> None:
         """Between two micro-batches or blocks: give a sign of life, and act on a stop of any rank. Collective.

@@ -60,6 +60,19 @@ class Shard:
         """Of its examples in the global batch."""
         return share(self.count, self.pieces, self.number)
 
+    def first(self, examples: int) -> Shard:
+        """The first so many of the piece's own examples; all of them are the piece itself."""
+        if examples == len(self.labels):
+            return self
+        rows = slice(examples)
+        return replace(
+            self,
+            images=self.images[rows],
+            known_labels=self.known_labels[rows],
+            indices=self.indices[rows],
+            mix_partner=False,
+        )
+
     def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
         """The shard in `parts` pieces, each with whether it is the last; a piece may be empty.
 

@@ -1,0 +1,249 @@
+"""Where a model can be cut into stages that run one after another, found by watching one forward pass.
+
+A model can be cut before a module that takes one tensor, if nothing else that was computed before it is used behind
+it. So blocks with residual connections stay whole, and no knowledge of a model's family is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.core.errors import InputError, did_you_mean
+
+SHOWN = 12  # the most places for a cut that an error names
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a model is cut.
+
+    Fields:
+        entries: the names of the first modules of all stages but the first.
+        formats: the number format of what each of them takes.
+        homes: the stage of each parameter and buffer, by name.
+        classes: the number of logits.
+    """
+
+    entries: tuple[str, ...]
+    formats: tuple[torch.dtype, ...]
+    homes: dict[str, int]
+    classes: int
+
+
+@dataclass
+class Place:
+    """A module as a place for a cut.
+
+    Fields:
+        dtype, size: of the tensor that it takes: the number format, and how many numbers.
+        argument: the `id` of that tensor, while the module runs.
+        obstacle: why a cut cannot be there, or "".
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    size: int = 0
+    argument: int | None = None
+    obstacle: str = ""
+
+
+class ForwardTrace(TorchFunctionMode):
+    """Follows one forward pass: which modules begin in which order, and where a tensor is used after it was made.
+
+    `position` counts the modules that have begun; the model itself is at 0.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.places: list[Place] = []
+        self.begun: dict[nn.Module, int] = {model: 0}
+        self.names = {id(tensor): name for name, tensor in named_tensors(model)}
+        self.first_use: dict[str, int] = {}
+        # The position at which each tensor was made. Weak, so that the pass needs no more memory.
+        self.birth = WeakIdKeyDictionary()
+
+    @property
+    def position(self) -> int:
+        return len(self.places)
+
+    def watch(self, model: nn.Module, images: Tensor) -> Tensor:
+        """The output of a forward pass of `model`, in evaluation mode."""
+        self.birth[images] = 0
+        hooks: list[Any] = []
+        for name, module in model.named_modules():
+            if name:
+                hooks.append(module.register_forward_pre_hook(functools.partial(self._begin, name), with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._end))
+        try:
+            with self:
+                output: Tensor = model(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return output
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in self.begun:
+            self.places[self.begun[module] - 1].obstacle = "it runs more than once in a forward pass"
+            return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        alone = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
+        place = Place(name, obstacle="" if alone else f"it takes {len(tensors)} tensors, expected one")
+        if alone:
+            place.dtype, place.size, place.argument = tensors[0].dtype, tensors[0].numel(), id(tensors[0])
+        self.places.append(place)
+        self.begun[module] = self.position
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        # Whoever uses what it has taken behind it would not find the numbers that came over the cut.
+        self.places[self.begun[module] - 1].argument = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if outputs:  # else only a shape or a format was asked for
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._use(leaf)
+        for output in outputs:
+            if id(output) not in self.names and output not in self.birth:
+                self.birth[output] = self.position
+        return result
+
+    def _use(self, tensor: Tensor) -> None:
+        name = self.names.get(id(tensor))
+        if name is not None:
+            since = self.first_use.setdefault(name, self.position)
+        elif tensor in self.birth:
+            since = self.birth[tensor]
+        else:  # a constant
+            return
+        for place in self.places[since : self.position]:
+            if name is not None:
+                place.obstacle = place.obstacle or f"{name} is used on both sides of it"
+            elif place.argument != id(tensor):
+                place.obstacle = place.obstacle or "more than its input is used behind it, as by a skip connection"
+
+    def homes(self, model: nn.Module) -> dict[str, int]:
+        """The position of each parameter and buffer: of its first use, or else of the module that has it."""
+        modules = dict(model.named_modules())
+        return {
+            name: self.first_use.get(name, self.begun.get(modules[name.rpartition(".")[0]], 0))
+            for name, _ in named_tensors(model)
+        }
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of a model by name, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@torch.no_grad()
+def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | None) -> Stages:
+    """Cut a model into so many stages, at `entries` or where the stages have most equal parameters.
+
+    `images` are some inputs, (b, C, H, W), in the format that a run gives the model. Parameters, buffers and the mode
+    are left unchanged.
+
+    Raises:
+        InputError: it cannot be cut there, or not into so many stages.
+    """
+    trace = ForwardTrace(model)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    logits = trace.watch(model, images)
+    for module, training in modes:
+        module.training = training
+    homes = trace.homes(model)
+    sizes = [0] * (trace.position + 1)  # numbers at each position
+    for name, parameter in model.named_parameters():
+        sizes[homes[name]] += parameter.numel()
+    starts = _balanced(sizes, trace.places, stages) if entries is None else _given(trace.places, entries)
+    bounds = [0, *starts, len(sizes)]
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if not sum(sizes[start:stop]):
+            raise InputError(
+                f"strategy.cuts is [{','.join(entries or ())}], which leaves stage {number} without parameters; "
+                "cut elsewhere, or leave out strategy.cuts"
+            )
+    places = [trace.places[start - 1] for start in starts]
+    return Stages(
+        entries=tuple(place.name for place in places),
+        formats=tuple(place.dtype for place in places),
+        homes={name: sum(start <= position for start in starts) for name, position in homes.items()},
+        classes=logits.shape[-1],
+    )
+
+
+def _given(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
+    """The positions of the modules that are named."""
+    numbers = {place.name: number for number, place in enumerate(places, 1)}
+    starts = []
+    for name in entries:
+        if name not in numbers:
+            free = [place.name for place in places if not place.obstacle]
+            shown = ", ".join(free[:SHOWN]) + ", ..." * (len(free) > SHOWN)
+            raise InputError(
+                f"strategy.cuts: the model runs no module {name!r}, expected some of {shown}."
+                f"{did_you_mean(name, list(numbers))}"
+            )
+        if obstacle := places[numbers[name] - 1].obstacle:
+            raise InputError(
+                f"strategy.cuts: the model cannot be cut before {name}: {obstacle}; cut elsewhere, or leave out "
+                "strategy.cuts"
+            )
+        starts.append(numbers[name])
+    if starts != sorted(set(starts)):
+        raise InputError(
+            f"strategy.cuts is [{','.join(entries)}], expected different modules in the order in which they run"
+        )
+    return starts
+
+
+def _balanced(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
+    """The cuts for which the stages are most alike, by the numbers at each position; each stage has some."""
+    # Of places without parameters between them the one that sends least is taken, and the outermost of these.
+    alike: dict[int, list[int]] = defaultdict(list)
+    for start, place in enumerate(places, 1):
+        if not place.obstacle:
+            alike[sum(sizes[:start])].append(start)
+    starts = [
+        min(group, key=lambda start: (places[start - 1].size, places[start - 1].name.count(".")))
+        for before, group in alike.items()
+        if 0 < before < sum(sizes)
+    ]
+    if len(starts) < stages - 1:
+        raise InputError(
+            f"strategy=pipeline has {stages} stages, but this model can be cut into {len(starts) + 1} at the most; "
+            f"use launcher.ranks={len(starts) + 1}, or strategy=fsdp"
+        )
+
+    @functools.cache
+    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """The sum of the squared sizes of `left` stages from `start`, and the cuts between them."""
+        if left == 1:
+            return sum(sizes[start:]) ** 2, ()
+        behind = [at for at in starts if at > start]
+        tries: Iterator[tuple[int, tuple[int, ...]]] = (
+            (sum(sizes[start:at]) ** 2 + squares, (at, *cuts))
+            for number, at in enumerate(behind)
+            if len(behind) - number >= left - 1
+            for squares, cuts in [best(at, left - 1)]
+        )
+        return min(tries)
+
+    return list(best(0, stages)[1])

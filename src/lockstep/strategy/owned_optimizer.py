@@ -1,0 +1,100 @@
+"""An optimizer of a whole model whose state is dealt out to the ranks, a whole parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.core.sharding import ShardedOptimizer, wire
+from lockstep.core.world import World
+
+
+class OwnedOptimizer(ShardedOptimizer):
+    """Steps the parameters that this rank owns.
+
+    Args:
+        whole: the optimizer over all parameters, which has not stepped yet. It becomes that of this rank's.
+        owners: the rank of each of its parameters.
+    """
+
+    def __init__(self, whole: torch.optim.Optimizer, owners: Mapping[Tensor, int], world: World) -> None:
+        # Not the base class's: the groups are checked already, and the state is that of `own`.
+        self.param_groups = [dict(group) for group in whole.param_groups]
+        self.defaults = whole.defaults
+        self.own = whole
+        self.world = world
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.owners = {parameter: owners[parameter] for parameter in parameters}
+        for group in whole.param_groups:
+            group["params"] = [own for own in group["params"] if self.owners[own] == world.rank]
+        for parameter in [other for other in whole.state if self.owners[other] != world.rank]:
+            del whole.state[parameter]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of this rank's parameters."""
+        return self.own.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step this rank's parameters."""
+        assert closure is None
+        for own, group in zip(self.own.param_groups, self.param_groups, strict=True):
+            own |= {key: value for key, value in group.items() if key != "params"}
+        self.own.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.owners:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all parameters on main, in host memory, and that of this rank's on the others. Collective."""
+        numbers = {parameter: number for number, parameter in enumerate(self.owners)}
+        own = {numbers[parameter]: dict(entries) for parameter, entries in self.own.state.items()}
+        groups = [
+            {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups
+        ]
+        return {"state": self._collected(own), "param_groups": groups}
+
+    def _collected(self, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The entries of all ranks on main. Tensors are sent one at a time; all else is small."""
+        outlines = self.world.gather_to_main({number: _outline(entries) for number, entries in own.items()})
+        if not outlines:
+            for entries in own.values():
+                for value in entries.values():
+                    if isinstance(value, Tensor):
+                        dist.send(value.to(wire(self.world.device)).contiguous(), 0)
+            return own
+        for rank, outline in enumerate(outlines[1:], start=1):
+            own |= {number: self._received(entries, rank) for number, entries in outline.items()}
+        return dict(sorted(own.items()))
+
+    def _received(self, outline: dict[str, Any], rank: int) -> dict[str, Any]:
+        entries = {}
+        for key, value in outline.items():
+            if isinstance(value, _Shape):
+                tensor = torch.empty(value.size, dtype=value.dtype, device=wire(self.world.device))
+                dist.recv(tensor, rank)
+                value = tensor.cpu()
+            entries[key] = value
+        return entries
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is known of a tensor before it comes."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _outline(entries: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _Shape(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        for key, value in entries.items()
+    }

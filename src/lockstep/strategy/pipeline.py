@@ -1,0 +1,145 @@
+"""A pipeline: the layers of a model are dealt out to the ranks, and micro-batches pass from rank to rank.
+
+torch's `torch.distributed.pipelining` wants a model that it can trace or that is cut by hand, and micro-batches of
+one size. Here a model is run as it is, and the last batch of an epoch is as short as it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged, ruled
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Optimizer, Precision
+from lockstep.core.rules import Text
+from lockstep.core.update_scope import UpdateScope, refuse_wider
+from lockstep.core.world import World
+from lockstep.strategy.base import Single, share_weights
+from lockstep.strategy.cutting import cut
+from lockstep.strategy.owned_optimizer import OwnedOptimizer
+from lockstep.strategy.stage import become_stage, stage_of
+
+M = TypeVar("M")
+MOST_STAGES = 1000
+Schedule = enum.Enum("Schedule", {"1f1b": "1f1b", "gpipe": "gpipe"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Single):
+    """Each rank has one stage: some layers that follow each other, with their gradients and optimizer state.
+
+    Every rank reads the whole global batch. The first stage takes its images, the last one its labels.
+
+    Fields:
+        stages: their number, which is that of the ranks; null is any.
+        cuts: the names of the modules with which the stages behind the first begin; null balances the parameters.
+        schedule: the order of forward and backward passes. `1f1b` (Narayanan et al. 2019, "PipeDream") begins to go
+            back as soon as it can: a rank holds the activations of at most as many micro-batches as there are stages
+            from its own to the last. `gpipe` (Huang et al. 2019) takes all forward passes first, and holds those of
+            all. Both give the same numbers.
+    """
+
+    stages: int | None = ranged(None, least=1, most=MOST_STAGES)
+    cuts: list[str] | None = ruled(None, Text())
+    schedule: Schedule = Schedule["1f1b"]
+
+    def ranks(self, gpus: int) -> int:
+        return self.stages or gpus or 2
+
+    def check(self, ranks: int, device: str) -> None:
+        if self.stages not in (None, ranks):
+            raise InputError(
+                f"strategy.stages is {self.stages}, but launcher.ranks makes {ranks} ranks, and each rank has one "
+                "stage: a pipeline is not data parallel as well; leave out strategy.stages or launcher.ranks"
+            )
+        if self.cuts is not None and len(self.cuts) != ranks - 1:
+            raise InputError(
+                f"strategy.cuts is [{','.join(self.cuts)}], which makes {len(self.cuts) + 1} stages, but there are "
+                f"{ranks} ranks with one each; use launcher.ranks={len(self.cuts) + 1}, or leave out strategy.cuts"
+            )
+
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        remedy = "use optimizer=adamw, adam, sgd or muon, or strategy=ddp"
+        refuse_wider(optimizer, UpdateScope.parameter, "pipeline", remedy=remedy)
+        if precision.dtype is torch.float16:
+            raise InputError(
+                "precision=fp16 has a loss scaler, and under strategy=pipeline each stage would skip other steps; "
+                "use precision=bf16, or strategy=ddp"
+            )
+        if micro_batches == "auto":
+            raise InputError(
+                "train.micro_batches=auto tries the whole model on each rank, and strategy=pipeline is for models "
+                "that need not fit there; use a number, such as train.micro_batches=8"
+            )
+
+    def data_world(self, world: World) -> World:
+        return replace(world, rank=0, size=1)
+
+    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
+        if world.size > 1:
+            share_weights(model)
+        return model
+
+    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
+        if world.size == 1:
+            return
+        images = images.to(precision.dtype)
+        with precision.autocast(world.device):
+            become_stage(model, cut(model, images, world.size, self.cuts), images, world)
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        whole = optimizer.build(model)
+        if world.size == 1:
+            return whole
+        homes = stage_of(model).stages.homes
+        return OwnedOptimizer(whole, {tensor: homes[name] for name, tensor in model.named_parameters()}, world)
+
+    def grad_divisor(self, world: World) -> int:
+        return 1  # every rank has the whole batch, and there is no sum over ranks
+
+    def run_micro_batches(
+        self,
+        replica: nn.Module,
+        micro_batches: Iterator[tuple[M, bool]],
+        world: World,
+        *,
+        forward: Callable[[M], Tensor],
+        backward: Callable[[Tensor], None],
+        between: Callable[[], None],
+    ) -> None:
+        if world.size == 1:
+            super().run_micro_batches(
+                replica, micro_batches, world, forward=forward, backward=backward, between=between
+            )
+            return
+        # `between` waits for all ranks, which would empty the pipeline: a stop comes at the end of the step.
+        most = world.size - world.rank if self.schedule is Schedule["1f1b"] else None
+        losses: deque[Tensor] = deque()
+        for micro, _ in micro_batches:
+            losses.append(forward(micro))
+            if len(losses) == most:
+                backward(losses.popleft())
+        while losses:
+            backward(losses.popleft())
+
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
+        notes = super().notes(model, world, plan)
+        if world.size > 1 and plan.micro_batches < 2 * world.size:
+            idle = (world.size - 1) / (plan.micro_batches + world.size - 1)
+            notes.append(
+                f"with train.micro_batches={plan.micro_batches} each of {world.size} stages waits {idle:.0%} of a "
+                f"step for the others; train.micro_batches={4 * world.size} leaves "
+                f"{(world.size - 1) / (5 * world.size - 1):.0%}"
+            )
+        return notes
+
+
+__all__ = ["Pipeline", "Schedule"]

@@ -1,0 +1,205 @@
+"""One stage of a model that is cut over the ranks layer by layer: its part of the forward and backward pass.
+
+A rank runs the model's own forward, so that no model has to be written in another way. The parameters of other
+stages are on torch's meta device, where a tensor has a shape and no numbers: up to the first module of its own stage
+a rank computes shapes only. There the numbers come from the rank before; and before the first module of the next
+stage the forward pass ends, and the numbers go to the next rank. Gradients go back the same way, within backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.core.errors import InputError
+from lockstep.core.sharding import wire
+from lockstep.core.world import World
+from lockstep.strategy.cutting import Stages, named_tensors
+
+# What is sent, and the tag of its messages.
+ACTIVATIONS, GRADIENTS = 0, 1
+
+
+class Neighbours(Protocol):
+    """What a stage exchanges with the stages before and behind it."""
+
+    def send(self, tensor: Tensor, kind: int) -> None: ...
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor: ...
+
+
+class Link:
+    """Messages between neighbouring ranks. Activations go to the next rank, gradients to the one before.
+
+    A send does not wait for its receiver; the next one of its kind waits for it. So there is no deadlock while each
+    rank takes its micro-batches in one order, and a rank holds one message of each kind.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # NCCL carries out the messages of a group in the order of the calls, and would wait for those of the other
+        # direction; gloo has tags. New groups are collective.
+        own_groups = dist.get_backend() == "nccl"
+        self.groups: list[Any] = [dist.new_group() if own_groups else None for _ in (ACTIVATIONS, GRADIENTS)]
+        self.pending: dict[int, tuple[Any, Tensor]] = {}
+
+    def send(self, tensor: Tensor, kind: int) -> None:
+        if kind in self.pending:
+            self.pending.pop(kind)[0].wait()
+        if tensor.numel():
+            message = tensor.detach().to(wire(self.world.device)).contiguous()
+            target = self.world.rank + (1 if kind == ACTIVATIONS else -1)
+            self.pending[kind] = (dist.isend(message, target, group=self.groups[kind], tag=kind), message)
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
+        message = torch.empty(shape, dtype=dtype, device=wire(self.world.device))
+        if message.numel():
+            dist.recv(message, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
+        return message.to(self.world.device)
+
+
+class Nobody:
+    """Neighbours of a stage that is tried alone: blank numbers come, and what is sent is dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, tensor: Tensor, kind: int) -> None:
+        """Nothing to do."""
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+class _Receive(torch.autograd.Function):
+    """The activations of the stage before; backward sends it their gradient. `anchor` makes autograd come here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, neighbours: Neighbours, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        ctx.neighbours = neighbours
+        return neighbours.receive(shape, dtype, ACTIVATIONS)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.neighbours.send(gradients[0], GRADIENTS)
+        return None, None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """Sends activations to the next stage and gives logits of no examples; backward receives their gradient.
+
+    `anchor` makes autograd come here also where nothing up to here is trained. No gradient comes then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, anchor: Tensor, neighbours: Neighbours, classes: int) -> Tensor:
+        neighbours.send(activations, ACTIVATIONS)
+        ctx.neighbours, ctx.shape, ctx.dtype = neighbours, activations.shape, activations.dtype
+        return activations.new_empty((0, classes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+        own = ctx.neighbours.receive(ctx.shape, ctx.dtype, GRADIENTS) if ctx.needs_input_grad[0] else None
+        return own, None, None, None
+
+
+class _NextStageError(Exception):
+    """Ends a forward pass where the next stage begins, with what that takes. Caught by `Stage`."""
+
+    def __init__(self, activations: Tensor) -> None:
+        super().__init__()
+        self.activations = activations
+
+
+class Stage:
+    """The forward of a model on one rank, which takes the place of the model's own.
+
+    It takes images (b, C, H, W), of which only the first stage reads the numbers, and gives the logits (b, classes)
+    in the last stage and (0, classes) in the others, connected to the graph in each. Collective.
+    """
+
+    def __init__(self, model: nn.Module, stages: Stages, world: World) -> None:
+        self.stages = stages
+        self.neighbours: Neighbours = Nobody(world.device)
+        self.whole_forward = model.forward
+        self.number = world.rank
+        self.anchor = torch.zeros((), device=world.device, requires_grad=True)
+        self.storage = next(model.parameters()).dtype
+        modules = dict(model.named_modules())
+        if self.number > 0:
+            modules[stages.entries[self.number - 1]].register_forward_pre_hook(self._enter)
+        if self.number < len(stages.entries):
+            modules[stages.entries[self.number]].register_forward_pre_hook(self._leave)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self.number > 0:  # autocast, which would cast them, knows no meta device
+            images = images.to("meta", self.storage)
+        try:
+            logits: Tensor = self.whole_forward(images)
+        except _NextStageError as end:
+            logits = _Send.apply(end.activations, self.anchor, self.neighbours, self.stages.classes)
+        return logits
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Put the numbers of the stage before in the place of their shape."""
+        shape_only, *others = args
+        dtype = self.stages.formats[self.number - 1]
+        if shape_only.requires_grad:  # something before is trained, as that stage knows too
+            numbers = _Receive.apply(self.anchor, self.neighbours, shape_only.shape, dtype)
+        else:
+            numbers = self.neighbours.receive(shape_only.shape, dtype, ACTIVATIONS)
+        if shape_only.dim() == 4 and not shape_only.is_contiguous():
+            numbers = numbers.contiguous(memory_format=torch.channels_last)
+        return numbers, *others
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise _NextStageError(args[0])
+
+
+@torch.no_grad()
+def become_stage(model: nn.Module, stages: Stages, images: Tensor, world: World) -> None:
+    """Make a model the stage of this rank, in place: other stages' tensors lose their numbers. Collective.
+
+    Raises:
+        InputError: on every rank; the model does not run without the numbers of the stages before.
+    """
+    replaced: dict[int, Any] = {}
+    for name, tensor in named_tensors(model):
+        if stages.homes[name] != world.rank:
+            empty = torch.empty_like(tensor, device="meta")
+            parameter = isinstance(tensor, nn.Parameter)
+            replaced[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: replaced[id(own)] for name, own in tensors.items() if id(own) in replaced})
+    stage = Stage(model, stages, world)
+    model.forward = stage
+    _try_alone(model, images, world)
+    stage.neighbours = Link(world)
+
+
+def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    problem = ""
+    try:
+        model(images)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        problem = str(error).partition("\n")[0]
+    for module, mode in training:
+        module.training = mode
+    for rank, other in enumerate(world.gather(problem)):
+        if other:
+            raise InputError(
+                f"strategy=pipeline: stage {rank} of this model does not run without the numbers of the stages "
+                f"before it ({other}); cut elsewhere with strategy.cuts=[MODULE], or use strategy=fsdp"
+            )
+
+
+def stage_of(model: nn.Module) -> Stage:
+    """The stage that `become_stage` has made of a model."""
+    assert isinstance(model.forward, Stage)
+    return model.forward

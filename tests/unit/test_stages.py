@@ -1,0 +1,225 @@
+"""Where a model can be cut into stages, and in which order a stage takes its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.stochastic import KeyedModel, key_draws
+from lockstep.strategy import Pipeline
+from lockstep.strategy.cutting import cut
+from lockstep.strategy.pipeline import Schedule
+from lockstep.strategy.stage import Nobody, become_stage, stage_of
+
+IMAGES = torch.zeros(2, 4)
+
+
+def world(rank: int, size: int) -> World:
+    return World(rank=rank, local_rank=rank, size=size, local_size=size, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Network(nn.Module):
+    """Three layers and what comes between the second and the third, by a function of theirs."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.shift = [torch.ones(1, 4)]  # no buffer, so that every stage has it
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        second = self.second(first)
+        if self.between == "skip":
+            second = second + first
+        if self.between == "tied":
+            second = nn.functional.linear(second, self.first.weight)
+        if self.between == "again":
+            second = self.second(second)
+        if self.between == "constant":
+            second = second[:, self.shift[0].to(second.device).argmax() :]
+        logits: Tensor = self.third(second)
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "entries"),
+    [
+        ("test_vit", 3, ("blocks.1", "blocks.4")),
+        ("test_resnet", 2, ("layer4",)),
+        ("resnet18", 4, ("layer3.1", "layer4", "layer4.1")),
+    ],
+)
+def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
+    name: str, stages: int, entries: tuple[str, ...]
+) -> None:
+    model = timm.create_model(name, num_classes=10)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    found = cut(model, torch.zeros(1, 3, 32, 32) if "res" in name else torch.zeros(1, 3, 160, 160), stages, None)
+    assert found.entries == entries
+    assert found.classes == 10
+    assert model.training
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    assert set(found.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert sorted(set(found.homes.values())) == list(range(stages))
+
+
+@pytest.mark.parametrize(
+    ("model", "entry", "obstacle"),
+    [
+        (Network("skip"), "second", "more than its input is used behind it"),
+        (Network("skip"), "third", ""),
+        (nn.Sequential(nn.Linear(4, 4), Residual()), "1", ""),
+        (nn.Sequential(nn.Linear(4, 4), Residual()), "1.inner", "more than its input is used behind it"),
+        (nn.Sequential(nn.Linear(4, 4), Residual()), "1.inner.1", "more than its input is used behind it"),
+        (Network("tied"), "second", "first.weight is used on both sides of it"),
+        (Network("tied"), "third", ""),
+        (Network("again"), "second", "it runs more than once"),
+        (Network("plain"), "secnd", "the model runs no module 'secnd', expected some of first, second, third. Did"),
+        (Network("plain"), "first", "leaves stage 0 without parameters"),
+    ],
+)
+def test_a_cut_is_where_only_one_tensor_goes_on(model: nn.Module, entry: str, obstacle: str) -> None:
+    if not obstacle:
+        assert cut(model, IMAGES, 2, [entry]).entries == (entry,)
+        return
+    with pytest.raises(InputError, match=r"strategy\.cuts") as raised:
+        cut(model, IMAGES, 2, [entry])
+    assert obstacle in str(raised.value)
+
+
+def test_a_skip_connection_over_a_cut_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Residual(), nn.Linear(4, 3))
+    assert cut(model, IMAGES, 3, None).entries == ("1", "2")
+    with pytest.raises(InputError, match=r"can be cut into 3 at the most; use launcher\.ranks=3, or strategy=fsdp"):
+        cut(model, IMAGES, 4, None)
+
+
+def test_cuts_are_in_the_order_of_the_layers() -> None:
+    with pytest.raises(InputError, match="in the order in which they run"):
+        cut(Network("plain"), IMAGES, 3, ["third", "second"])
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_stage_has_its_own_layers_and_gives_logits_in_the_last_one() -> None:
+    for rank, rows in ((0, 0), (1, 2)):
+        model = Network("plain")
+        become_stage(model, cut(model, IMAGES, 2, ["second"]), IMAGES, world(rank, 2))
+        stage_of(model).neighbours = Nobody(torch.device("cpu"))
+        assert model(IMAGES).shape == (rows, 3)
+        model(IMAGES).sum().backward()
+        own = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+        assert {name.partition(".")[0] for name in own} == ({"second", "third"} if rank else {"first"})
+        assert own == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_model_that_reads_numbers_of_another_stage_is_refused() -> None:
+    model = Network("constant")
+    with pytest.raises(
+        InputError, match=r"of this model does not run without the numbers of the stages .* use strategy=fsdp"
+    ):
+        become_stage(model, cut(model, IMAGES, 2, ["third"]), IMAGES, world(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "order"),
+    [
+        ("1f1b", 0, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
+        ("1f1b", 1, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
+        ("1f1b", 2, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
+        ("gpipe", 1, "F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
+    ],
+)
+def test_a_schedule_orders_the_passes_of_a_stage(schedule: str, rank: int, order: str) -> None:
+    passes: list[str] = []
+
+    def forward(number: int) -> Tensor:
+        passes.append(f"F{number}")
+        return torch.tensor(number)
+
+    Pipeline(schedule=Schedule[schedule]).run_micro_batches(
+        nn.Identity(),
+        ((number, number == 4) for number in range(5)),
+        world(rank, 3),
+        forward=forward,
+        backward=lambda loss: passes.append(f"B{int(loss)}"),
+        between=lambda: pytest.fail("it waits for all stages"),
+    )
+    assert " ".join(passes) == order
+
+
+def test_a_pipeline_says_how_long_its_stages_wait() -> None:
+    def notes(micro_batches: int, size: int) -> list[str]:
+        plan = Plan(
+            examples=64,
+            batch=64,
+            total_steps=1,
+            micro_batches=micro_batches,
+            log_every=1,
+            eval_every=1,
+            save_every=1,
+        )
+        return Pipeline().notes(nn.Linear(2, 2), world(0, size), plan)
+
+    (note,) = notes(1, 2)
+    assert "each of 2 stages waits 50% of a step" in note
+    assert "train.micro_batches=8 leaves 11%" in note
+    assert notes(8, 2) == notes(1, 1) == []
+
+
+def test_ranks_are_stages() -> None:
+    assert [Pipeline(stages=stages).ranks(gpus) for stages, gpus in ((None, 0), (None, 4), (3, 4))] == [2, 4, 3]
+    Pipeline(cuts=["a"], stages=2).check(2, "cpu")
+    with pytest.raises(InputError, match="a pipeline is not data parallel as well; leave out strategy"):
+        Pipeline(stages=2).check(4, "cpu")
+    with pytest.raises(InputError, match=r"strategy\.cuts is \[a\], which makes 2 stages, .* use launcher\.ranks=2"):
+        Pipeline(cuts=["a"]).check(3, "cpu")
+
+
+class DrawsTwice(nn.Module):
+    """Draws before and behind a place where a forward pass may be left."""
+
+    left = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.5, self.training)
+        if self.left:
+            raise StopIteration
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_draws_begin_anew_behind_a_forward_pass_that_was_left() -> None:
+    model, keys = DrawsTwice(), torch.arange(8).view(4, 2)
+    replica = KeyedModel(model, key_draws(model, torch.ones(1, 64), seed=0))
+    expected = replica(torch.ones(4, 64), keys)
+    model.left = True
+    with pytest.raises(StopIteration):
+        replica(torch.ones(4, 64), keys)
+    model.left = False
+    assert torch.equal(replica(torch.ones(4, 64), keys), expected)
