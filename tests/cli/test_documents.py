@@ -143,10 +143,6 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         "downloads",
         composes,
     ),
-    'python train.py "metric=[f1,auroc]" "logger=[jsonl,tensorboard,mlflow]"': (
-        "imports MLflow for seconds; test_loggers.py uses it",
-        composes,
-    ),
     "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
     "lockstep prove --ranks 2 --steps 6": ("runs for a minute; test_prove.py runs a part", proves),
     "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),
