@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import Done, forked
-from lockstep.cli.prove import COMMON, Case, Outcome, cases, compare
+from lockstep.cli.prove import COMMON, Case, Outcome, cases, compare, for_strategy
 
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
 REFERENCE = Outcome(
@@ -85,6 +85,25 @@ def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> 
     assert [case.name for case in planned if case.killed] == [f"ddp {size} killed" for size in (2, 3, 4)]
     assert {"single x 3", "ddp 2 x 3", "ddp 3 x 3", "ddp 4 x 3"} < set(names)
     assert not any("x" in case.name for case in cases([2], micro_batches=None))
+
+
+@pytest.mark.slow
+def test_a_strategy_that_refuses_the_config_is_left_out_with_its_sentence(tmp_path: Path) -> None:
+    some = "single,pipeline 2,pipeline 2 killed"
+    done = forked("-c", SOME, some, *("prove", "--ranks", "2", "--steps", "2", "model=linear"), cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "without pipeline 2: strategy=pipeline has 2 stages, but this model can be cut into 1" in done.out
+    assert [line for line in done.out.splitlines() if "pipeline 2 killed" in line and "refused" in line]
+
+
+def test_the_keys_of_the_users_strategy_are_for_its_own_runs() -> None:
+    overrides = ["strategy=pipeline", "strategy.schedule=gpipe", "batch=64"]
+    planned = {case.name: case for case in cases([2], micro_batches=None, others=("pipeline", "local_sgd"))}
+    assert for_strategy(planned["pipeline 2"], overrides) == overrides
+    assert for_strategy(planned["single"], overrides) == ["strategy=pipeline", "batch=64"]
+    assert "strategy.local_steps=1" in planned["local_sgd 2"].overrides
+    # The user's strategy would be refused beside repro=strict.
+    assert {"strategy=auto", "repro=strict"} < set(planned["strict 2"].overrides)
 
 
 def test_the_users_config_is_run_as_it_is() -> None:
