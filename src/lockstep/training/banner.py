@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,18 +26,24 @@ from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
-from lockstep.training.usual import Usual
+from lockstep.training.usual import SIZES, Usual
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
-    """What TensorBoard's HParams page shows of a job. Every job has the same keys."""
+    """What TensorBoard's HParams page shows of a job, in short texts, because it cuts longer ones.
+
+    Every job has the same keys.
+    """
+    places = frozenset({"root", "path"})
+    folder = Path(str(getattr(job.dataset, "path", ""))).name
     return {
         "model": named(job.model),
-        "dataset": named(job.dataset, frozenset({"root", "path"})),
+        "dataset": " ".join(filter(None, (named(job.dataset, places | set(SIZES)), folder))),
+        "input": "x".join(str(size) for size in job.dataset.input_shape),
         "augment": named(job.augment),
-        "strategy": type(job.strategy).__name__,
-        "precision": type(job.precision).__name__,
-        "optimizer": type(job.optimizer).__name__,
+        "strategy": named(job.strategy),
+        "precision": _number_format(job.precision),
+        "optimizer": named(job.optimizer, frozenset({"lr", "weight_decay"})),
         "lr": float(job.optimizer.lr),
         "weight_decay": job.optimizer.weight_decay,
         "schedule": named(job.schedule),
