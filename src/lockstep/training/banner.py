@@ -40,7 +40,7 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "model": named(job.model),
         "dataset": " ".join(filter(None, (named(job.dataset, places | set(SIZES)), folder))),
         "input": "x".join(str(size) for size in job.dataset.input_shape),
-        "augment": named(job.augment),
+        "augment": str(job.augment),
         "strategy": named(job.strategy),
         "precision": _number_format(job.precision),
         "optimizer": named(job.optimizer, frozenset({"lr", "weight_decay"})),
@@ -139,6 +139,7 @@ def banner(
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
+    epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     rows = {
         "run": relative(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
@@ -153,7 +154,7 @@ def banner(
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {float(job.optimizer.lr):.3g}"
         f"{usual.rate_reason}, {named(job.schedule)}",
         "loss": named(job.loss),
-        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} epochs of "
+        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }
     rows["keeps"] = _keeps(job, network)
