@@ -87,7 +87,7 @@ def test_pixels_from_0_to_1_are_the_same_pictures(place: Path, tmp_path: Path) -
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("model", ["vit_tiny_patch16_224"])
+@pytest.mark.parametrize("model", ["test_vit"])
 def test_models_of_timm_are_exported(tmp_path: Path, model: str) -> None:
     data = ("dataset=fake", "dataset.classes=5", "dataset.examples=8", "dataset.size=32")
     run = train_here(tmp_path / "run", "model=timm", f"model.name={model}", *data, "batch=8", "steps=1")

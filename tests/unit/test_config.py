@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def test_every_option_builds_and_gives_its_node_back(option: str) -> None:
         node = node[name]
     else:
         component = components.build(group, node)
+    assert node.keys() == {"_target_", *(field.name for field in dataclasses.fields(component))}
     assert components.node(component) == node
     assert components.build(group, components.node(component)) == component
 
