@@ -249,6 +249,45 @@ def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overri
     assert len(said) < 400
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("dataset=own", "dataset=folder dataset.path=own"),
+        ("dataset=./own/", "dataset=folder dataset.path=./own/"),
+        ("dataset='of mine'", "dataset=folder 'dataset.path=of mine'"),
+        ("dataset=/not/there", "dataset=folder dataset.path=/not/there"),
+        ("dataset=list.csv", "dataset=csv dataset.path=list.csv"),
+        ("dataset=tars/train-0.tar", "dataset=webdataset dataset.path=tars"),
+        ("dataset=tars", "dataset=webdataset dataset.path=tars"),
+        ("dataset=packs", "dataset=packed dataset.path=packs"),
+        ("dataset=saved", "dataset=hf dataset.path=saved"),
+        ("model=w.safetensors", "model=NAME init_from=w.safetensors"),
+        ("model=run", "model=NAME init_from=run"),
+        ("dataset=a=b", "dataset=folder 'dataset.path=\"a=b\"'"),
+        ("own", "dataset=folder dataset.path=own"),
+        ("run", "resume=run"),
+        ("w.safetensors", "init_from=w.safetensors"),
+    ],
+)
+def test_a_path_in_place_of_a_name_is_answered_with_the_overrides_that_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, meant: str
+) -> None:
+    for file in (
+        "own/a.jpg",
+        "of mine/a.jpg",
+        "a=b/a.jpg",
+        "tars/train-0.tar",
+        "packs/manifest.json",
+        "saved/dataset_dict.json",
+        "run/.hydra/config.yaml",
+        "w.safetensors",
+    ):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    assert refusal(tmp_path / "outputs", word).endswith(f" Did you mean {meant}?")
+
+
 @pytest.mark.parametrize("path", ["'~nobody-of-that-name/x'", "'a\nb'", "'\udc80'", "' '"])
 @pytest.mark.parametrize("key", ["data_root", "resume", "init_from", "dataset=folder dataset.path"])
 def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: str, path: str) -> None:

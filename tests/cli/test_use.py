@@ -68,6 +68,7 @@ def test_an_evaluation_is_that_of_the_run_to_the_bit(place: Path, name: str) -> 
     logged = next(line for line in records(run) if line["step"] == best and "loss/val" in line)
     assert found["top1"] == run.read_summary()["best"]
     assert f"top-1 {found['top1']:.2f} %" in done.out
+    assert "\neach class:\n" in done.out
     if name == "pets":  # the others are averaged, and the log has the loss of the model itself
         assert (found["loss"], found["top5"]) == (logged["loss/val"], logged["acc/val_top5"])
 

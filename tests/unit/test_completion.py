@@ -64,6 +64,7 @@ def test_a_path_that_is_there_needs_no_quotes_of_hydra(place: Path) -> None:
     assert quoted_path(f"resume={run}") == f'resume="{run}"'
     assert quoted_path("resume=outputs/1-digits") == "resume=outputs/1-digits"
     assert quoted_path("seed=1,2") == "seed=1,2"
+    assert quoted_path("dataset.path=~/my photos") == 'dataset.path="~/my photos"'  # no shell replaces this ~
     assert quoted_path("data_root=a,b") == "data_root=a,b"  # two folders, to sweep over
 
 

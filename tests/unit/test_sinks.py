@@ -13,11 +13,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.context import RequestContext
+from tensorboard.plugins import base_plugin
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 
 from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
@@ -235,8 +239,32 @@ def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_pa
     found = written(tmp_path)
     assert set(found.values()) == {1}
     assert {key for key in found if key[1] == 0} == before
-    assert len(before) == 4
+    assert len(before) == 3
     assert events(tmp_path).file_version == 2
+
+
+def test_a_longer_resume_replaces_the_hyperparameters(tmp_path: Path) -> None:
+    part(tmp_path, 0, range(1, 6))
+    TensorBoard(tmp_path, 5, {**FACTS, "epochs": 40}).end("completed")
+    content = events(tmp_path).SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    session = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    assert session.hparams["epochs"].number_value == 40
+    assert set(written(tmp_path).values()) == {1}
+
+
+def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:
+    for name, batch in (("a", 64), ("b", 32)):
+        (tmp_path / name).mkdir()
+        sink = TensorBoard(tmp_path / name, 0, {**FACTS, "batch": batch, "zoom": batch})
+        sink.write(1, {"acc/val_top1": 50.0})
+        sink.end("completed")
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
+    context = backend_context.Context(base_plugin.TBContext(data_provider=provider))
+    asked = RequestContext()
+    experiment = context.experiment_from_metadata(asked, "", True, context.hparams_metadata(asked, ""), [])
+    assert [column.name for column in experiment.hparam_infos] == ["batch", "zoom", "lr", "model"]
+    assert [metric.name.tag for metric in experiment.metric_infos] == ["acc/val_top1"]
 
 
 def test_a_run_that_had_no_tensorboard_before_gets_its_layout_on_a_resume(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
         log.show(line)
     rows = [(name, count, top1) for name, count, top1 in evaluation.per_class if top1 is not None]
     worst = sorted(rows, key=lambda row: row[2])[:SHOWN]
-    log.show(f"the {len(worst)} classes with the lowest top-1:")
+    log.show("each class:" if len(rows) <= SHOWN else f"the {SHOWN} classes with the lowest top-1:")
     table = Table("class", Column("images", justify="right"), Column("top-1", justify="right"))
     for name, count, top1 in worst:
         table.add_row(name, f"{count:,}", f"{top1:.2f} %")

@@ -35,12 +35,15 @@ def override(key: str, value: object) -> str:
 
 
 def quoted_path(word: str) -> str:
-    """A word of the command line, quoted for Hydra if it sets a path that is there as it stands.
+    """A word of the command line, quoted for Hydra if it sets a path that is there as it stands, or below `~`.
 
-    The runs of a sweep have `=` and `,` in their names, and a shell completes them without quotes.
+    The runs of a sweep have `=` and `,` in their names, and a shell completes them without quotes. Shells leave the
+    `~` of `dataset.path=~/photos` as it is, and Hydra cannot read it.
     """
     key, _, path = word.partition("=")
-    return override(key, path) if key in (*RUNS, *FOLDERS) and path and Path(path).exists() else word
+    if key not in (*RUNS, *FOLDERS) or not path:
+        return word
+    return override(key, path) if path.startswith("~/") or Path(path).exists() else word
 
 
 def _parsed(word: str) -> object:

@@ -21,7 +21,9 @@ from omegaconf.errors import (
 
 from lockstep.config.commands import override, typed
 from lockstep.config.options import options_with
+from lockstep.config.path_words import meant_by_path
 from lockstep.config.program_words import program_name, program_words
+from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
@@ -88,6 +90,10 @@ def translate(error: BaseException) -> LockstepError | None:
     if isinstance(error, OSError) and error.errno in FULL:
         return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
+        group, sign, path = error.override.partition("=")
+        if meant := meant_by_path(group, path) if sign else meant_by_path("", group):
+            expected = f"the name of a {group}" if sign else "KEY=VALUE"
+            return InputError(f"{shown(error.override)} is a path, expected {expected}.{meant}")
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
             f"its own needs quotes that reach the program: \"KEY='a, b'\""
@@ -144,11 +150,20 @@ def shown_message(text: str) -> str:
 
 def _no_such_file(path: str, options: list[str]) -> str:
     """The sentence for an option that does not exist, with the one that was probably meant."""
-    group, _, name = path.removesuffix(".yaml").rpartition("/")
+    whole = path.removesuffix(".yaml")
+    group, _, name = whole.rpartition("/")
+    first, _, behind = whole.partition("/")
+    if first in GROUPS:  # its options are in no folders of their own: more slashes are those of a path
+        group, name = first, behind
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
     few = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
-    meant = did_you_mean(name, options) or few or f" `{program_name()} --help` shows the groups."
+    meant = (
+        meant_by_path(group, name)
+        or did_you_mean(name, options)
+        or few
+        or f" `{program_name()} --help` shows the groups."
+    )
     return f"{group}={name}: there is no {group} of that name.{meant}"
 
 

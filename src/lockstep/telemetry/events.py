@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.core import log
 from lockstep.core.safe_read import MB, opened
 from lockstep.core.safe_write import sync, write_atomic
 
+if TYPE_CHECKING:  # slow, and only a run with TensorBoard needs it
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+HPARAMS = "_hparams_/"  # the beginning of the tags of the hyper-parameters
 RECORD_LIMIT = 64 * MB  # a usual record has a few hundred bytes
 
 
-def trim_events(paths: list[Path], after: int) -> set[str]:
+def trim_events(paths: list[Path], after: int, session: Collection[Summary.Value] = ()) -> set[str]:
     """Remove all events of steps after `after` from event files, oldest first; returns the tags that are left.
 
-    TensorBoard's purge only hides such steps: other readers of the files would find them twice. A record that a kill
-    cut short ends its file. A damaged record is left out, with a warning.
+    Hyper-parameters that are not those of `session` are removed too: the resumed run writes its own. TensorBoard's
+    purge only hides such steps: other readers of the files would find them twice. A record that a kill cut short ends
+    its file. A damaged record is left out, with a warning.
 
     Raises:
         UnreadableFile: one is not a plain file.
@@ -28,6 +34,7 @@ def trim_events(paths: list[Path], after: int) -> set[str]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
+    current = [_parts(value) for value in session]
     keys: set[tuple[str, int]] = set()
     for path in paths:
         trimmed, damaged, before = BytesIO(), False, len(keys)
@@ -36,11 +43,13 @@ def trim_events(paths: list[Path], after: int) -> set[str]:
                 if record is None:
                     raise DecodeError
                 event = Event.FromString(record)
+                about_run = [_parts(value) for value in event.summary.value if value.tag.startswith(HPARAMS)]
             except DecodeError:
                 damaged = True
                 continue
             values = {(value.tag, event.step) for value in event.summary.value}
-            if event.step <= after and not values & keys:
+            outdated = any(part not in current for part in about_run)
+            if event.step <= after and not outdated and not values & keys:
                 keys |= values
                 RecordWriter(trimmed).write(record)
         if damaged:
@@ -53,6 +62,13 @@ def trim_events(paths: list[Path], after: int) -> set[str]:
             temporary.replace(path)
             sync(path.parent)
     return {tag for tag, _ in keys}
+
+
+def _parts(value: Summary.Value) -> tuple[str, object]:
+    """The tag and the content of a value about hyper-parameters; its bytes have the parameters in any order."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    return value.tag, HParamsPluginData.FromString(value.metadata.plugin_data.content)
 
 
 def _records(path: Path) -> Iterator[bytes | None]:

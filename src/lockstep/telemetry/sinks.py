@@ -228,7 +228,7 @@ class TensorBoard(Observer):
     Args:
         folder: of the run.
         after: the step that the run resumes from.
-        facts: the hyper-parameters; every run must have the same keys, or TensorBoard drops columns.
+        facts: the hyper-parameters. Those of a resume replace the earlier ones.
         layout: the charts of each category of the page of custom scalars.
     """
 
@@ -245,7 +245,12 @@ class TensorBoard(Observer):
         self.failed = False
         self.flushed = time.monotonic()
         with self._tolerating_errors():
-            tags = trim_events(sorted(folder.glob(EVENTS)), after)
+            # Without the first of torch's three summaries, which describes the columns, TensorBoard compares the runs
+            # itself: those columns come first that differ. It shows five until the user asks for more.
+            session = hparams(dict(facts), {})[1:]
+            tags = trim_events(
+                sorted(folder.glob(EVENTS)), after, [value for part in session for value in part.value]
+            )
             # Not torch's or TensorBoard's writer: they write from a thread, and the training loop waits for that
             # thread and for Python's lock up to 2 ms at each log point. This writer takes 0.1 ms.
             name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
@@ -253,7 +258,7 @@ class TensorBoard(Observer):
             self.records = RecordWriter(self.file)
             self._add(file_version="brain.Event:2")
             # Written to the run's own file: `add_hparams` would create a second run.
-            for summary in (custom_scalars(layout), *hparams(dict(facts), {"acc/val_top1": 0.0, "loss/val": 0.0})):
+            for summary in (custom_scalars(layout), *session):
                 if tags.isdisjoint(value.tag for value in summary.value):
                     self._add(summary=summary)
             self.file.flush()

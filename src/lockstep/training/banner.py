@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,18 +26,24 @@ from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
-from lockstep.training.usual import Usual
+from lockstep.training.usual import SIZES, Usual
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
-    """What TensorBoard's HParams page shows of a job. Every job has the same keys."""
+    """What TensorBoard's HParams page shows of a job, in short texts, because it cuts longer ones.
+
+    Every job has the same keys.
+    """
+    places = frozenset({"root", "path"})
+    folder = Path(str(getattr(job.dataset, "path", ""))).name
     return {
         "model": named(job.model),
-        "dataset": named(job.dataset, frozenset({"root", "path"})),
-        "augment": named(job.augment),
-        "strategy": type(job.strategy).__name__,
-        "precision": type(job.precision).__name__,
-        "optimizer": type(job.optimizer).__name__,
+        "dataset": " ".join(filter(None, (named(job.dataset, places | set(SIZES)), folder))),
+        "input": "x".join(str(size) for size in job.dataset.input_shape),
+        "augment": str(job.augment),
+        "strategy": named(job.strategy),
+        "precision": _number_format(job.precision),
+        "optimizer": named(job.optimizer, frozenset({"lr", "weight_decay"})),
         "lr": float(job.optimizer.lr),
         "weight_decay": job.optimizer.weight_decay,
         "schedule": named(job.schedule),
@@ -132,6 +139,7 @@ def banner(
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
+    epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     rows = {
         "run": relative(run_dir.path),
         "changed": " ".join(overrides) or "nothing, these are the defaults",
@@ -146,7 +154,7 @@ def banner(
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {float(job.optimizer.lr):.3g}"
         f"{usual.rate_reason}, {named(job.schedule)}",
         "loss": named(job.loss),
-        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} epochs of "
+        "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
     }
     rows["keeps"] = _keeps(job, network)

@@ -1,0 +1,53 @@
+"""What was meant by a path that stands where the name of an option, or KEY=VALUE, is expected."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lockstep.config.commands import override, typed
+from lockstep.core.run_dir import MANIFEST, RunDir
+
+WEIGHTS = ".safetensors"
+TABLES = (".csv", ".tsv")
+SHARDS = ".tar"
+# What `datasets` writes into a folder that it saves.
+HF_FILES = ("dataset_dict.json", "state.json")
+
+
+def meant_by_path(group: str, word: str) -> str:
+    """` Did you mean ...?` with the overrides for a path behind `GROUP=`, or alone (`group` is empty).
+
+    Empty if it looks like no path, or nothing can be made of it.
+    """
+    path = Path(os.path.expanduser(word))  # noqa: PTH111, raises nothing
+    try:
+        exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
+    except (OSError, ValueError):  # too long, or with a null byte
+        return ""
+    weights, listed = path.suffix == WEIGHTS, path.suffix in (*TABLES, SHARDS)
+    meant: list[str] = []
+    if weights or is_run:
+        starts = override("resume" if is_run and not group else "init_from", word)
+        meant = {"": [starts], "model": ["model=NAME", starts]}.get(group, [])
+    elif (group == "dataset" and (is_folder or listed or (os.sep in word and not exists))) or (
+        not group and exists and (is_folder or listed)
+    ):
+        meant = _dataset(path, word)
+    return f" Did you mean {typed(meant)}?" if meant else ""
+
+
+def _dataset(path: Path, word: str) -> list[str]:
+    """The overrides that choose the data set at a path."""
+    name = "folder"
+    if path.suffix in TABLES:
+        name = "csv"
+    elif path.suffix == SHARDS:
+        name, word = "webdataset", str(Path(word).parent)
+    elif (path / MANIFEST).exists():
+        name = "packed"
+    elif any((path / file).exists() for file in HF_FILES):
+        name = "hf"
+    elif path.is_dir() and next(path.glob(f"*{SHARDS}"), None):
+        name = "webdataset"
+    return [f"dataset={name}", override("dataset.path", word)]
