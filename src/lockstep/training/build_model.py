@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,17 @@ def compile_network(job: Job, network: Network, world: World, stop: StopRequest)
             speaks=world.is_main,
             interrupting=stop.interrupting if interrupts_compiling(job, world) else nullcontext,
         )
+
+
+def build_network_and_load_state(
+    job: Job, run_dir: RunDir, world: World, plan: Plan, images: Callable[[int], Tensor]
+) -> tuple[Network, LoadedCheckpoint | None]:
+    """The network of a run, as `build_network` has it, and its checkpoint, which is read while the model is built."""
+    with ThreadPoolExecutor(1) as reader:
+        loading = reader.submit(load_state, job, run_dir)
+        # The weights to start from may be gone by now, and those of a checkpoint take their place.
+        start = without_start(job) if job.starts_trained and loading.result() is not None else job
+        return build_network(start, world, plan, images), loading.result()
 
 
 def load_state(job: Job, run_dir: RunDir) -> LoadedCheckpoint | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -23,12 +22,10 @@ from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import (
-    build_network,
+    build_network_and_load_state,
     compile_network,
     interrupts_compiling,
-    load_state,
     restore,
-    without_start,
 )
 from lockstep.training.build_observers import build_observers
 from lockstep.training.model_card import card_of
@@ -59,14 +56,12 @@ def run(
 
     job, data = build_data(job, world)
     loss = build_loss(job, data, world)
-    with ThreadPoolExecutor(1) as reader:  # reads and hashes the checkpoint while the model is built
-        loading = reader.submit(load_state, job, run_dir)
-        # The weights to start from may be gone by now, and those of a checkpoint take their place.
-        start = without_start(job) if job.starts_trained and loading.result() is not None else job
-        network = build_network(start, world, data.plan, lambda number: data.normalised(number, world))
+    network, loaded = build_network_and_load_state(
+        job, run_dir, world, data.plan, lambda number: data.normalised(number, world)
+    )
     compile_network(job, network, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data)
-    progress, origin = restore(job, network, checkpointer, loading.result())
+    progress, origin = restore(job, network, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, network, progress, origin=origin)
