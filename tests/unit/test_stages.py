@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
-from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import Pipeline
@@ -172,25 +171,6 @@ def test_a_schedule_orders_the_passes_of_a_stage(schedule: str, rank: int, order
         between=lambda: pytest.fail("it waits for all stages"),
     )
     assert " ".join(passes) == order
-
-
-def test_a_pipeline_says_how_long_its_stages_wait() -> None:
-    def notes(micro_batches: int, size: int) -> list[str]:
-        plan = Plan(
-            examples=64,
-            batch=64,
-            total_steps=1,
-            micro_batches=micro_batches,
-            log_every=1,
-            eval_every=1,
-            save_every=1,
-        )
-        return Pipeline().notes(nn.Linear(2, 2), world(0, size), plan)
-
-    (note,) = notes(1, 2)
-    assert "each of 2 stages waits 50% of a step" in note
-    assert "train.micro_batches=8 leaves 11%" in note
-    assert notes(8, 2) == notes(1, 1) == []
 
 
 def test_ranks_are_stages() -> None:

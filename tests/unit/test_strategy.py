@@ -330,3 +330,13 @@ def test_strict_keeps_the_running_statistics_of_the_first_shard() -> None:
         replica.add_shard(first=not replica.subtrees)
     replica.finish()
     assert (norm.running_mean.item(), int(norm.num_batches_tracked)) == (2, 1)
+
+
+def test_a_pipeline_says_how_long_its_stages_wait() -> None:
+    def notes(micro_batches: int, size: int) -> list[str]:
+        return Pipeline().notes(nn.Linear(2, 2), world(size), plan(micro_batches))
+
+    (note,) = notes(1, 2)
+    assert "each of 2 stages waits 50% of a step" in note
+    assert "train.micro_batches=8 leaves 11%" in note
+    assert notes(8, 2) == notes(1, 1) == []

@@ -24,7 +24,7 @@ from lockstep.core.trained_input import TrainedInput
 from lockstep.core.world import World
 
 Entry = Callable[[Path], None]
-M = TypeVar("M")
+M = TypeVar("M")  # a micro-batch, which a strategy only passes on
 
 
 class Strategy(Component, Protocol):

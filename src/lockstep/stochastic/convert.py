@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.model_mode import model_mode
 from lockstep.core.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
 from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys
@@ -150,12 +151,9 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model in training mode, and restore its mode, its buffers and torch's generators afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    devices = [device] if device.type == "cuda" else []
+    with model_mode(model, training=True), torch.random.fork_rng(devices=devices):
         yield
-    for module, training in modes:
-        module.training = training
     for buffer, before in buffers:
         buffer.copy_(before)
 

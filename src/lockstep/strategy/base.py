@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Optimizer, Precision, Trained
+from lockstep.core.protocols import M, Optimizer, Precision, Trained
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
-
-M = TypeVar("M")
 
 
 @dataclass(frozen=True, kw_only=True)

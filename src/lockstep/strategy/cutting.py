@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.model_mode import model_mode
 
 SHOWN = 12  # the most places for a cut that an error names
 
@@ -163,11 +164,8 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
         InputError: it cannot be cut there, or not into so many stages.
     """
     trace = ForwardTrace(model)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    logits = trace.watch(model, images)
-    for module, training in modes:
-        module.training = training
+    with model_mode(model, training=False):
+        logits = trace.watch(model, images)
     homes = trace.homes(model)
     sizes = [0] * (trace.position + 1)  # numbers at each position
     for name, parameter in model.named_parameters():

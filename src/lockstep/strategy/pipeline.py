@@ -10,7 +10,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Optimizer, Precision
+from lockstep.core.protocols import M, Optimizer, Precision
 from lockstep.core.rules import Text
 from lockstep.core.update_scope import UpdateScope, refuse_wider
 from lockstep.core.world import World
@@ -27,7 +27,6 @@ from lockstep.strategy.cutting import cut
 from lockstep.strategy.owned_optimizer import OwnedOptimizer
 from lockstep.strategy.stage import become_stage, stage_of
 
-M = TypeVar("M")
 MOST_STAGES = 1000
 Schedule = enum.Enum("Schedule", {"1f1b": "1f1b", "gpipe": "gpipe"})
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
+from lockstep.core.model_mode import model_mode
 from lockstep.core.sharding import wire
 from lockstep.core.world import World
 from lockstep.strategy.cutting import Stages, named_tensors
@@ -182,15 +183,12 @@ def become_stage(model: nn.Module, stages: Stages, images: Tensor, world: World)
 
 
 def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
     problem = ""
     try:
-        model(images)
+        with model_mode(model, training=False):
+            model(images)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         problem = str(error).partition("\n")[0]
-    for module, mode in training:
-        module.training = mode
     for rank, other in enumerate(world.gather(problem)):
         if other:
             raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 
@@ -56,9 +57,8 @@ def run(
 
     job, data = build_data(job, world)
     loss = build_loss(job, data, world)
-    network, loaded = build_network_and_load_state(
-        job, run_dir, world, data.plan, lambda number: data.normalised(number, world)
-    )
+    images = partial(data.normalised, world=world)
+    network, loaded = build_network_and_load_state(job, run_dir, world, data.plan, images)
     compile_network(job, network, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data)
     progress, origin = restore(job, network, checkpointer, loaded)
