@@ -1,11 +1,11 @@
-"""Train an image classifier: `python train.py --help` says what can be chosen."""
+"""Train an image classifier: `python train.py --help` lists the options."""
 
 from __future__ import annotations
 
 from lockstep.runtime import signals
 
 if __name__ == "__main__":
-    signals.begin(says=signals.STOPPED_EARLY)  # before the imports, which take a while
+    signals.begin(says=signals.STOPPED_EARLY)  # before the imports, which take seconds
     from lockstep.cli.train import main
     from lockstep.runtime import program
 

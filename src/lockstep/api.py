@@ -1,4 +1,4 @@
-"""What other programs call: `lockstep.main`, `train`, `compose`, `load` and `option`."""
+"""The functions for other programs: `lockstep.main`, `train`, `compose`, `load` and `option`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.runtime import signals
 
-if TYPE_CHECKING:  # they need torch
+if TYPE_CHECKING:  # importing these modules imports torch
     from lockstep.inference.predictor import Predictor
     from lockstep.training.parts import Parts
 
@@ -31,10 +31,10 @@ __all__ = [
 
 
 def main(extensions: Sequence[str] = ()) -> None:
-    """Be the command that trains, as `train.py` is, with packages of your own as extensions.
+    """Run the training command, as `train.py` does, with your packages as extensions.
 
     Args:
-        extensions: names of packages, as they are imported, that need not be installed.
+        extensions: import names of packages, which need not be installed.
     """
     signals.begin(says=signals.STOPPED_EARLY)
     from lockstep.cli.train import main as train_main
@@ -47,11 +47,11 @@ class Result:
     """A finished run.
 
     Fields:
-        folder: of the run.
+        folder: the run folder.
         objective: the best validation top-1 in percent.
-        summary: what `summary.json` says.
-        metrics: the lines of `metrics.jsonl`, if that is among the loggers: scalars by tag, with their `step`.
-        weights: the best weights, a safetensors file.
+        summary: the content of `summary.json`.
+        metrics: the lines of `metrics.jsonl`, if `jsonl` is among the loggers: scalars by tag, with their `step`.
+        weights: the path of the best weights, a safetensors file.
     """
 
     folder: Path
@@ -64,16 +64,16 @@ class Result:
 def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions: Sequence[str] = ()) -> Result:
     """Train one job from a script or a notebook, and wait for its end.
 
-    The same as the command line: it may have several ranks, and `resume=RUN_FOLDER` goes on with a run.
+    It works like the command line: the job may have several ranks, and `resume=RUN_FOLDER` resumes a run.
 
     Args:
-        overrides: as behind `lockstep train`: `["model=resnet18", "epochs=3"]`.
-        ranks: how many processes train together: `ranks=2` is the override `launcher.ranks=2`.
-        extensions: names of packages, as they are imported, that need not be installed.
+        overrides: the words after `lockstep train`: `["model=resnet18", "epochs=3"]`.
+        ranks: the number of processes that train together: `ranks=2` is the override `launcher.ranks=2`.
+        extensions: import names of packages, which need not be installed.
 
     Raises:
-        InputError: the job does not fit.
-        LockstepError: what ended it: a stop (Ctrl-C), a loss that is not finite, a rank that failed.
+        InputError: the config, the data or the machine does not fit the job.
+        LockstepError: the job ended early: by a stop (Ctrl-C), a loss that is not finite, or a rank that failed.
     """
     from lockstep.config import composition
     from lockstep.config import extensions as known
@@ -88,10 +88,10 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     values = composition.composed([*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])])
     invocation = Invocation.current()
     with job_lock(invocation) as lock:
-        if invocation.folder is not None:  # a command has it from Hydra
+        if invocation.folder is not None:  # for a command, Hydra creates the folder
             with storing(invocation.folder):
                 invocation.folder.mkdir(parents=True, exist_ok=True)
-        with composition.composing():  # for a resume, which composes the run's own overrides
+        with composition.composing():  # a resume composes the overrides of its run
             prepared = prepare(values, invocation, lock)
         with prepared as run_dir:
             objective = launch(run_dir)
@@ -105,16 +105,16 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
 
 
 def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) -> Parts:
-    """The parts of a job for a loop of your own: its data, model, optimizer, schedule and loss, on one device.
+    """The parts of a job for your own training loop: its data, model, optimizer, schedule and loss, on one device.
 
-    No run folder is made and nothing is written.
+    No run folder is created, and nothing is written.
 
     Args:
-        overrides: as behind `lockstep train`.
-        extensions: names of packages, as they are imported, that need not be installed.
+        overrides: the words after `lockstep train`.
+        extensions: import names of packages, which need not be installed.
 
     Raises:
-        InputError: the job does not fit, or is one of several ranks.
+        InputError: the config, the data or the machine does not fit the job, or the job has several ranks.
     """
     from lockstep.config import components, composition
     from lockstep.config import extensions as known
@@ -136,17 +136,17 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
 def load(path: str | Path, *, device: str | None = None, extensions: Sequence[str] = ()) -> Predictor:
     """A trained model, ready to be used: `lockstep.load("outputs/latest").predict("cat.jpg")`.
 
-    It needs the weights alone: no data, no run folder, no download. Its probabilities are the softmax of the logits,
-    which add up to 1; after a training with `loss=bce`, which judges each class by itself, they are the sigmoid of
-    each logit, and do not.
+    The model only needs the weights: no data, no run folder, no download. Its probabilities are the softmax of the
+    logits and add up to 1. After a training with `loss=bce`, which judges each class by itself, they are the sigmoid
+    of each logit and do not add up to 1.
 
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
         device: `cpu` or `cuda`; None is the GPU if there is one.
-        extensions: names of packages, as they are imported, that the model may come from.
+        extensions: import names of packages from which the model may come.
 
     Raises:
-        InputError: there are no such weights, they do not say what their model is, or it cannot be built here.
+        InputError: the weights do not exist, they have no description of their model, or the model cannot be built.
     """
     from lockstep.config import extensions as known
     from lockstep.inference.load import load as load_predictor

@@ -1,4 +1,4 @@
-"""Options of Hydra's config groups that have no file: timm's models, and what extensions declare or bring along."""
+"""Options of config groups without a file in `conf`: timm's models, and the classes and configs of extensions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.config.timm_names import is_timm_model, timm_models
 
 
 class NamedOptions(ConfigSource):
-    """Answers for `GROUP/NAME` in some groups."""
+    """A source of configs for `GROUP/NAME` in some groups."""
 
     groups: tuple[str, ...]
 
     @abstractmethod
     def names(self, group: str) -> tuple[str, ...]:
-        """The options of one of the groups."""
+        """The names of a group's options."""
 
     @abstractmethod
     def node(self, group: str, name: str) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class NamedOptions(ConfigSource):
 
 
 class TimmModels(NamedOptions):
-    """Any model of timm: `conf/model/timm.yaml` with the name in it."""
+    """All timm models: `conf/model/timm.yaml` with the model's name in it."""
 
     groups = ("model",)
 
@@ -94,7 +94,7 @@ class DeclaredOptions(NamedOptions):
 
 
 class LockstepSearchPath(SearchPathPlugin):
-    """Puts these options, and the config files of extensions, behind our own files, which win."""
+    """Adds these options and the config files of extensions after our own files, which win."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="timm", path="timm://")

@@ -1,4 +1,4 @@
-"""Reads the description in a file of weights, from the file's header alone."""
+"""Reads the description in a file of weights. Only the file's header is read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
 from lockstep.core.safe_read import MB, UnreadableFile, opened, parse_json
 
-LENGTH_BYTES = 8  # of the number before the header, little-endian
-# Quotes of the card are escaped in it, which may double its length; a tensor takes some 100 bytes.
+LENGTH_BYTES = 8  # the header begins after its length, a little-endian number of this size
+# The header escapes the quotes of the card, which can double the card's length. A tensor takes about 100 bytes.
 HEADER_LIMIT = 2 * LIMIT + 32 * MB
 
 
@@ -19,7 +19,7 @@ def read_card(file: Path) -> ModelCard:
     """The card of a safetensors file.
 
     Raises:
-        InputError: it is no such file, has no card, or a wrong one.
+        InputError: the file is not a safetensors file, has no card, or has a wrong one.
     """
     header = _header(file)
     try:
@@ -29,10 +29,10 @@ def read_card(file: Path) -> ModelCard:
 
 
 def find_card(file: Path) -> ModelCard | None:
-    """The card of a safetensors file; None where it has none, as weights of other programs, or cannot be read."""
+    """The card of a safetensors file; None if it has none, like weights of other programs, or cannot be read."""
     try:
         header = _header(file)
-    except (UnreadableFile, OSError):  # whoever loads the weights says so
+    except (UnreadableFile, OSError):  # loading the weights will raise the error
         return None
     own = isinstance(header, dict) and METADATA_KEY in (header.get("__metadata__") or {})
     return read_card(file) if own else None

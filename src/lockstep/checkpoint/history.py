@@ -1,9 +1,9 @@
-"""Which of its own checkpoints a run resumes from, and whether a run has lost its checkpoints.
+"""Finds the checkpoint from which a run resumes, and notices that a run has lost its checkpoints.
 
 A run that is killed before its first checkpoint starts again from step 0. A run that has lost its checkpoints must
-not: it would cut its log, its TensorBoard files and its best weights. To tell them apart, `checkpoints/none-yet`
-exists from before the first logged step until a checkpoint is whole and in its place. A loss of any files, alone or
-together, never makes the second case look like the first.
+not: it would cut its log, its TensorBoard files and its best weights. The file `checkpoints/none-yet` tells the two
+cases apart: it exists from before the first logged step until the first checkpoint is complete. Whatever files are
+lost, the second case never looks like the first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
-    """The newest checkpoint in a `checkpoints` folder that passes its hashes; `say` is told each damaged one."""
+    """The newest checkpoint in a `checkpoints` folder that passes its hashes; `say` reports each damaged one."""
     checkpoints = [path for path in candidates(folder) if has_state(path)]
     for number, path in enumerate(checkpoints, start=1):
         if not (reason := find_corruption(path)):
@@ -44,10 +44,10 @@ def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
 
 
 def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
-    """The newest whole checkpoint of a run; None for a run that has not saved one yet.
+    """The newest undamaged checkpoint of a run; None for a run that has not saved any yet.
 
     Raises:
-        InputError: the run has saved checkpoints, and none of them is whole.
+        InputError: the run has saved checkpoints, but all of them are damaged.
     """
     warnings: list[str] = []
     newest = latest_valid(run_dir.checkpoints, warnings.append)
@@ -67,11 +67,11 @@ def load_newest(run_dir: RunDir) -> LoadedCheckpoint | None:
 def mark_saved_or_not(run_dir: RunDir) -> None:
     """Before a run logs a step, record on the disk whether the run has saved a checkpoint.
 
-    If that cannot be written the run goes on, as it does when a checkpoint cannot be written.
+    If the record cannot be written, the run goes on, as it does when a checkpoint cannot be written.
     """
     if _has_saved(run_dir):
         with suppress(OSError):
-            run_dir.none_yet.unlink(missing_ok=True)  # a kill just after the first checkpoint leaves it there
+            run_dir.none_yet.unlink(missing_ok=True)  # it still exists after a kill just after the first checkpoint
         return
     try:
         write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
@@ -80,7 +80,7 @@ def mark_saved_or_not(run_dir: RunDir) -> None:
 
 
 def _has_saved(run_dir: RunDir) -> bool:
-    """Whether the run has ever saved a checkpoint, judged by the files that are left."""
+    """Whether the run has ever saved a checkpoint, judged by the files that still exist."""
     saved = (run_dir.weights, run_dir.best, *run_dir.checkpoints.glob("step-*"))
     logged = (run_dir.metrics, run_dir.table, *run_dir.path.glob("events.out.tfevents.*"))
     if any(path.exists() for path in saved):
@@ -89,7 +89,7 @@ def _has_saved(run_dir: RunDir) -> bool:
 
 
 def _all_lost(run_dir: RunDir) -> str:
-    """The error of a run without a whole checkpoint: what is damaged, what can still be used, and what to type."""
+    """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
     reasons = [f"{path.name}: {find_corruption(path) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]

@@ -1,8 +1,9 @@
-"""The state of an optimizer, such as its momenta, on its way into a checkpoint and back.
+"""Saves and restores the state of an optimizer, such as its momenta.
 
-A checkpoint stores it by the names of the parameters, so that a resumed run may group them differently (another
-weight decay does that). A restored state is compared with the state that the optimizer of this run would have: a
-kernel that is fused over all parameters does not check shapes, and would read beyond the end of a smaller tensor.
+A checkpoint stores the state by the names of the parameters, so that a resumed run may group them differently
+(another weight decay does that). A restored state is compared with the state that the optimizer of this run would
+have: a kernel that is fused over all parameters does not check shapes, and would read beyond the end of a smaller
+tensor.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load what `optimizer_state` saved into an optimizer that has not stepped yet.
+    """Load the result of `optimizer_state` into an optimizer that has not stepped yet.
 
-    The optimizer keeps the options that it was built with, which are those of the current command. This changes the
-    weights of the model, so restore them afterwards, and clears their gradients.
+    The optimizer keeps the options that it was built with, which are those of the current command. This function
+    changes the weights of the model, so restore them afterwards. It also clears their gradients.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: the state is not one of this optimizer for this model.
+        ValueError, TypeError, LookupError, AttributeError: the state is of another optimizer or another model.
     """
     every_name = _names(optimizer, model)
     optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
     names = _names(optimizer, model)
     examples, counters = _expected_state(optimizer)
-    elsewhere = set(every_name) - set(names)  # other ranks step these, and have their state
+    elsewhere = set(every_name) - set(names)  # parameters that other ranks update, whose state they have
     saved_here = {name: entries for name, entries in saved["state"].items() if name not in elsewhere}
     state = _check_state(saved_here, dict(zip(names, examples, strict=True)))
     groups_before = {name: group for group in saved["param_groups"] for name in group["params"]}
@@ -71,8 +72,8 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
 def _expected_state(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Examples of the state that an optimizer has for each parameter, and of the counters in its groups.
 
-    Only a step shows what they are. So this takes a step with zero gradients, unless the optimizer has its state from
-    the start, and undoes it, except for the weights, which it may change.
+    Only a step creates them. So this function takes a step with zero gradients, unless the optimizer has its state
+    from the start, and undoes the step. The weights may stay changed.
     """
     parameters = _parameters(optimizer)
     if optimizer.state:
@@ -94,7 +95,7 @@ def _expected_state(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, An
 
 def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The saved state of each parameter, copied into the example of it."""
-    if not any(examples.values()):  # SGD without momentum ignores the momenta of a run that had some
+    if not any(examples.values()):  # SGD without momentum ignores the saved momenta
         return {}
     if unknown := [str(name) for name in saved if name not in examples]:
         raise ValueError(f"the optimizer's state is of other parameters, e.g. {unknown[0]}")
@@ -113,8 +114,8 @@ def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]
 def _check_value(name: str, example: Any, saved: Any) -> Any:
     """The saved value, in the form of its example: the same type, and for tensors the same shape and memory layout.
 
-    The memory layout matters: fused kernels assume that a momentum has the layout of its parameter. So a tensor is
-    copied into its example.
+    A tensor is copied into its example, because fused kernels assume that a momentum has the memory layout of its
+    parameter.
 
     Raises:
         ValueError: the saved value does not have the example's type or shape.

@@ -34,12 +34,12 @@ from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
 from lockstep.core.sharding import load_whole
 
-SHOWN = 4  # the most differences between two runs that an error lists
+SHOWN = 4  # an error lists at most this many differences between two runs
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that passed its hashes, on the CPU."""
+    """The content of a checkpoint that passed its hashes, on the CPU."""
 
     path: Path
     facts: dict[str, Any]
@@ -52,7 +52,7 @@ def load(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint to the CPU.
 
     Raises:
-        InputError: it is damaged, or has weights only.
+        InputError: the checkpoint is damaged, or has weights only.
     """
     if reason := find_corruption(path):
         raise damaged(path, reason)
@@ -68,7 +68,7 @@ def read(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint whose hashes have been checked.
 
     Raises:
-        InputError: it cannot be loaded.
+        InputError: the checkpoint cannot be loaded.
     """
     try:
         return LoadedCheckpoint(
@@ -80,13 +80,13 @@ def read(path: Path) -> LoadedCheckpoint:
         )
     except Exception as error:  # the hashes match, but the files do not load: torch and safetensors raise all kinds
         reason = str(error).partition("\n")[0]
-        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text advises loading it
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text would advise to load it
             reason = f"{STATE} contains more than tensors and plain values"
         raise damaged(path, reason) from error
 
 
 def difference(expected: Facts, saved: Facts) -> str:
-    """Where the fingerprint of this run differs from that of a checkpoint: `key: here X, there Y`."""
+    """The differences between the fingerprints of this run and of a checkpoint: `key: here X, there Y`."""
     here, there = _flattened(expected), _flattened({key: saved.get(key) for key in expected})
     different = [
         f"{key}: here {here.get(key, 'nothing')}, there {there.get(key, 'nothing')}"
@@ -111,7 +111,7 @@ def _flattened(facts: Facts) -> dict[str, Any]:
 
 
 def check_fingerprint(expected: Facts, path: Path) -> None:
-    """Raise InputError, with the difference, if the checkpoint at `path` is of another run than `expected`."""
+    """Raise InputError, with the differences, if the checkpoint at `path` has another fingerprint than `expected`."""
     if different := difference(expected, read_facts(path)["identity"]):
         raise InputError(
             f"resume: {path} is a checkpoint of another run ({different}); resume with the same values, "
@@ -120,7 +120,7 @@ def check_fingerprint(expected: Facts, path: Path) -> None:
 
 
 def whole_weights(path: Path) -> bool:
-    """Whether the weights at `path` are whole: checked by sha256 in a checkpoint, by their header in a run folder."""
+    """Whether the weights at `path` are undamaged. Checks the sha256 in a checkpoint, the header in a run folder."""
     file = path / MODEL
     try:
         if (path / MANIFEST).exists():
@@ -141,7 +141,7 @@ def weights_file(path: Path, key: str = "init_from") -> Path:
     """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins the errors.
 
     Raises:
-        InputError: there is none.
+        InputError: there are no weights at `path`.
     """
     places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)
@@ -154,7 +154,7 @@ def load_weights(model: nn.Module, path: Path, key: str = "init_from") -> None:
     """Fill `model` with the weights at `path` (as for `weights_file`).
 
     Raises:
-        InputError: there is no such file, or its tensors are not those of the model.
+        InputError: the file does not exist, or its tensors do not fit the model.
     """
     file = weights_file(path, key)
     check_tensors(model, file, key)
@@ -164,11 +164,11 @@ def load_weights(model: nn.Module, path: Path, key: str = "init_from") -> None:
 def load_start(model: nn.Module, path: Path) -> tuple[str, ...]:
     """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
 
-    Weights with a head for another number of classes, or without one, leave the model its own new head. Returns the
-    names of the tensors that start anew.
+    If the weights have no head, or a head for another number of classes, the model keeps its new head. Returns the
+    names of the tensors that keep their new values.
 
     Raises:
-        InputError: there is no such file, or other tensors than those of the head do not fit.
+        InputError: the file does not exist, or tensors outside the head do not fit.
     """
     file = weights_file(path)
     head = head_parameters(model)
@@ -185,10 +185,10 @@ def _without(shapes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> dict
 
 
 def check_tensors(model: nn.Module, file: Path, key: str = "init_from") -> None:
-    """Compare the tensors in a file with those of `model`, whose memory is not read.
+    """Compare the names and shapes of the tensors in a file with those of `model`, which can be on the meta device.
 
     Raises:
-        InputError: they have other names or shapes, or it is not a safetensors file.
+        InputError: the names or shapes differ, or the file is not a safetensors file.
     """
     _compare(_shapes_of(model), _read_shapes(file, key), file, key)
 
@@ -205,14 +205,14 @@ def _read_shapes(file: Path, key: str) -> dict[str, tuple[int, ...]]:
 
 
 def _compare(own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], file: Path, key: str) -> None:
-    if own != saved:  # checked before reading the tensors, which may not fit into memory
+    if own != saved:  # checked before the tensors are read, because they may not fit into memory
         different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
         raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
-    """Restore the scale of a loss scaler. If the saved run had no scaler, it keeps its initial scale."""
+    """Restore the scale of a loss scaler. If the saved run had no scaler, `scaler` keeps its initial scale."""
     own = scaler.state_dict()
     if not own or not saved:
         return

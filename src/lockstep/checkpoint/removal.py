@@ -17,7 +17,13 @@ from lockstep.core.safe_write import write_atomic
 
 @dataclass(frozen=True)
 class Removable:
-    """The checkpoints of a run: those that stay, and the paths that can go with their bytes in all."""
+    """The checkpoints of a run.
+
+    Fields:
+        stay: the checkpoints that stay.
+        go: the paths that can be removed.
+        size: the total size of `go` in bytes.
+    """
 
     stay: tuple[Path, ...]
     go: tuple[Path, ...]
@@ -25,10 +31,10 @@ class Removable:
 
 
 def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Removable:
-    """What can be removed of a run that is not running.
+    """The checkpoints that can be removed from a run that is not active.
 
-    The newest `keep` whole checkpoints stay, because a resume begins with them, and the best one; all of them stay
-    where none is whole. Nothing stays for `everything`, if the run is completed and its best weights are exported.
+    The newest `keep` undamaged checkpoints stay, for a resume, and so does the best one. If all are damaged, all
+    stay. With `everything`, none stays if the run is completed and its best weights are exported.
     """
     checkpoints = candidates(run_dir.checkpoints)
     stay: list[Path] = []
@@ -37,7 +43,7 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*stay, *(path for path in _best(run_dir, checkpoints) if path not in stay)] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
-    go += run_dir.checkpoints.glob(".step-*.tmp")  # of a writer that was killed
+    go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
     return Removable(tuple(stay), tuple(go), sum(map(_size, go)))
 
 
@@ -49,7 +55,7 @@ def _completed(run_dir: RunDir) -> bool:
 
 
 def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
-    """The best checkpoint by the pointer to it, and by the scores of those that are there."""
+    """The checkpoint that the file `best` names, and the existing checkpoint with the best score."""
     try:
         named = read_text(run_dir.best).strip()
     except UnreadableFile:
@@ -58,7 +64,10 @@ def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
 
 
 def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
-    """Those with the highest validation top-1; of equal ones the earliest. `checkpoints` are newest first."""
+    """The `number` checkpoints with the highest validation top-1; the earlier one if two have the same score.
+
+    `checkpoints` are newest first.
+    """
     scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
     return sorted(scores, key=lambda path: -scores[path])[:number]
 
@@ -83,7 +92,7 @@ def remove(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Remove a folder, or a file or link at that path."""
+    """Remove a folder, a file or a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -91,14 +100,15 @@ def delete(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that its name is no longer that of a checkpoint."""
+    """Rename a checkpoint, so that its new name is not the name of a checkpoint."""
     return path.rename(path.with_name(f".{path.name}.old.tmp"))
 
 
 def drop_state(path: Path) -> None:
-    """Leave a whole checkpoint its weights only: the optimizer's state takes most of its space.
+    """Remove the optimizer's state, which takes most of the space, from an undamaged checkpoint.
 
-    The manifest comes first: a kill in between leaves a file that it does not list, and that nobody reads.
+    The manifest is replaced first: a kill before the removal leaves a file that the manifest does not list, and that
+    nobody reads.
     """
     if has_state(path):
         write_atomic(path / MANIFEST, manifest_without_state(path))

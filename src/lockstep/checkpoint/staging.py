@@ -17,15 +17,15 @@ ALIGNMENT = 16  # bytes; more than any dtype needs
 class HostCopies:
     """Copies tensors to host memory.
 
-    Tensors of a GPU are copied to one pinned buffer, without waiting for each copy: the host waits once for all of
-    them. The buffer is reused, so the next call of `of` overwrites the tensors that it returned before.
+    Tensors of a GPU are copied to one pinned buffer, and the host waits once for all copies. The buffer is reused, so
+    the next call of `of` overwrites the tensors that the previous call returned.
     """
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def of(self, tree: Any) -> Any:
-        """`tree`, of dicts and lists, with each tensor replaced by a contiguous copy in host memory."""
+        """`tree` (dicts and lists) with each tensor replaced by a contiguous copy in host memory."""
         staged = iter(self._staged([tensor for tensor in _tensors(tree) if _on_gpu(tensor)]))
 
         def copied(tensor: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ class HostCopies:
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
-    """`tree`, of dicts and lists, with each tensor that is cut over the ranks whole, in host memory. Collective.
+    """`tree` (dicts and lists) with each tensor that is cut over the ranks made whole, in host memory. Collective.
 
-    One tensor at a time is whole on a device, and only ranks that `keep` the result hold more than one. Tensors of
-    other ranks' stages are sent to main, which is who keeps them; the trees are alike then.
+    A device holds one whole tensor at a time, and only ranks with `keep` hold the results. Main is the rank with
+    `keep`. Tensors of stages on other ranks are sent to main; the trees then have the same structure on all ranks.
     """
     own = list(_tensors(tree))
     if any(tensor.is_meta for tensor in own):
@@ -69,7 +69,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
 
 
 def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
-    """The tensors of all stages where they are kept, in host memory; elsewhere what is there. Collective."""
+    """The tensors of all stages, in host memory if they were received; unchanged without `keep`. Collective."""
     example = next(tensor for tensor in tensors if not tensor.is_meta)
     lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
     of_ranks = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
@@ -89,7 +89,7 @@ def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`tree`, of dicts and lists, with `change` applied to each of its tensors."""
+    """`tree` (dicts and lists) with `change` applied to each tensor."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -100,7 +100,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """`tensor` with a storage of its own, because torch.save writes the whole storage of each tensor."""
+    """`tensor` in a storage of its size, because torch.save writes the whole storage of each tensor."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 

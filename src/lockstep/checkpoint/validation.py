@@ -1,7 +1,7 @@
-"""Checks whether a checkpoint is whole, and reads its facts.
+"""Checks whether a checkpoint is undamaged, and reads its facts.
 
-A checkpoint can come from someone else. So only plain files with our names are read, and nothing in them is treated
-as more than numbers and texts. A fault can have changed any bit. So nothing is trusted before its hash matches: the
+Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
+parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
 manifest has a hash of itself and of each file.
 """
 
@@ -21,7 +21,7 @@ from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, opened, parse_json, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
-FACTS_LIMIT = 64 * MB  # the open window has a loss for each micro-batch since the last log point
+FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
 Facts = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ def manifest(path: Path) -> dict[str, str]:
     """The sha256 of each file of a checkpoint, after checking the sizes of the files.
 
     Raises:
-        UnreadableFile, ValueError: the manifest or a file is missing or damaged, or has another name than ours.
+        UnreadableFile, ValueError: the manifest or a file is missing or damaged, or the manifest lists another name.
     """
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
@@ -67,7 +67,7 @@ def manifest(path: Path) -> dict[str, str]:
 
 
 def has_state(path: Path) -> bool:
-    """Whether a run can resume from a checkpoint if it is whole: it has more than weights."""
+    """Whether a checkpoint has more than weights, so that a run can resume from it if it is undamaged."""
     try:
         return STATE in manifest(path)
     except (UnreadableFile, ValueError):
@@ -75,10 +75,10 @@ def has_state(path: Path) -> bool:
 
 
 def manifest_without_state(path: Path) -> str:
-    """The text of the manifest that a checkpoint gets when it keeps its weights only.
+    """The text of a checkpoint's manifest after the removal of its state.
 
     Raises:
-        UnreadableFile, ValueError: as `manifest`.
+        UnreadableFile, ValueError: see `manifest`.
     """
     digests = {name: digest for name, digest in manifest(path).items() if name != STATE}
     sizes = {name: (path / name).stat().st_size for name in digests}
@@ -90,7 +90,7 @@ def _is_digest(value: object) -> bool:
 
 
 def _check_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
-    """Raise ValueError for a file of another size, without reading it: a sparse file can be terabytes of zeros."""
+    """Raise ValueError if a size differs, without reading the file: a sparse file can be terabytes of zeros."""
     for name, expected in sizes.items():
         with opened(path / name) as file:
             if (size := os.fstat(file.fileno()).st_size) != expected:
@@ -115,7 +115,7 @@ def find_corruption(path: Path) -> str:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; raises UnreadableFile or ValueError if they are not those that were written."""
+    """The facts of a checkpoint; raises UnreadableFile or ValueError if they are missing or have changed."""
     data = read_bytes(path / FACTS, FACTS_LIMIT)
     if hashlib.sha256(data).hexdigest() != manifest(path)[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
@@ -176,7 +176,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint.
 
     Raises:
-        InputError: they cannot be read, or do not match their sha256.
+        InputError: the facts cannot be read, or do not match their sha256.
     """
     try:
         return _facts(path)

@@ -1,4 +1,4 @@
-"""Writes checkpoints from a thread of main's while training goes on, and removes old ones."""
+"""Writes checkpoints in a thread of main's process while training goes on, and removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import sync, write_atomic
 
-RETRY_S = 30.0  # after a save that failed
-LEAST_RESUMABLE = 2  # the newest checkpoints with all that a resume needs, also where only one is to be kept
+RETRY_S = 30.0  # seconds between a failed save and the next one
+LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a file of weights, and the metadata that says what they are."""
+    """The tensors of a file of weights, and its metadata."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str] | None
@@ -60,17 +60,17 @@ class Weights:
 
 @dataclass
 class Checkpointer:
-    """Writes a run's checkpoints from a thread of main's; on other ranks it does nothing.
+    """Writes a run's checkpoints in a thread of main's process; other ranks only take part in collectives.
 
     Args:
         run_dir: the folder of the job.
-        fingerprint: the values that a resumed run must have too.
+        fingerprint: the values that a resumed run must also have.
         keep: how many of the newest checkpoints stay.
-        keep_best: how many of the best ones stay as well, by validation top-1.
+        keep_best: how many of the best checkpoints, by validation top-1, stay besides.
         writes: whether this rank writes.
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
-        on_saved: called with the step and the folder of a checkpoint, once it is on the disk.
-        card: what the files of weights say of themselves; None leaves it out.
+        on_saved: called with the step and the folder of a checkpoint after it is on the disk.
+        card: the description for the files of weights; None leaves it out.
     """
 
     run_dir: RunDir
@@ -86,28 +86,28 @@ class Checkpointer:
     pending: Future[tuple[int, Path]] | None = None
     failure: str = ""
     copies: HostCopies = field(default_factory=HostCopies)
-    # The best weights so far, in host memory, from their save until they are exported to the run folder.
+    # The best weights so far, in host memory; None after they are exported to the run folder.
     unexported: Weights | None = None
 
     def repair_export(self, best_step: int) -> None:
-        """Export the best weights of a run that was killed after saving them and before exporting them."""
+        """Export the best weights of a run that was killed between saving and exporting them."""
         best, exported = self.run_dir.checkpoints / f"step-{best_step:08d}", self.run_dir.weights
         if not self.writes:
             return
         try:
             digests = manifest(best)
-        except (UnreadableFile, ValueError):  # there is none, or it is damaged
+        except (UnreadableFile, ValueError):  # the checkpoint does not exist, or is damaged
             return
         name = EMA if EMA in digests else MODEL
-        # Usually the weights are already exported, and hashing them is enough, instead of the whole checkpoint.
-        # Compare the sizes first: a few bytes on a disk can be terabytes of zeros.
+        # Usually the weights are already exported, so that hashing the exported file is enough, instead of the whole
+        # checkpoint. Compare the sizes first: a sparse file can be terabytes of zeros.
         same_size = exported.exists() and exported.stat().st_size == (best / name).stat().st_size
         if not (same_size and sha256(exported) == digests[name]) and not find_corruption(best):
             write_atomic(self.run_dir.best, best.name)
             self._export(partial(shutil.copyfile, best / name))
 
     def overdue(self) -> bool:
-        """Whether the last checkpoint is older than `every_s`, by the writer's clock, or failed `RETRY_S` ago."""
+        """Whether the last checkpoint is older than `every_s`, by this rank's clock, or failed `RETRY_S` ago."""
         if self.pending is not None and self.pending.done():
             self.wait()  # report a failure now, not at the next save
         waits = [RETRY_S] if self.failure else []
@@ -125,7 +125,7 @@ class Checkpointer:
     ) -> None:
         """Copy the state to host memory, then write it in the background. Waits for the previous write.
 
-        Collective where the state is cut over the ranks.
+        Collective if the state is cut over the ranks.
         """
         tensors = {MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
@@ -137,7 +137,7 @@ class Checkpointer:
             return
         self.wait()
         self.saved_at = time.monotonic()
-        if self.unexported is not None:  # their save failed, and `copies` is about to reuse their memory
+        if self.unexported is not None:  # the save of these weights failed, and `copies` will reuse their memory
             copies = {name: tensor.clone() for name, tensor in self.unexported.tensors.items()}
             self.unexported = replace(self.unexported, tensors=copies)
         tensors, state = self.copies.of([tensors, state])
@@ -158,7 +158,7 @@ class Checkpointer:
         return replace(self.card, step=progress["step"], top1=score, averaged=averaged).metadata()
 
     def wait(self) -> None:
-        """Wait for the write under way. Warns of the first failure: the previous checkpoint is still there."""
+        """Wait for the pending write. Warns of the first failure only: the previous checkpoint still exists."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
@@ -189,7 +189,7 @@ class Checkpointer:
         """Write a checkpoint; returns its step and its folder."""
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         folder.mkdir(exist_ok=True)
-        for leftover in folder.glob(".*.tmp"):  # of a writer that was killed
+        for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
                 delete(leftover)
         name = f"step-{progress['step']:08d}"
@@ -201,12 +201,13 @@ class Checkpointer:
             torch.save(map_tensors(state, with_own_storage), temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary))
-            # Even after a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
+            # After a power cut, the log must have all steps of the checkpoint, and the checkpoint must have all
+            # files.
             for path in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)
             # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. Delete it only
-            # when the new one is in place.
+            # after the new checkpoint has its name.
             replaced = set_aside(final) if final.exists() else None
             temporary.rename(final)
         except BaseException:
@@ -215,19 +216,22 @@ class Checkpointer:
         sync(folder)
         if replaced is not None:
             delete(replaced)
-        # Only now: a kill before this line leaves `none-yet` beside a whole checkpoint, and the checkpoint counts.
+        # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         write_atomic(self.run_dir.last, name)
         if progress["best_step"] == progress["step"]:
             write_atomic(self.run_dir.best, name)
-        if self.unexported is not None:  # may be of an earlier step whose save failed
+        if self.unexported is not None:  # the weights may be of an earlier step whose save failed
             self._export(self.unexported.save)
             self.unexported = None
         self._retire(final)
         return progress["step"], final
 
     def _export(self, write: Callable[[Path], object]) -> None:
-        """Put the best weights so far into the run folder; `write` writes them to a path. With EMA, its weights."""
+        """Put the best weights so far (with EMA, the averaged ones) into the run folder.
+
+        `write` writes them to a path.
+        """
         temporary = self.run_dir.weights.with_suffix(".tmp")
         try:
             write(temporary)
@@ -240,14 +244,15 @@ class Checkpointer:
     def _retire(self, written: Path) -> None:
         """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.
 
-        Those that stay only because they are the best keep their weights, and lose what only a resume needs.
-        Checkpoints of later steps were skipped by a resume; they stay until their step is done again.
+        Checkpoints that stay only because they are the best keep their weights, and lose their state, which only a
+        resume needs. Checkpoints of later steps than `written` were skipped by a resume; they stay until the run has
+        reached their step again.
         """
         checkpoints = candidates(self.run_dir.checkpoints)
         checkpoints = checkpoints[checkpoints.index(written) :]
         best = best_scored(checkpoints, self.keep_best)
         retired = [path for path in checkpoints[self.keep :] if path not in best]
-        # A resume takes the newest checkpoint, or an earlier one if that is damaged: never the best for being so.
+        # A resume takes the newest undamaged checkpoint. It never takes an older one only because it is the best.
         for_weights = [path for path in best if path not in checkpoints[: max(self.keep, LEAST_RESUMABLE)]]
         if (retired or any(map(has_state, for_weights))) and (reason := find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")

@@ -1,4 +1,4 @@
-"""`lockstep clean`: the checkpoints that no resume and no use of a model needs, shown or removed."""
+"""`lockstep clean`: show or remove the checkpoints that are not needed for a resume or for using a model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lockstep.runtime.host import GB, amount
 
 
 def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> None:
-    """Show the checkpoints that can go, of all runs in the folders, and remove them if `yes` is set.
+    """Show the checkpoints that can be removed from all runs in the folders, and remove them if `yes` is set.
 
     Args:
-        folders: each a run, or a folder that has runs and sweeps somewhere in it.
-        keep: how many of the newest whole checkpoints stay in each run, besides the best.
-        everything: whether completed runs keep none; their exported weights stay.
-        yes: whether to remove them.
+        folders: run folders, or folders that contain runs and sweeps at any depth.
+        keep: how many of the newest undamaged checkpoints stay in each run, besides the best.
+        everything: whether completed runs keep no checkpoint; their exported weights stay.
+        yes: whether to remove the checkpoints.
 
     Raises:
-        InputError: there is no such folder, or `keep` is not a number of checkpoints.
+        InputError: a folder does not exist, or `keep` is less than 1.
         StorageError: a checkpoint cannot be removed.
     """
     if keep < 1:
@@ -49,7 +49,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
 
 
 def _runs(folders: Sequence[str]) -> Iterator[RunDir]:
-    """The runs in the folders, each once, by their paths."""
+    """The runs in the folders, each once, sorted by path."""
     runs: dict[Path, RunDir] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
@@ -62,7 +62,7 @@ def _runs(folders: Sequence[str]) -> Iterator[RunDir]:
 
 
 def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
-    """Show what can go of a run, and remove it if `yes` is set; None for a run that is running."""
+    """Show the removable checkpoints of a run, and remove them if `yes` is set; None if the run is active."""
     with closing(Lock()) as lock:
         try:
             lock.take(run_dir.lock)  # held until the checkpoints are gone, so that no job resumes from one of them

@@ -14,7 +14,7 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     """Serve the page of a model until a signal ends it.
 
     Raises:
-        InputError: there are no such weights, or the port is taken.
+        InputError: the weights cannot be loaded, or the port is in use.
     """
     with DemoServer(load(path, device=device), port) as server, suppress(StopNow):
         log.show(f"{server.url} shows what the model says of a photo; Ctrl-C ends it")

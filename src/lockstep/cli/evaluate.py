@@ -1,4 +1,4 @@
-"""`lockstep evaluate`: what the weights of a run are worth, on its own data or on other data."""
+"""`lockstep evaluate`: the scores of the weights of a run, on the run's data or on other data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
 from lockstep.telemetry.progress import progress
 
-SHOWN = 10  # the most classes in the table
+SHOWN = 10  # the largest number of classes in the table
 
 
 def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None) -> None:
@@ -32,13 +32,13 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
 
     Args:
         path: a run folder, `latest`, a checkpoint or a file of weights.
-        overrides: other data than the run's own: `dataset=...`, `dataset.KEY=...`, `data_root=...`.
+        overrides: changes of the run's data: `dataset=...`, `dataset.KEY=...`, `data_root=...`.
         split: `val` or `train`.
         device: `cpu` or `cuda`; None is the GPU if there is one.
-        out: the folder to write to; None is the run folder, or the current one for a file of weights alone.
+        out: the folder to write to; None is the run folder, or the current folder for a file of weights alone.
 
     Raises:
-        InputError: there are no such weights, or the data is not there or not that of the model.
+        InputError: the weights or the data do not exist, or the data does not fit the model.
         StorageError: the files cannot be written.
     """
     file = find_weights(path)
@@ -86,7 +86,7 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
 
 
 def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
-    """The lines of `predictions.csv`. A broken image has neither prediction nor probability."""
+    """The lines of `predictions.csv`. A broken image has no prediction and no probability."""
     yield _line(["sample", "label", "predicted", "probability"])
     columns = (split.labels, evaluation.whole, evaluation.predicted, evaluation.probabilities)
     cells: Any

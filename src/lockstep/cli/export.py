@@ -23,17 +23,17 @@ COMPARED = 64  # images on which the exported model is compared with its origina
 
 
 def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str | None) -> None:
-    """Export a model, compare it with its original, and say how far they differ.
+    """Export a model, compare it with its original, and show how much their logits differ.
 
     Args:
         path: a run folder, `latest`, a checkpoint or a file of weights.
-        images: files and folders of images to compare on; none are those of the run's evaluation split.
+        images: files and folders of images for the comparison; if empty, images of the run's evaluation split.
         kind: `onnx` or `torch`.
-        pixels: `uint8` or `float`, what the exported model takes.
-        out: the file to write; None is `model.onnx` or `model.pt2` beside the weights.
+        pixels: the input of the exported model, `uint8` or `float`.
+        out: the file to write; None is `model.onnx` or `model.pt2` next to the weights.
 
     Raises:
-        InputError: there are no such weights or images, or the model cannot be exported.
+        InputError: the weights or images do not exist, or the model cannot be exported.
         LockstepError: the exported model differs from its original.
         StorageError: the file cannot be written.
     """

@@ -22,10 +22,10 @@ WIDTH, HEIGHT, MARGIN = 640, 400, 50  # of the picture, in pixels
 
 
 def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, out: str) -> None:
-    """Try rising learning rates, write the picture to `out` and print a suggestion.
+    """Train with rising learning rates, write the picture to `out` and print a suggestion.
 
     Raises:
-        InputError: the job or the rates do not fit, or the loss falls at no rate.
+        InputError: the job or the rates are wrong, or the loss falls at no rate.
         StorageError: the picture cannot be written.
     """
     if not 2 <= steps <= MOST_STEPS:

@@ -15,7 +15,7 @@ SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the
 
 
 def main() -> None:
-    """The console command `lockstep`. What needs torch is imported when a command runs, so that --help is fast."""
+    """The console command `lockstep`. Imports torch only when a command runs, because --help must be fast."""
     signals.begin(says=signals.STOPPED_EARLY)
     if SHELL_COMPLETION & set(sys.argv):
         complete()
@@ -29,18 +29,18 @@ def main() -> None:
 
 
 def train() -> None:
-    """Train with the words behind `lockstep train`."""
+    """Train with the words after `lockstep train`."""
     from lockstep.cli.train import main as train_main
 
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
-    # Hydra completes the words behind the program's name, for which it takes the first word of the line.
+    # Hydra takes the first word of the line as the program, and completes the words after it: remove `train`.
     os.environ["COMP_LINE"] = re.sub(r"^(\S*lockstep)\s+train\b", r"\1", os.environ.get("COMP_LINE", ""), count=1)
     train_main()
 
 
 def complete() -> None:
-    """Answer the shell, which asks what the last word of its line can become."""
+    """Print the completions of the last word of the shell's line."""
     line = os.environ.get("COMP_LINE", "")
     query = next((word for word in sys.argv if word.startswith("query=")), "")
     if not query or re.match(r"\S*lockstep\s+train\s", line):

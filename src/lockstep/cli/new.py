@@ -1,4 +1,4 @@
-"""`lockstep new PROJECT`: a small project of one's own, from the files in `template/`."""
+"""`lockstep new PROJECT`: write a small project for the user, from the files in `template/`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def new(project: str) -> None:
     """Write a new project into the folder `project`, whose last part is the name of its package.
 
     Raises:
-        InputError: the folder exists, or its name cannot be that of a package.
-        StorageError: it cannot be written; nothing is left of it.
+        InputError: the folder exists, or its name is not a valid name for a new package.
+        StorageError: the folder cannot be written; nothing is left of it.
     """
     folder = Path(project)
     name = folder.name

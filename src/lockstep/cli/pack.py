@@ -17,7 +17,7 @@ from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.sizes import USUAL_STORED
 from lockstep.runtime.host import cores
 
-# What the sentences of `dataset=folder` call by its keys.
+# Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.
 WORDS = {
     "dataset.path: ": "",
     "the folder above: dataset.path=": "the folder above: lockstep pack ",
@@ -33,12 +33,12 @@ WORDS = {
 
 
 def pack(source: str, target: str, *, size: int, skip: int, val_share: float | None = None) -> None:
-    """Pack the class folders of `source`, images of side `size`, to the new folder `target`.
+    """Pack the class folders of `source`, as images of side `size`, into the new folder `target`.
 
-    `skip` and `val_share` are those of `dataset=folder`.
+    `skip` and `val_share` are the keys of `dataset=folder`.
 
     Raises:
-        InputError: there is no such source, too many of its images are broken, or `target` exists.
+        InputError: the source does not exist, too many of its images are broken, or `target` exists.
         StorageError: `target` cannot be written.
     """
     for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}):
@@ -46,7 +46,7 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
             problem = problem.replace(key, ours)
         problem = problem.replace("auto or ", "").replace("=auto", f"={USUAL_STORED}")
         raise InputError(problem)
-    torch.set_num_threads(1)  # every core has an image of its own
+    torch.set_num_threads(1)  # each core decodes another image
     folder = Folder(path=source, decode_size=size, skip=skip, val_share=val_share)
     try:
         images = len(folder.train()) + len(folder.eval())
@@ -73,7 +73,7 @@ def check(target: str) -> None:
     """Read a packed data set whole and compare it with the hashes in its manifest.
 
     Raises:
-        InputError: it is not what was packed.
+        InputError: a file is missing or has changed.
     """
     folder = Path(target).absolute()
     size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())

@@ -1,4 +1,4 @@
-"""`lockstep predict`: what a model says of image files."""
+"""`lockstep predict`: the classes that a model predicts for image files."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
 FORMATS = ("table", "csv", "json")
-AT_ONCE = 32  # images that are read and shown to the model together
+AT_ONCE = 32  # images in one batch of the model
 Results = Iterator[tuple[Path, Prediction]]
 
 
 def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None) -> None:
-    """Print the `top` classes of each image in `files`, which are images and folders of them.
+    """Print the `top` classes of each image in `files`, which are images and folders of images.
 
     Raises:
-        InputError: there are no such weights; or, once the others are printed, a sentence for each file that is no
-            image.
+        InputError: the weights cannot be loaded. Or some files are not images: it is raised after the classes of the
+            other files are printed, with a sentence for each.
     """
     if top < 1:
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
@@ -54,7 +54,7 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
 
 
 def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
-    """The files to read: what is named, and all images in a folder that is named."""
+    """The files to read: the named files, and all images in the named folders."""
     for name in files:
         try:
             yield from files_in(Path(name))
@@ -65,7 +65,7 @@ def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
 def _predictions(
     predictor: Predictor, paths: list[Path], problems: list[str], advance: Callable[[int], None]
 ) -> Iterator[tuple[Path, Prediction]]:
-    """The prediction of each file that can be read, in order; the others become problems."""
+    """The prediction of each readable file, in order. For any other file, a sentence is added to `problems`."""
 
     def read(chunk: list[Path]) -> list[tuple[Path, Tensor | InputError]]:
         return [(path, _read(predictor, path)) for path in chunk]
@@ -88,7 +88,7 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
 
 
 def _widest(paths: Sequence[Path]) -> int:
-    """How wide the column of paths is: on a terminal that of the longest, elsewhere each has its own."""
+    """The width of the column of paths: on a terminal that of the longest path, elsewhere 0, which aligns nothing."""
     return max((cell_len(str(path)) for path in paths), default=0) if log.has_terminal() else 0
 
 
@@ -96,7 +96,7 @@ def _table(width: int, results: Results, top: int) -> Iterator[str]:
     for path, prediction in results:
         classes = ", ".join(f"{name} {100 * probability:.1f} %" for _, name, probability in prediction.top(top))
         line = f"{path}{' ' * (width - cell_len(str(path)))}  {classes}"
-        # A name that breaks at the edge of the terminal is hard to read, so the classes get a line of their own.
+        # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
         fits = not log.has_terminal() or cell_len(line) <= log.console.width
         yield from [line] if fits else [str(path), f"  {classes}"]
 

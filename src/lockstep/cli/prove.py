@@ -1,7 +1,8 @@
-"""`lockstep prove`: the first promise, tried on this machine with the user's own config.
+"""`lockstep prove`: a test of the first promise on this machine, with the user's config.
 
-Each run is the real command in processes of its own, in float64, where another order of a sum is worth 1e-16 and a
-wrong scale, sample, mask or statistic cannot hide. All else is the user's config, dropout and stochastic depth too.
+Each run is the real command in new processes, in float64. There, another order of a sum changes a result by 1e-16
+only, so a wrong scale, sample, mask or statistic is visible. The rest of the config is the user's, including dropout
+and stochastic depth.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from lockstep.precision import FP64
 from lockstep.runtime.signals import PARENT
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
-# So many micro-batches more than the user's config has are tried too: uneven on most batches and ranks.
+# Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
-# Those whose state is cut over the ranks are killed and resumed too.
+# The strategies that cut state over the ranks; besides ddp, they are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
-# What a strategy needs for its run to be the same as that of the others.
+# The overrides with which a strategy must give the same run as the others.
 EQUAL_WITH = {"local_sgd": ("strategy.local_steps=1",)}
-# Of every run, behind the user's overrides.
+# The overrides of every run, after the user's.
 COMMON = (
     "precision=fp64",
     "launcher.threads=1",
@@ -65,7 +66,15 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class Case:
-    """One run, the one before it that it is compared with, and whether the two must agree to the bit."""
+    """One run.
+
+    Fields:
+        name: the name of the run in the table.
+        overrides: the overrides of the run, besides the common ones.
+        reference: the name of the earlier run with which it is compared.
+        exact: whether the two runs must agree to the bit.
+        killed: whether the run is killed halfway and resumed.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -76,7 +85,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: training losses by step, final weights, samples as (epoch, step, index, hash of pixels)."""
+    """The results of a run.
+
+    Fields:
+        losses: the training loss of each step.
+        weights: the final weights.
+        samples: (epoch, step, index, hash of pixels) of each example.
+    """
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -84,11 +99,11 @@ class Outcome:
 
 
 def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
-    """Run all cases and print how far each is from the run it should be.
+    """Run all cases and print how much each differs from its reference.
 
     Raises:
-        InputError: the config does not fit.
-        LockstepError: a run failed, or is not the run it should be.
+        InputError: the config is wrong.
+        LockstepError: a run failed, or differs from its reference.
     """
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
@@ -121,14 +136,14 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
 def cases(
     sizes: list[int], *, micro_batches: int | None, others: Sequence[str] = ("allreduce", "allreduce_hooks")
 ) -> list[Case]:
-    """What is run on how many ranks (`sizes`, all above one), each behind the run it is compared with.
+    """The runs on one rank and on each of `sizes` ranks (all above one), each after its reference.
 
-    `micro_batches` is another number of them than the user's config has; None where it makes another run. `others`
-    are the strategies besides `ddp` that take the job.
+    `micro_batches` is a number that differs from the user's config; None if it would change the run. `others` are the
+    strategies besides `ddp` that work with the job.
     """
 
     def cut_too(case: Case) -> list[Case]:
-        """The case, and the same with the other number of micro-batches."""
+        """The case, and the same case with the other number of micro-batches."""
         if micro_batches is None:
             return [case]
         cut = (*case.overrides, f"train.micro_batches={micro_batches}")
@@ -153,7 +168,7 @@ def cases(
 
 
 def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
-    """The user's overrides for a case: without the keys of the strategy they name, if the case has another one."""
+    """The user's overrides for a case. Keys of the user's strategy are left out if the case has another strategy."""
     names = [override.partition("=")[2] for override in overrides if override.startswith("strategy=")]
     if not names or names[-1] == "auto" or f"strategy={names[-1]}" in case.overrides:
         return list(overrides)
@@ -162,7 +177,7 @@ def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
 
 def compare(case: Case, outcome: Outcome, reference: Outcome) -> tuple[list[str], bool]:
     """The row of a case in the table, and whether it passes."""
-    # Maxima of tensors: a NaN comes out of them, and is not close to anything.
+    # Take the maxima of tensors: they keep a NaN, which then fails every comparison.
     losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (outcome, reference))
     loss = float(((losses - expected) / expected).abs().max())
     expected_weights, weights = _flat(reference, reference.weights), _flat(outcome, reference.weights)
@@ -181,12 +196,12 @@ def compare(case: Case, outcome: Outcome, reference: Outcome) -> tuple[list[str]
 
 
 def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
-    """The weights of these names in one row."""
+    """The weights with these names as one vector."""
     return torch.cat([outcome.weights[name].flatten() for name in names])
 
 
 def _strategies(job: Job) -> list[str]:
-    """The strategies besides `ddp` whose runs are equal, and that are installed and take the job's optimizer."""
+    """The strategies besides `ddp` whose runs must be equal, that are installed, and that work with the job."""
     fitting = []
     for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline", "local_sgd"):
         strategy: Strategy = components.build_option("strategy", name)
@@ -201,19 +216,19 @@ def _strategies(job: Job) -> list[str]:
 
 
 def _several(job: Job) -> int | None:
-    """Another number of micro-batches for a job; None where there is none that keeps the run the same."""
+    """Another number of micro-batches for a job; None if every other number would change the run."""
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):
         normed = has_batchnorm(without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape))
     used = job.train.micro_batches if isinstance(job.train.micro_batches, int) else 1
     several = used + MORE_MICRO_BATCHES
-    # Batch norm counts over a micro-batch.
+    # Batch norm computes its statistics over a micro-batch.
     return None if normed or several > job.batch else several
 
 
 def _sizes(ranks: str | None) -> list[int]:
-    """The numbers of ranks above one that are asked for, or all that this machine has devices for."""
+    """The numbers of ranks above one that the user chose, or all for which this machine has devices."""
     most = torch.cuda.device_count() if torch.cuda.is_available() else 4
     if ranks is None:
         return [size for size in (2, 3, 4) if size <= most]
@@ -224,9 +239,10 @@ def _sizes(ranks: str | None) -> list[int]:
 
 
 def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome | None:
-    """Run a case; None where its strategy does not take the config, such as a model that cannot be cut so often.
+    """Run a case; None if its strategy refuses the config, such as a model that cannot be cut for so many ranks.
 
-    `single` and `ddp` take every config that is right, and a run that was killed has begun once.
+    `single` and `ddp` work with every valid config. A run that was killed was accepted at its first start. Errors in
+    these cases are raised.
     """
     log.console.print(f"  {case.name}", soft_wrap=True)
     try:
@@ -239,7 +255,7 @@ def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: i
 
 
 def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
-    """Run a case to its end, through a kill where it asks for one, and read what it left."""
+    """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
     words = ["train", *overrides, *case.overrides, f"hydra.run.dir={folder}"]
     command = [sys.executable, "-m", "lockstep", *words]
     run_dir = RunDir(folder)
@@ -274,10 +290,10 @@ def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
 
 @contextmanager
 def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A run. All its processes are killed with the context, or with this process."""
+    """A running command. All its processes are killed at the end of the context, or with this process."""
     with subprocess.Popen(
         command,
-        # This process runs with full errors for itself (`command_line`); the run is to fail with its sentence alone.
+        # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
         env={**os.environ, PARENT: str(os.getpid()), "HYDRA_FULL_ERROR": "0"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

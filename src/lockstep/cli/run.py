@@ -20,10 +20,10 @@ SLURM = "lockstep.launcher.Slurm"
 
 
 def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
-    """Lock, check and launch one job; returns its objective, or nothing where another machine has main.
+    """Lock, check and launch one job; returns its objective, or None if main is on another machine.
 
     Raises:
-        LockstepError: the job does not fit, was stopped or failed.
+        LockstepError: the job was refused, was stopped or failed.
     """
     launcher = launcher_node(job, invocation)
     if is_launched() or str(launcher.get("nodes", 1)) in ("1", "1:1"):
@@ -41,18 +41,18 @@ def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
 
 
 def submits(job: dict[str, Any], invocation: Invocation) -> bool:
-    """Whether a job is to be submitted to SLURM, and not to be run by this process."""
-    if is_submitted() or is_launched():  # a rank that `srun` has started is told that it cannot
+    """Whether to submit a job to SLURM instead of running it in this process."""
+    if is_submitted() or is_launched():  # for a rank that `srun` has started, `resolve` refuses launcher=slurm
         return False
     node = job["launcher"] if invocation.sweep else launcher_node(job, invocation)
     return isinstance(node, Mapping) and node.get("_target_") == SLURM
 
 
 def submit_job(job: dict[str, Any], invocation: Invocation) -> None:
-    """Submit a job to SLURM, or show the script for it. Those of a sweep are submitted together, at its end.
+    """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end.
 
     Raises:
-        InputError: the job does not fit, or SLURM does not take it.
+        InputError: the job is wrong, or SLURM refuses it.
     """
     configure_native_threads()
     from lockstep.config import components  # these need torch
@@ -67,7 +67,7 @@ def submit_job(job: dict[str, Any], invocation: Invocation) -> None:
 
 
 def _lead(job: dict[str, Any], invocation: Invocation, machines: Machines | None = None) -> float | None:
-    """Run a job on this machine, and on others as its main."""
+    """Run a job whose main is on this machine; `machines` are the others of a job on several machines."""
     with job_lock(invocation) as lock:
         if not is_launched():  # refuse a folder in use before torch is imported
             lock_run_folder(job, invocation, lock)

@@ -1,4 +1,4 @@
-"""What a command that uses a trained model takes from its run: the data, and the number of threads."""
+"""The data and the number of threads of a run, for commands that use its trained model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KEYS = ("dataset", "data_root")  # what an override may change
 
 
 def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
-    """The data of a run as changed by the overrides; without a run, that of the overrides.
+    """The data of a run, changed by the overrides; without a run, the data of the overrides.
 
-    A data set that only the run folder names is not downloaded: the folder can be somebody else's.
+    A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
 
     Raises:
-        InputError: an override is of something else, or does not fit; or there is neither a run nor `dataset=`.
+        InputError: an override changes another key, or is wrong; or there is neither a run nor `dataset=`.
     """
     for override in overrides:
         if key_of(override).partition(".")[0] not in KEYS:
@@ -48,7 +48,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
 
 
 def take_threads(run: RunDir) -> None:
-    """Compute with as many threads as the run: the last bits of a sum depend on them."""
+    """Compute with the number of threads of the run: the last bits of a sum depend on it."""
     threads = components.build("launcher", yaml_io.load(run.config).get("launcher")).threads
     if isinstance(threads, int):
         torch.set_num_threads(min(threads, cores()))

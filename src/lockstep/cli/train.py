@@ -21,7 +21,7 @@ from lockstep.runtime import program
 
 
 def main(packages: Sequence[str] = ()) -> None:
-    """Train the job or the sweep of the command line, with extensions; exit with its code if it fails."""
+    """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     started_as(sys.argv[0])
     adopt_srun()
     sys.argv[1:] = without_local_rank(sys.argv[1:])
@@ -37,7 +37,7 @@ def main(packages: Sequence[str] = ()) -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def train(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    from lockstep.cli.run import run_job, submit_job, submits  # --cfg job must not wait for these
+    from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
     from lockstep.config.invocation import Invocation
     from lockstep.sweep.jobs import run_sweep_job
 

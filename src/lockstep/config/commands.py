@@ -1,4 +1,4 @@
-"""Commands as they are shown to the user: pasted into a shell, they reach the program as they were meant."""
+"""Commands in messages to the user, quoted so that the user can paste them into a shell."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-# The keys whose values are paths: of runs and checkpoints, and of folders.
+# The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
 RUNS = ("resume", "init_from")
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
 
 
 def typed(words: Iterable[object]) -> str:
-    """Words as a command line, quoted for a shell where that is needed."""
+    """Words as a command line, quoted for a shell if necessary."""
     return shlex.join(map(str, words))
 
 
 def override(key: str, value: object) -> str:
-    """The override that sets `key` to a text: one word, quoted for Hydra where its grammar needs that.
+    """The override that sets `key` to a text: one word, quoted for Hydra if its grammar requires quotes.
 
-    Characters such as `=`, `,`, brackets and quotes have a meaning in an override, and so have texts such as `null`
-    and `1e3`. The word still needs the quotes of a shell (see `typed`).
+    Characters such as `=`, `,`, brackets and quotes have a meaning in an override, and so do texts such as `null` and
+    `1e3`. The word is not yet quoted for a shell (see `typed`).
     """
     text = str(value)
     plain = f"{key}={text}"
@@ -35,10 +35,10 @@ def override(key: str, value: object) -> str:
 
 
 def quoted_path(word: str) -> str:
-    """A word of the command line, quoted for Hydra if it sets a path that is there as it stands, or below `~`.
+    """A word of the command line, quoted for Hydra if it sets a path that exists, or a path that begins with `~`.
 
-    The runs of a sweep have `=` and `,` in their names, and a shell completes them without quotes. Shells leave the
-    `~` of `dataset.path=~/photos` as it is, and Hydra cannot read it.
+    The runs of a sweep have `=` and `,` in their names, and a shell completes these names without quotes. Shells do
+    not expand the `~` of `dataset.path=~/photos`, and Hydra cannot parse it.
     """
     key, _, path = word.partition("=")
     if key not in (*RUNS, *FOLDERS) or not path:
@@ -47,7 +47,7 @@ def quoted_path(word: str) -> str:
 
 
 def _parsed(word: str) -> object:
-    """What Hydra takes for the value of an override; None if it cannot read it or takes it for several values."""
+    """The value that Hydra reads from an override; None if Hydra cannot parse it or reads several values."""
     try:
         parsed = OverridesParser.create().parse_override(word)
     except HydraException:

@@ -1,6 +1,6 @@
-"""TAB completion: words of a job that Hydra does not know, and the words of the other commands.
+"""TAB completion: words of a job that Hydra cannot complete, and the words of the other commands.
 
-A shell that was told to (`lockstep -sc install=bash`) asks with Hydra's `-sc query=bash` and the line in COMP_LINE.
+After `lockstep -sc install=bash`, the shell calls Hydra's `-sc query=bash` with the line in COMP_LINE.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ OUTPUTS = "outputs"
 
 
 def prepare(words: list[str]) -> None:
-    """Quote the paths of a command line for Hydra, as TAB completes them, or have Hydra ask us what TAB completes."""
+    """Quote the paths of a command line for Hydra. If a shell asks for completions, add ours to Hydra's."""
     words[1:] = map(quoted_path, words[1:])
     if not {"-sc", "--shell-completion"}.isdisjoint(words):
         _install()
 
 
 def _install() -> None:
-    """Have Hydra's plugins for all shells ask `matches` first, and Hydra where that knows nothing."""
+    """Have Hydra's plugins for all shells call `matches` first, and Hydra's own code if the result is None."""
     theirs = CompletionPlugin._query
 
     def query(self: CompletionPlugin, config_name: str | None, line: str) -> list[str]:
@@ -39,7 +39,7 @@ def _install() -> None:
 
 
 def matches(word: str, line: str = "") -> list[str] | None:
-    """The words that a word of a job can become; None if Hydra completes it."""
+    """The completions of a word of a job; None if Hydra completes the word."""
     key, equals, value = word.partition("=")
     if not equals:
         return None
@@ -53,7 +53,7 @@ def matches(word: str, line: str = "") -> list[str] | None:
 
 
 def command_words(commands: Sequence[str], line: str) -> list[str]:
-    """The words that the last word of `lockstep COMMAND ...` can become, for the commands other than `train`."""
+    """The completions of the last word of `lockstep COMMAND ...`, for the commands other than `train`."""
     words = line.split()
     last = "" if line.endswith(" ") or not words else words.pop()
     if len(words) < 2:
@@ -64,7 +64,7 @@ def command_words(commands: Sequence[str], line: str) -> list[str]:
 
 
 def runs(text: str, root: str) -> Iterator[str]:
-    """The runs and checkpoints that a text is the beginning of: `latest`, those of `root`, and folders on the way."""
+    """The completions of a run or checkpoint: `latest`, the runs below `root`, and the folders that lead to them."""
     if LATEST.startswith(text) and Path(root, LATEST).is_file():
         yield LATEST
     if not text:
@@ -77,7 +77,7 @@ def runs(text: str, root: str) -> Iterator[str]:
 
 
 def _paths(text: str, *, folders: bool) -> Iterator[str]:
-    """The paths that a text is the beginning of; a folder ends with a slash."""
+    """The paths that begin with `text`; a folder ends with a slash."""
     parent, _, name = text.rpartition("/")
     base = Path(f"{parent}/" if "/" in text else ".").expanduser()
     prefix = f"{parent}/" if "/" in text else ""
@@ -94,13 +94,13 @@ def _paths(text: str, *, folders: bool) -> Iterator[str]:
 
 
 def _output_root(line: str) -> str:
-    """Where the runs of a command line are: by its own `output_root`, or the default."""
+    """The folder of the runs for a command line: its `output_root`, or the default."""
     named = [word.partition("=")[2] for word in line.split() if word.startswith("output_root=")]
     return named[-1] if named else OUTPUTS
 
 
 def _tagged(text: str) -> list[str]:
-    """timm's names with a tag of their weights (`resnet50.a1_in1k`) that begin with a text, from its sources."""
+    """timm's names with a tag of their weights (`resnet50.a1_in1k`) that begin with `text`."""
     architecture = text.partition(".")[0]
     names = tagged_names(architecture) if architecture in timm_models() else []
     return [name for name in names if name.startswith(text)]

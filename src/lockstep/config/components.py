@@ -20,12 +20,15 @@ from lockstep.core import fields
 from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
 
-# The components built so far. They are frozen values, and the jobs of a sweep share most of them.
+# The components that have been built. They are frozen values, and the jobs of a sweep share most of them.
 _BUILT: dict[tuple[type[Any], str], Any] = {}
 
 
 def locate_in(module: str, name: str) -> type[Any] | None:
-    """The public dataclass `name` of a module: one in its `__all__`, or without that one defined there; else None."""
+    """The public dataclass `name` of a module; None if there is none.
+
+    A class is public if `__all__` lists it, or, in a module without `__all__`, if the module defines it.
+    """
     home = importlib.import_module(module)
     cls = None if name.startswith("_") else getattr(home, name, None)
     if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
@@ -35,7 +38,7 @@ def locate_in(module: str, name: str) -> type[Any] | None:
 
 
 def locate(group: str, target: object, key: str = "") -> type[Any]:
-    """The class that a node of `group` names. The node stands at `key` of the config, by default at the group's.
+    """The class that a node of `group` names. `key` is the node's key in the config, by default the group's name.
 
     Raises:
         InputError: the target is not a dataclass of the group's own module.
@@ -52,10 +55,10 @@ def locate(group: str, target: object, key: str = "") -> type[Any]:
 
 
 def build_many(group: str, nodes: Any) -> dict[str, Any]:
-    """The components of a group of which a job has any number, by their names.
+    """The components of a group of which a job can have any number, by name.
 
     Raises:
-        InputError: a node does not describe one.
+        InputError: a node does not describe a component.
     """
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
         raise InputError(f"{group} is {fields.shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
@@ -65,10 +68,10 @@ def build_many(group: str, nodes: Any) -> dict[str, Any]:
 def build(group: str, node: Any, key: str = "") -> Any:
     """The component that a group's node describes. Its class is the schema of its fields.
 
-    `key` is where the node stands in the config, by default at the group's name.
+    `key` is the node's key in the config, by default the group's name.
 
     Raises:
-        InputError: an unknown key, or a value of the wrong type or out of range.
+        InputError: a key is unknown, or a value has the wrong type or is out of range.
     """
     key = key or group
     if not isinstance(node, Mapping) or "_target_" not in node:
@@ -113,7 +116,7 @@ def build_job(values: Mapping[str, Any]) -> Job:
     """A job from the plain values of its config, with the component of every group.
 
     Raises:
-        InputError: one line for each key that does not fit.
+        InputError: some keys are wrong; the message has one line for each.
     """
     try:
         typed = OmegaConf.merge(schema(), {key: value for key, value in values.items() if key not in GROUPS})
@@ -143,16 +146,16 @@ def load_job(path: Path) -> Job:
     """The job that a run folder's `config.yaml` describes.
 
     Raises:
-        InputError: the file is missing, or does not describe one.
+        InputError: the file is missing, or does not describe a job.
     """
-    from lockstep.config import yaml_io  # not needed to compose, and --cfg job is to be fast
+    from lockstep.config import yaml_io  # imported late: `--cfg job` does not need it and must be fast
 
     return build_job(yaml_io.load(path))
 
 
 @functools.cache
 def schema() -> DictConfig:
-    """The keys of a job for OmegaConf. Cached, because making it takes longer than checking values with it."""
+    """The keys of a job for OmegaConf. Cached, because creating them takes longer than checking values with them."""
     nodes = OmegaConf.structured(Job)
     for node in (nodes, nodes.train, nodes.input, nodes.checkpoint, nodes.telemetry):
         OmegaConf.set_readonly(node, None)  # a job is frozen, but a config is changed while it is composed
@@ -160,7 +163,7 @@ def schema() -> DictConfig:
 
 
 def node(component: Component) -> dict[str, Any]:
-    """The node that `build` would make `component` from."""
+    """The config node of `component`: `build` turns it into `component` again."""
     cls = type(component)
     modules = (module for module in GROUPS.values() if locate_in(module, cls.__name__) is cls)
     module = next(modules, cls.__module__)  # of an extension
@@ -168,7 +171,7 @@ def node(component: Component) -> dict[str, Any]:
 
 
 def plain(job: Job) -> dict[str, Any]:
-    """The plain values that `build_job` would make `job` from."""
+    """The plain values of `job`: `build_job` turns them into `job` again."""
     values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     return {key: _plain_group(key, value) if key in GROUPS else _plain_value(value) for key, value in values.items()}
 

@@ -1,6 +1,6 @@
-"""Has Hydra compose the config of a job once.
+"""Make Hydra compose the config of a job once instead of twice.
 
-Hydra composes it first to see whether the config itself asks for a sweep (`hydra.mode`), and once more to run it.
+Hydra first composes the config to see whether it asks for a sweep (`hydra.mode`), and then again to run the job.
 A composition takes longer than any other part of a short job's start.
 """
 
@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config.hydra_policy import CheckedLoader
 from lockstep.core.errors import InputError
 
-RUN = "hydra.mode=RUN"  # what Hydra adds to the overrides of a job that is no sweep
+RUN = "hydra.mode=RUN"  # Hydra adds it to the overrides of a job that is not a sweep
 
 
 def install() -> None:
@@ -28,9 +28,9 @@ def install() -> None:
 
 
 class LoaderOfOneConfig(CheckedLoader):
-    """Returns the config in which Hydra looked for the mode again when Hydra asks for that of the run."""
+    """Keeps the config that Hydra composes to find the mode, and returns it when Hydra asks for the run's config."""
 
-    first: tuple[str | None, list[str], DictConfig] | None = None  # with the overrides of the run
+    first: tuple[str | None, list[str], DictConfig] | None = None  # config name, overrides of the run, config
 
     def load_configuration(
         self,
@@ -40,15 +40,15 @@ class LoaderOfOneConfig(CheckedLoader):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides:  # Hydra looks for the mode
-            # A sweep may leave a group to its jobs; then this fails, and what Hydra asks for is composed below.
+        if run_mode == RunMode.MULTIRUN and not validate_sweep_overrides:  # Hydra composes to find the mode
+            # Composing a sweep as one job fails if only the sweep sets a group. Hydra's own request follows below.
             with suppress(HydraException, OmegaConfBaseException, InputError):
                 composed = super().load_configuration(config_name, overrides, RunMode.RUN, from_shell, False)
                 self.first = (config_name, [*overrides, RUN], composed)
                 return composed
         elif run_mode == RunMode.RUN and self.first is not None and self.first[:2] == (config_name, overrides):
             composed = self.first[2]
-            self.first = None  # its job may change it
+            self.first = None  # the job may change its config, so nobody may get it again
             self.validate_sweep_overrides_legal(self._parsed, run_mode, from_shell)
             composed.hydra.mode = run_mode
             composed.hydra.overrides.hydra.append(RUN)

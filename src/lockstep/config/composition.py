@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def register() -> None:
     """Register the schema of a job with Hydra, so that mistakes show while composing.
 
-    A config cannot read the environment: it may be somebody else's, its values are written to files, and variables
-    hold secrets.
+    Also removes OmegaConf's access to the environment: somebody else may have written a config, its values are
+    written to files, and environment variables hold secrets.
     """
     hydra_policy.install()
     compose_once.install()
@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def showed_help() -> bool:
-    """Show the help if the command line asks for it. Hydra would look through all config groups first (0.3 s)."""
+    """Show the help if the command line asks for it. Hydra would first look through all config groups (0.3 s)."""
     wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
     if wants_help:
         text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
@@ -68,16 +68,18 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     for key in (field.name for field in dataclasses.fields(Job)):
         if key not in plain:
             raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
-        if "${" in repr(plain[key]):  # escaped: the ranks, who read the config from a file, would resolve it
+        if "${" in repr(plain[key]):  # it was escaped; the ranks read the config from a file and would resolve it
             raise InputError(f"{key} has ${{ in its value, which a config takes for a reference; write it without")
     return {str(key): value for key, value in plain.items()}
 
 
 def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> DictConfig:
-    """The config of an earlier command from `configs`, with further overrides after its own; later ones win.
+    """The config of an earlier command, composed from `configs` with its `stored` overrides, then `overrides`.
+
+    Later overrides win.
 
     Raises:
-        InputError: an override of the earlier command is one of Hydra itself, which a run does not keep.
+        InputError: a stored override is one for Hydra itself; a run folder keeps no such override.
     """
     for text in stored:
         check_word(text)
@@ -94,14 +96,14 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
 
 @contextmanager
 def composing() -> Iterator[None]:
-    """Compose configs in this context, outside of a program of Hydra's."""
+    """A context in which configs can be composed without Hydra's `main`."""
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
 
 
 def composed(overrides: list[str]) -> dict[str, Any]:
-    """The config that the command line `overrides` would compose, as plain values, outside of Hydra.
+    """The config that the command line `overrides` would compose, as plain values, without Hydra's `main`.
 
     Raises:
         InputError: an override does not fit.
@@ -117,5 +119,5 @@ def composed(overrides: list[str]) -> dict[str, Any]:
             raise InputError(
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"
             )
-        HydraConfig.instance().set_config(config)  # the name of a job is made of Hydra's choices
+        HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
         return to_dict(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))

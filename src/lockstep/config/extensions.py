@@ -1,8 +1,8 @@
-"""Extensions: packages of users, whose classes and configs are options too.
+"""Extensions: packages of users that add classes and configs as options.
 
-An installed package is one if it has an entry point in the group `lockstep.extensions`; a program can name further
-ones by `lockstep.main(extensions=[...])`. Nothing else can: no config, no run folder, no file in the current folder.
-Finding an extension does not import it; it is imported when a config chooses an option that only it can have.
+An installed package is an extension if it has an entry point in the group `lockstep.extensions`. A program can name
+more extensions with `lockstep.main(extensions=[...])`. A config, a run folder or a file in the current folder cannot.
+Finding an extension does not import it. It is imported when a config chooses an option that may be one of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.native_threads import configure_native_threads
 
 ENTRY_POINTS = "lockstep.extensions"
-# In the environment of the ranks: the extensions that the program named, with the folders they are in.
+# The variable that tells the ranks which extensions the program named, and in which folders they are.
 VARIABLE = "LOCKSTEP_EXTENSIONS"
 
 
@@ -33,9 +33,9 @@ class Extension:
     """A package with options.
 
     Fields:
-        package: its name, as it is imported.
-        origin: how it became one: installed by a package, or named by a program.
-        folder: of the package.
+        package: the name under which the package is imported.
+        origin: why the package is an extension: a distribution installed it, or a program named it.
+        folder: the folder of the package.
     """
 
     package: str
@@ -44,22 +44,22 @@ class Extension:
 
     @property
     def conf(self) -> Path | None:
-        """Its folder of configs, if it has one."""
+        """The folder of its configs; None if it has no such folder."""
         folder = self.folder / "conf"
         return folder if folder.is_dir() else None
 
     def has(self, module: str) -> bool:
-        """Whether a module belongs to it."""
+        """Whether a module belongs to this extension."""
         return module == self.package or module.startswith(f"{self.package}.")
 
     def load(self, module: str = "") -> None:
-        """Import it, or one of its modules.
+        """Import the package, or one of its modules.
 
         Raises:
-            InputError: it cannot be imported, or declares an option that cannot be one.
+            InputError: the import fails, or the package declares an invalid option.
         """
         name = module or self.package
-        configure_native_threads()  # before the extension imports NumPy, whose threads keep ranks from being forked
+        configure_native_threads()  # before the extension imports NumPy: its threads would prevent forking the ranks
         try:
             importlib.import_module(name)
         except InputError:
@@ -71,7 +71,7 @@ class Extension:
             ) from error
 
     def _place(self, error: Exception) -> str:
-        """The file and line of the extension that an error comes from; its folder if none does."""
+        """The file and line of the extension where an error occurred; its folder if the error is elsewhere."""
         if isinstance(error, SyntaxError):
             return f"{error.filename}:{error.lineno}"
         frames = traceback.extract_tb(error.__traceback__)
@@ -80,10 +80,10 @@ class Extension:
 
 
 def use(packages: Sequence[str]) -> None:
-    """Make packages extensions of this program and of the ranks that it starts.
+    """Register packages as extensions of this program and of the ranks that it starts.
 
     Raises:
-        InputError: there is no such package.
+        InputError: a package does not exist.
     """
     named = [_locate(package, f"named by {Path(sys.argv[0]).name}") for package in packages]
     if named:
@@ -93,14 +93,15 @@ def use(packages: Sequence[str]) -> None:
 
 @functools.cache
 def active() -> tuple[Extension, ...]:
-    """All extensions, each with its folder of configs checked.
+    """All extensions, after a check of their configs.
 
     Raises:
-        InputError: one cannot be found, or has a config that is no option of a group or has the name of another one.
+        InputError: an extension cannot be found, or one of its configs is not in a group or has the name of another
+            option.
     """
     named = []
     for package, parent in _named_by_program().items():
-        if importlib.util.find_spec(package) is None:  # a rank does not have the program's import path
+        if importlib.util.find_spec(package) is None:  # a rank lacks the import path of the program
             sys.path.append(parent)
         named.append(_locate(package, "named by the program"))
     extensions = {extension.package: extension for extension in (*named, *_installed())}
@@ -114,7 +115,7 @@ def active() -> tuple[Extension, ...]:
 
 
 def owner_of(module: str) -> Extension | None:
-    """The extension that a module belongs to, if it is active."""
+    """The active extension that a module belongs to; None if there is none."""
     return next((extension for extension in active() if extension.has(module)), None)
 
 
@@ -122,14 +123,14 @@ def load_all() -> None:
     """Import every extension, so that its options are known.
 
     Raises:
-        InputError: one cannot be imported, or declares an option that cannot be one.
+        InputError: an import fails, or an extension declares an invalid option.
     """
     for extension in active():
         extension.load()
 
 
 def locate(group: str, module: str, name: str) -> type | None:
-    """The class `name` in a module of an extension, if it was declared as an option of `group`; else None.
+    """The class `name` in a module of an extension, if it is declared as an option of `group`; else None.
 
     Raises:
         InputError: the module cannot be imported.
@@ -154,7 +155,7 @@ def shown() -> str:
 
 
 def _named_by_program() -> dict[str, str]:
-    """The packages that the program has named for its ranks, with the folders they are in."""
+    """The packages that the program has named for its ranks, each with its parent folder."""
     text = os.environ.get(VARIABLE, "{}")
     try:
         named = json.loads(text)
@@ -166,7 +167,10 @@ def _named_by_program() -> dict[str, str]:
 
 
 def _installed() -> list[Extension]:
-    """The installed packages with our entry point. `importlib.metadata` takes 30 ms; looking at the files takes 5."""
+    """The installed packages with our entry point.
+
+    `importlib.metadata` takes 30 ms, so search the files first, which takes 5 ms.
+    """
     files = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
     if not any(ENTRY_POINTS.encode() in file.read_bytes() for file in files if os.access(file, os.R_OK)):
         return []
@@ -195,7 +199,7 @@ def _locate(package: str, origin: str) -> Extension:
 
 
 def _configs(extension: Extension) -> list[tuple[str, Path]]:
-    """The options in the `conf` folder of an extension, as GROUP=NAME, with their files."""
+    """The options in the `conf` folder of an extension, as GROUP=NAME, each with its file."""
     configs = []
     groups = [*GROUPS, "experiment"]
     for file in sorted(extension.conf.rglob("*.yaml")) if extension.conf else ():

@@ -1,4 +1,4 @@
-"""Parse config files in C, where PyYAML can. In Python, parsing takes a fifth of the time of composing a job."""
+"""Parse config files in C if PyYAML can. In Python, parsing takes a fifth of the time that composing a job takes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import yaml
 
-# The most characters of a text that is parsed in C: tens of thousands of nested brackets would overflow the stack.
+# Longer texts, in characters, are parsed in Python: in C, tens of thousands of nested brackets overflow the stack.
 SHORT = 8192
 
 
 def install() -> None:
-    """Have OmegaConf parse with libyaml. It still builds its values from the parsed nodes itself."""
+    """Have OmegaConf parse with libyaml. OmegaConf still builds its values from the parsed nodes itself."""
     omegaconf: Any = importlib.import_module("omegaconf._utils")
     own: Any = omegaconf.get_yaml_loader()
     if not isinstance(own, type):  # installed already
@@ -22,7 +22,7 @@ def install() -> None:
     def loader(stream: Any) -> Any:
         text = stream if isinstance(stream, str) else stream.read()
         if text is not stream:
-            stream.seek(0)  # an error names the file
+            stream.seek(0)  # parse the stream, not the text, so that an error names the file
         return (fast if len(text) <= SHORT else own)(stream)
 
     omegaconf.get_yaml_loader = lambda: loader

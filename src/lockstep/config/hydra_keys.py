@@ -1,4 +1,4 @@
-"""The keys below `hydra`: what a config file may set there, and what names code."""
+"""The keys below `hydra`: which of them a config file may set, and which name code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 Key = tuple[str, ...]
 
-# What `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
+# The keys that `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
 OURS: Mapping[Key, object] = {
     ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
     ("output_subdir",): None,
     ("job", "chdir"): False,
 }
-# What any config file may set below `hydra`: each key with everything below it.
+# The keys that any config file may set below `hydra`, with everything below them.
 FREE: tuple[Key, ...] = (
     ("run", "dir"),
     ("sweep", "dir"),
@@ -25,9 +25,10 @@ FREE: tuple[Key, ...] = (
     ("help",),
     ("hydra_help",),
 )
-# Written by Hydra itself while it composes.
+# The keys that Hydra itself writes while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "override_dirname"), ("job", "config_name"))
-# What Hydra makes objects from. The first three can only hold code, so not even the command line may set them.
+# The keys from which Hydra creates objects. Those in CLOSED only serve to name code, so not even the command line may
+# set them.
 LOGGING = ("job_logging", "hydra_logging")
 CLOSED = ("callbacks", *LOGGING)
 OBJECTS = (*CLOSED, "launcher", "sweeper")
@@ -39,7 +40,7 @@ def dotted(key: Key) -> str:
 
 
 def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every value of a plain config with its key; list items have their index."""
+    """Every value of a plain config with its key. The key of a list item ends with its index."""
     if isinstance(node, dict):
         for name, value in node.items():
             yield from leaves(value, (*key, str(name)))
@@ -51,7 +52,7 @@ def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
 
 
 def names_code(key: Key, value: object) -> bool:
-    """Whether a key is one of Hydra's for objects (`_target_`, `_args_`), or a value there is an interpolation."""
+    """Whether a key is one that creates objects (`_target_`, `_args_`), or `value` is an interpolation in OBJECTS."""
     return any(re.fullmatch("_.*_", part) for part in key) or (set(key[:1]) <= set(OBJECTS) and "${" in str(value))
 
 

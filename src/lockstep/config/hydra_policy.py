@@ -1,11 +1,12 @@
-"""What a config may ask of Hydra, checked before Hydra acts on it.
+"""The settings of Hydra that a config may change, checked before Hydra uses them.
 
-Before a job begins, Hydra makes objects from `hydra.callbacks`, `hydra.launcher`, `hydra.sweeper` and both logging
-configs, and sets environment variables. A config file can be somebody else's, so it must not control that: each value
-below `hydra` has to be what Hydra, its installed plugins and the command line give without the file, except for a few
-that only name folders and texts. The command line chooses among installed plugins, and cannot name code.
+Before a job begins, Hydra creates objects from `hydra.callbacks`, `hydra.launcher`, `hydra.sweeper` and both logging
+configs, and sets environment variables. Somebody else may have written a config file, so it must not control this:
+each value below `hydra` must be the value that Hydra, its installed plugins and the command line give without the
+file. A few keys that only name folders and texts are exempt. The command line chooses among installed plugins, and
+cannot name code.
 
-What Hydra does with a config is listed in `tests/unit/test_hydra_policy.py`, which reads Hydra's source.
+`tests/unit/test_hydra_policy.py` reads Hydra's source and lists everything that Hydra does with a config.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from lockstep.config.messages import shown_message
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 
-EXTENSION = "extension"  # the provider of an extension's configs begins with it
+EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 
-# The configs of Hydra's own that a job is composed with, and the packages they are put at, in their order.
+# Hydra's own configs in the composition of a job, each with its package, in order.
 HYDRAS = [
     ("hydra/output/default", "hydra"),
     ("hydra/launcher/basic", "hydra.launcher"),
@@ -76,7 +77,7 @@ def is_of_hydra(override: str) -> bool:
     """Whether an override changes Hydra's own config, by its key or by the package of its group.
 
     Raises:
-        OverrideParseException: it is not an override.
+        OverrideParseException: the text is not an override.
     """
     return _is_of_hydra(OverridesParser.create().parse_override(override))
 
@@ -117,9 +118,9 @@ class CheckedLoader(ConfigLoaderImpl):
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
             )
-        except (OmegaConfBaseException, HydraException):  # some are KeyErrors, too
+        except (OmegaConfBaseException, HydraException):  # some of them are also KeyErrors
             raise
-        except KeyError as error:  # of os.environ: Hydra copies variables while it composes
+        except KeyError as error:  # from os.environ: Hydra copies variables while it composes
             raise InputError(f"hydra.job.env_copy names {error}, which is no variable here; leave it out") from error
         except (AssertionError, AttributeError, TypeError, RecursionError) as error:
             raise InputError(
@@ -130,7 +131,7 @@ class CheckedLoader(ConfigLoaderImpl):
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
-        """Note what each config has below `hydra`."""
+        """Record the values that each config has below `hydra`."""
         loaded = super()._load_single_config(default, repo)
         if loaded.provider == "hydra":
             self._hydras.append((default.config_path, default.package))
@@ -162,12 +163,12 @@ class CheckedLoader(ConfigLoaderImpl):
         super()._process_config_searchpath(config_name, parsed_overrides, repo)
 
     def _check(self, composed: DictConfig) -> None:
-        """Compare the values below `hydra` with those that Hydra has without the user's files.
+        """Compare the values below `hydra` with the values that Hydra has without the user's files.
 
-        Where the files and the command line set nothing but what every config file may, there is nothing to compare.
+        Returns early if the files and the command line only set keys that every config file may set.
 
         Raises:
-            InputError: a config file sets a value that it may not.
+            InputError: a config file sets a value that it may not set.
         """
         parsed = self._parsed
         of_words = (
@@ -184,7 +185,7 @@ class CheckedLoader(ConfigLoaderImpl):
         lines: dict[str, list[str | None]] = {"hydra": [], "task": []}
         for override in parsed:
             lines["hydra" if override.is_hydra_override() else "task"].append(override.input_line)
-        own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep takes them for the command line
+        own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep reads the command line from these values
         for key, value in values:
             same = key in own and own[key] == value
             if not (same or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
@@ -196,12 +197,12 @@ class CheckedLoader(ConfigLoaderImpl):
 
 
 def _of_user(provider: str) -> bool:
-    """Whether the user names a source: `--config-path` (or our `conf`), `--config-dir`, `hydra.searchpath`."""
+    """Whether a config source is the user's: `--config-path` (or our `conf`), `--config-dir`, `hydra.searchpath`."""
     return provider in ("main", "command-line") or provider.startswith(("hydra.searchpath", EXTENSION))
 
 
 def _check_folders(search_path: ConfigSearchPath) -> None:
-    """Refuse a source of the user that is not a folder: a Python package would be imported to be read."""
+    """Refuse a source of the user that is not a folder: to read configs from a Python package, Hydra imports it."""
     for source in search_path.get_path():
         scheme, named, _ = source.path.partition("://")
         if _of_user(source.provider) and named and scheme != "file":
@@ -212,7 +213,7 @@ def _check_folders(search_path: ConfigSearchPath) -> None:
 
 
 def _chosen_logging(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
-    """Overrides for the logging configs of Hydra's own that a file chose, unless the command line chooses others."""
+    """Overrides that repeat a file's choice of Hydra's logging configs, unless the command line chooses others."""
     for group in LOGGING:
         own = {file.stem for file in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
         choice = values.get(("runtime", "choices", f"hydra/{group}"))
@@ -224,7 +225,7 @@ def _checked(overrides: Iterable[Override]) -> Iterator[str]:
     """The overrides of the command line that a config file may not make.
 
     Raises:
-        InputError: it names code.
+        InputError: an override names code.
     """
     for override in overrides:
         key = _key(override)
@@ -246,7 +247,7 @@ def _checked(overrides: Iterable[Override]) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)
 def _without_files(sources: tuple[tuple[str, str], ...], overrides: tuple[str, ...]) -> Mapping[Key, Any]:
-    """The values below `hydra` that Hydra composes from these sources, none of which is the user's."""
+    """The values below `hydra` that Hydra composes from `sources`, none of which is the user's."""
     search_path = ConfigSearchPathImpl()
     for provider, path in sources:
         search_path.append(provider, path)

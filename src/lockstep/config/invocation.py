@@ -21,9 +21,9 @@ class ConfigFiles:
     """The config files that a command named besides the project's own. A resume needs them to compose again.
 
     Fields:
-        name: of the primary config.
-        folder: a further one, of `--config-dir`.
-        searchpath: the override of `hydra.searchpath`.
+        name: the name of the primary config.
+        folder: the folder of `--config-dir`; empty without this option.
+        searchpath: the overrides of `hydra.searchpath`.
     """
 
     name: str = "config"
@@ -45,7 +45,7 @@ class ConfigFiles:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of a command line that name them."""
+        """The words of a command line that name these files."""
         name = (f"--config-name={self.name}",) if self.name != ConfigFiles.name else ()
         folder = (f"--config-dir={self.folder}",) if self.folder else ()
         return (*name, *folder, *self.searchpath)
@@ -68,7 +68,7 @@ class Invocation:
         """The invocation of the job that Hydra is running.
 
         Raises:
-            InputError: it names a folder that a job of this kind does not use.
+            InputError: the command line names a folder that a job of this kind does not use.
         """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
@@ -94,5 +94,5 @@ class Invocation:
 
 
 def config_words(command: str) -> list[str]:
-    """The words of a run's command that name its config files. A resume has to repeat them."""
+    """The words of a run's command that name its config files. A resume must repeat them."""
     return [word for word in shlex.split(command) if word.startswith(("--config-", "hydra.searchpath="))]

@@ -1,4 +1,4 @@
-"""A user's mistake as one sentence: what Hydra and OmegaConf raise, in words, and which words are refused at once.
+"""Mistakes of the user as one sentence: from the exceptions of Hydra and OmegaConf, and from checks of single words.
 
 Knows no config of ours: keys and options come with the exceptions.
 """
@@ -28,10 +28,10 @@ from lockstep.core.errors import InputError, LockstepError, StorageError, did_yo
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
 
-# The most characters, nested brackets and digits of an override: more than anybody types, and fewer than would
-# overload Hydra's parser or Python's integers.
+# The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
+# what overloads Hydra's parser or Python's integers.
 LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
-# What Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
+# The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
 
@@ -41,10 +41,10 @@ def key_of(override: str) -> str:
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Refuse a flag that Hydra does not have: usually a key as other programs write it, `--epochs 5`.
+    """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`.
 
     Raises:
-        InputError: there is one.
+        InputError: there is such a flag.
     """
     from hydra._internal.utils import get_args_parser
 
@@ -65,7 +65,7 @@ def check_word(text: str) -> None:
     """Refuse a word of the command line that would overload the parser, or make Hydra write files.
 
     Raises:
-        InputError: it is not Unicode, too long, too deeply nested, or has a number with too many digits.
+        InputError: the word is not Unicode, too long, too deeply nested, or has a number with too many digits.
     """
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
@@ -84,7 +84,7 @@ def check_word(text: str) -> None:
 
 
 def translate(error: BaseException) -> LockstepError | None:
-    """One of our exceptions for a user's mistake; None for another error."""
+    """A LockstepError for a user's mistake; None for any other error."""
     if isinstance(error, LockstepError):
         return error
     if isinstance(error, OSError) and error.errno in FULL:
@@ -100,7 +100,7 @@ def translate(error: BaseException) -> LockstepError | None:
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return InputError(_no_such_file(error.missing_cfg_file, list(error.options or [])))
-    # Hydra wraps OmegaConf's errors. With another cause it is a bug, and its traceback is shown.
+    # Hydra wraps OmegaConf's errors. A HydraException with another cause is a bug, and its traceback is shown.
     wrapped = (error.__cause__ or error.__context__) if isinstance(error, HydraException) else None
     where = ""
     if match := re.match(r"In '([^']+)': \w+ raised while composing", str(error)):
@@ -119,7 +119,7 @@ def translate(error: BaseException) -> LockstepError | None:
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:
-    """The same for errors that Hydra raises unwrapped before a job: a group without a name, an unwritable folder."""
+    """`translate` for other errors that Hydra raises before a job: a group without a name, an unwritable folder."""
     if isinstance(error, OSError) and error.filename:
         return InputError(
             f"{error.filename} cannot be written ({error.strerror}); name another folder with output_root=FOLDER, or "
@@ -149,11 +149,11 @@ def shown_message(text: str) -> str:
 
 
 def _no_such_file(path: str, options: list[str]) -> str:
-    """The sentence for an option that does not exist, with the one that was probably meant."""
+    """The sentence for an option that does not exist, with the option that the user probably meant."""
     whole = path.removesuffix(".yaml")
     group, _, name = whole.rpartition("/")
     first, _, behind = whole.partition("/")
-    if first in GROUPS:  # its options are in no folders of their own: more slashes are those of a path
+    if first in GROUPS:  # options are never in subfolders, so the name with further slashes is a path
         group, name = first, behind
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
@@ -167,7 +167,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     return f"{group}={name}: there is no {group} of that name.{meant}"
 
 
-# OmegaConf's messages, and ours instead: what was found, what was expected, an override that fits.
+# OmegaConf's messages, and our sentences for them: what was found, what was expected, an override that fits.
 _MESSAGES = (
     (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),
     (r"Value '(.*)' of type .* could not be converted to Float", "is '{0}', expected a number: {key}=0.1"),
@@ -185,7 +185,7 @@ _MESSAGES = (
 
 
 def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
-    """OmegaConf's message as one line: the key (after `prefix`), what was found, what was expected, a remedy."""
+    """OmegaConf's message as one line: the key (with `prefix`), what was found, what was expected, a remedy."""
     key = f"{prefix}{error.full_key or error.key or ''}"
     message = (error.msg or str(error)).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
@@ -202,7 +202,7 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
 
 
 def _items(value: Any, default: Node | None) -> str:
-    """The items of a list that was meant: the one that was given, or the default ones where there are several."""
+    """The items for an example of a list: the default ones if there are several, else the value that was given."""
     items = list(default) if isinstance(default, ListConfig) and default and len(default) > 1 else [value]
     return ",".join(override("", item)[1:] if isinstance(item, str) else str(item) for item in items)
 
@@ -221,7 +221,7 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _no_such_key(key: str, known: Iterable[str]) -> str:
-    """The sentence for a `key` that does not exist, with the one of `known` that was probably meant."""
+    """The sentence for a `key` that does not exist, with the key of `known` that the user probably meant."""
     block, _, last = key.rpartition(".")
     ours = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
     inside = [name for name in ours if name.rpartition(".")[0] == block and not name.endswith("._target_")]

@@ -25,11 +25,11 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     needed, but can give it other defaults or a second name.
 
     Args:
-        group: of the config, such as `model`.
-        name: of the option; by default the name of the class in snake case.
+        group: the config group, such as `model`.
+        name: the name of the option; by default the name of the class in snake case.
 
     Raises:
-        InputError: the group does not exist, the name is taken, or a field has no type that a config can hold.
+        InputError: the group does not exist, the name is taken, or a field has a type that a config cannot hold.
     """
 
     def declare(cls: type[T]) -> type[T]:
@@ -64,7 +64,7 @@ def options_with(group: str, key: str) -> list[str]:
 
 
 def known(group: str, groups: Iterable[str]) -> str:
-    """The end of a sentence about a group that does not exist: the one that was meant, or all."""
+    """The end of a sentence about a group that does not exist: the group that was probably meant, or all groups."""
     groups = list(groups)
     return did_you_mean(group, groups) or f" The groups are {', '.join(groups)}."
 
@@ -75,14 +75,14 @@ def declared(group: str) -> dict[str, type[Any]]:
 
 
 def declared_class(group: str, module: str, name: str) -> type[Any] | None:
-    """The class `name` of a module, if it was declared as an option of `group`."""
+    """The class `name` of a module, if it is declared as an option of `group`; else None."""
     matches = (cls for cls in declared(group).values() if (cls.__module__, cls.__qualname__) == (module, name))
     return next(matches, None)
 
 
 def default_node(cls: type[Any]) -> dict[str, Any]:
     """The config node of a declared class with its defaults."""
-    from omegaconf import OmegaConf  # slow, and importing this module has to be fast
+    from omegaconf import OmegaConf  # imported late: it is slow, and importing this module must be fast
 
     values = OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True)
     assert isinstance(values, dict)
@@ -90,7 +90,7 @@ def default_node(cls: type[Any]) -> dict[str, Any]:
 
 
 def _check_fields(cls: type[Any], where: str) -> None:
-    from omegaconf import OmegaConf  # slow, as above
+    from omegaconf import OmegaConf  # imported late, as above
     from omegaconf.errors import OmegaConfBaseException
 
     assert is_dataclass(cls)

@@ -1,4 +1,4 @@
-"""What was meant by a path that stands where the name of an option, or KEY=VALUE, is expected."""
+"""Suggestions for a user who typed a path instead of the name of an option, or instead of KEY=VALUE."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lockstep.core.run_dir import MANIFEST, RunDir
 WEIGHTS = ".safetensors"
 TABLES = (".csv", ".tsv")
 SHARDS = ".tar"
-# What `datasets` writes into a folder that it saves.
+# Files that the package `datasets` writes into a saved data set.
 HF_FILES = ("dataset_dict.json", "state.json")
 
 
 def meant_by_path(group: str, word: str) -> str:
-    """` Did you mean ...?` with the overrides for a path behind `GROUP=`, or alone (`group` is empty).
+    """` Did you mean ...?` with overrides for a path after `GROUP=`, or for a path alone (`group` is empty).
 
-    Empty if it looks like no path, or nothing can be made of it.
+    Empty if the word does not look like a path, or no override fits the path.
     """
     path = Path(os.path.expanduser(word))  # noqa: PTH111, raises nothing
     try:
         exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
-    except (OSError, ValueError):  # too long, or with a null byte
+    except (OSError, ValueError):  # the path is too long, or has a NUL byte
         return ""
     weights, listed = path.suffix == WEIGHTS, path.suffix in (*TABLES, SHARDS)
     meant: list[str] = []

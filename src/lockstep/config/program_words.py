@@ -1,4 +1,4 @@
-"""How the user called the program, for sentences that propose a command."""
+"""The command by which the user started the program, for messages that propose a command."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ _WORDS = ["lockstep", "train"]
 
 
 def started_as(program: str) -> None:
-    """Tell how this process was started, by its `sys.argv[0]`: as `python train.py`, or as `lockstep train`."""
+    """Set the command from `sys.argv[0]` of this process: `python train.py` or `lockstep train`."""
     name = Path(program).name
     if name.endswith(".py") and name != "__main__.py":
         _WORDS[:] = ["python", name]
 
 
 def program_words() -> list[str]:
-    """The two words before the overrides."""
+    """The two words before the overrides of the user's command."""
     return [*_WORDS]
 
 
 def program_name() -> str:
-    """The same as one text."""
+    """The two words before the overrides, as one text."""
     return " ".join(_WORDS)
 
 
 def words_of(command: str) -> list[str]:
-    """The two words before the overrides of a run's command."""
+    """The two words before the overrides of `command`, the command of a run."""
     return shlex.split(command)[:2]

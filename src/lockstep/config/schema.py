@@ -29,15 +29,15 @@ if TYPE_CHECKING:
         Schedule,
         Strategy,
     )
-else:  # they import torch, and OmegaConf takes any node for a group
+else:  # importing them would import torch; to OmegaConf, a group is Any
     Augment = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Precision = Schedule = Source = (
         Strategy
     ) = Any
 
 # The folder with `config.yaml` and the options of each group.
 CONF = Path(__file__).parents[1].joinpath("conf").resolve()
-# The module with the classes of each config group. A node's `_target_` has to be a public dataclass of that module:
-# a config can come from somebody else's run folder, and must not name arbitrary code.
+# The module with the classes of each config group. A node's `_target_` must be a public dataclass of that module: a
+# config can come from somebody else's run folder, and must not name arbitrary code.
 GROUPS: Mapping[str, str] = {
     "model": "lockstep.models",
     "dataset": "lockstep.data.datasets",
@@ -52,13 +52,13 @@ GROUPS: Mapping[str, str] = {
     "metric": "lockstep.metrics",
     "logger": "lockstep.telemetry.loggers",
 }
-# Groups of which a job has any number, by name: `logger=[jsonl,tensorboard]`.
+# Groups of which a job can have any number of options: `logger=[jsonl,tensorboard]`.
 MANY = frozenset({"metric", "logger"})
 
 
 @dataclass(frozen=True)
 class TrainBlock:
-    """`train.*`: how a step is made of a global batch."""
+    """`train.*`: how a step uses its global batch, and how the model is evaluated."""
 
     micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
     mixup: float = ranged(0.0, least=0, most=1000)
@@ -77,7 +77,7 @@ class TrainBlock:
 
 @dataclass(frozen=True)
 class InputBlock:
-    """`input.*`: how the pixels of the data set become what the model sees."""
+    """`input.*`: how the pixels of the data set become the input of the model."""
 
     mean: list[float] | None = ranged(None, least=-1e6, most=1e6)
     std: list[float] | None = ranged(None, least=1e-6, most=1e6)
@@ -95,7 +95,7 @@ class CheckpointBlock:
 
 @dataclass(frozen=True)
 class TelemetryBlock:
-    """`telemetry.*`: what is measured and written while training."""
+    """`telemetry.*`: which figures are measured and written during training."""
 
     interval: int | str = duration(20)
     gpu: bool = True
@@ -103,7 +103,7 @@ class TelemetryBlock:
 
 
 def _group() -> Any:
-    """A config group: any node in the schema; in a job the component that `components.build_job` makes of it."""
+    """A config group: any node in the schema; in a job, the component that `components.build_job` builds from it."""
     return field(default=None)
 
 
@@ -111,9 +111,9 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    A key that may be `auto` becomes a number as soon as that can be known: `launcher.ranks`, `launcher.threads`,
-    `optimizer.lr`, `train.eval_batch` and those of `input` once the job is resolved, `batch` when the folder is made,
-    `train.micro_batches` and the loader when a rank has the data.
+    A key that may be `auto` becomes a number as soon as the number can be known. This is when the job is resolved for
+    `launcher.ranks`, `launcher.threads`, `optimizer.lr`, `train.eval_batch` and the keys of `input`; when the folder
+    is created for `batch`; and when a rank has the data for `train.micro_batches` and the loader.
     """
 
     epochs: int = ranged(20, least=1, most=LONGEST)
@@ -150,6 +150,6 @@ class Job:
         return self.init_from is not None or bool(getattr(self.model, "pretrained", False))
 
     def micro_batch(self, ranks: int) -> int:
-        """The most examples of one forward pass on one of so many ranks; `auto` micro-batches count as one."""
+        """The largest number of examples in one forward pass on one of `ranks` ranks; `auto` counts as one pass."""
         micro_batches = 1 if self.train.micro_batches == "auto" else int(self.train.micro_batches)
         return math.ceil(int(self.batch) / ranks / micro_batches)

@@ -1,1 +1,1 @@
-"""What every other part is built on: errors, files, the plan in steps, the run folder, the ranks."""
+"""The base of all other parts: errors, files, the plan in steps, the run folder, the ranks."""

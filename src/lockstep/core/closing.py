@@ -11,10 +11,10 @@ from lockstep.core.errors import Interrupted
 
 @contextmanager
 def closing(*closes: Callable[[], object]) -> Iterator[None]:
-    """Call each of `closes` in turn when the context ends, even if it or some of them raise.
+    """Call each of `closes` in turn when the context ends, even if the body or some of `closes` raise.
 
-    The first error is raised, since it says why the run ended and gives the exit code. Later ones are warnings. (An
-    `ExitStack` would raise the last one.)
+    The first error is raised, since it says why the run ended and gives the exit code. Later errors become warnings.
+    (An `ExitStack` would raise the last error.)
     """
     first: BaseException | None = None
     try:
@@ -24,7 +24,7 @@ def closing(*closes: Callable[[], object]) -> Iterator[None]:
     for close in closes:
         try:
             close()
-        except Interrupted:  # the user asked twice: do not wait for the others
+        except Interrupted:  # the user interrupted twice: do not wait for the remaining calls
             raise
         except Exception as error:
             if first is None:

@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from lockstep.core.world import World
 
-# A message to all ranks takes less than a millisecond: at most a hundredth of a step of this many seconds.
+# A message to all ranks takes less than a millisecond, which is at most 1 % of a step of this many seconds.
 LONG_S = 0.1
 
 
 class StopConsensus:
-    """Requests that any rank can make and all ranks see at the same step, without a wait in the step.
+    """Requests that any rank can make and that all ranks see at the same step, without a wait in the step.
 
-    A message to all is started at one step and read at the next, so a request takes effect one step later, on all
-    ranks alike. Where steps are long it is waited for at once. `longest_s` is the longest that any rank was busy in a
-    step, as of the last message; None before the first one. A message is as short among a thousand ranks as between
-    two.
+    The ranks start an all-reduce of their requests at one step and read it at the next, so a request takes effect one
+    step later, on all ranks alike. If steps are long, the ranks wait for the result at once. `longest_s` is the
+    longest time that any rank was busy in a step, from the last message; None before the first message. The size of a
+    message does not depend on the number of ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -29,10 +29,10 @@ class StopConsensus:
         self.message = torch.zeros(0, dtype=torch.int64)
 
     def agree(self, *requests: bool, busy: float = 0.0) -> list[bool]:
-        """Send this step's requests; returns for each whether any rank had it at the step before.
+        """Send this step's requests; returns for each request whether any rank made it at the step before.
 
-        `busy` is how long this rank worked in the step, in seconds. In a world of one the requests are returned at
-        once.
+        `busy` is the time that this rank worked in the step, in seconds. With one rank, the requests are returned
+        unchanged.
         """
         if self.world.size == 1:
             return list(requests)
@@ -45,11 +45,11 @@ class StopConsensus:
 
     @property
     def can_wait(self) -> bool:
-        """Whether waiting for all is cheap: in a world of one, or where steps are long. The same on all ranks."""
+        """Whether waiting for all ranks is cheap: there is one rank, or steps are long. The same on all ranks."""
         return self.world.size == 1 or (self.longest_s or 0.0) > LONG_S
 
     def _read(self, requests: int) -> list[bool]:
-        """The requests in the pending message, if there is one."""
+        """The requests in the pending message; all False if no message is pending."""
         if self.pending is None:
             return [False] * requests
         self.close()

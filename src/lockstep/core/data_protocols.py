@@ -1,4 +1,4 @@
-"""What the parts of the data path promise each other, from a data set to the images of a step."""
+"""The protocols of the data path, from a data set to the images of a step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lockstep.core.component import Component
 from lockstep.core.errors import BrokenImage
 from lockstep.core.world import World
 
-# The broken images among those that were read (blank there), by their indices.
+# The broken images among the images of a read, by index. The read returns a blank image for each.
 Broken = Mapping[int, BrokenImage]
 # A request for several images: an epoch, and indices (int64, on the CPU). The result: uint8 images.
 ReadRequest = tuple[int, Tensor]
 ReadResult = tuple[Tensor, Broken]
-# Reads many batches, in order, onto the device.
+# Reads batches onto the device, in the order of the requests.
 ImageReader = Callable[[Iterable[ReadRequest]], Iterator[ReadResult]]
 
 
 class Split(Protocol):
     """The examples of one split, in a fixed order, each stored at one shape.
 
-    `labels` is int64 of shape (N,). `images` is uint8 of shape (N, C, H, W) where the split is an array,
-    else None; `fetch` gives any of its images, decoded on the spot.
+    `labels` is int64 of shape (N,). `images` is uint8 of shape (N, C, H, W) if the split is an array, else None.
+    `fetch` decodes and returns any of the images.
     """
 
     @property
@@ -37,33 +37,33 @@ class Split(Protocol):
 
     @property
     def skip(self) -> int:
-        """The most images that may be broken."""
+        """The largest number of images that may be broken."""
 
     def __len__(self) -> int: ...
 
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
-        """uint8 images of shape (len(indices), C, H, W). Raises InputError for one that cannot be read.
+        """uint8 images of shape (len(indices), C, H, W). Raises InputError for an image that cannot be read.
 
-        `epoch` is for a split that cuts other boxes from its images in each.
+        Only a split that cuts other boxes from its images in each epoch uses `epoch`.
         """
 
 
 class Stepped(Protocol):
-    """What belongs to one step of a run."""
+    """An object that belongs to one step of a run."""
 
     @property
     def step(self) -> int: ...
 
 
 class MicroBatch(Stepped, Protocol):
-    """The examples of one forward pass: labels (b,), and sample indices of which the first b are theirs."""
+    """The examples of one forward pass: their labels (b,), and sample indices, the first b of which are theirs."""
 
     @property
     def epoch(self) -> int: ...
 
     @property
     def number(self) -> int:
-        """Which piece of its global batch it is, from 0."""
+        """The position of this micro-batch in its global batch, from 0."""
 
     @property
     def labels(self) -> Tensor: ...
@@ -73,7 +73,7 @@ class MicroBatch(Stepped, Protocol):
 
 
 class Source(Component, Protocol):
-    """Where images and labels come from. A subclass states only what differs from the usual data set here."""
+    """A data set: images and labels. A subclass overrides only what differs from the defaults here."""
 
     @property
     def classes(self) -> int:
@@ -85,43 +85,43 @@ class Source(Component, Protocol):
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """The same of what the model sees."""
+        """(channels, height, width) of an image that the model gets."""
         return self.image_shape
 
     @property
     def eval_crop(self) -> float:
-        """The central share of a stored image's side that is evaluated."""
+        """The central part of a stored image that is evaluated, as a share of its side."""
         return 1.0
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Per channel, of pixels from 0 to 1; `std` likewise."""
+        """The mean of each channel, for pixels from 0 to 1; `std` is the standard deviation."""
 
     @property
     def std(self) -> tuple[float, ...]: ...
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """By label; empty where they have none."""
+        """The names, indexed by label; empty if the classes have no names."""
         return ()
 
     def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
-        """What identifies the examples of each split, "train" and "val", wherever they are kept.
+        """Values that identify the examples of each split, "train" and "val", wherever the files are.
 
-        Each part of a split that can differ has a key of its own, so that an error can name it.
+        Each part of a split that can differ has a separate key, so that an error can name the part.
         """
 
     @property
     def usual_augment(self) -> str:
-        """The option of `augment` for a job that chooses none."""
+        """The option of `augment` for a job that does not set one."""
         return "none"
 
     def notes(self) -> list[str]:
-        """Sentences for the start of a run: which data is left out or missing. Raises InputError."""
+        """Sentences for the start of a run: which data is skipped or missing. Raises InputError."""
         return []
 
     def prepare(self) -> None:
-        """Make sure that the data is there; download it under a lock where that is allowed. Raises InputError."""
+        """Make sure that the data is there; download it under a lock if downloads are allowed. Raises InputError."""
         self.train()
         self.eval()
 
@@ -132,14 +132,16 @@ class Source(Component, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderContext:
-    """What a loader that chooses is told of a run, for one rank.
+    """The facts about a run, on one rank, from which a loader chooses its settings.
 
     Fields:
-        splits: to train on and to evaluate.
-        gigabytes: that both need as uint8.
-        reads: images that this machine's ranks read in the whole run, those of evaluation too.
+        world: the place of this rank.
+        splits: the training split and the evaluation split.
+        gigabytes: the size of both splits as uint8.
+        reads: the images that this machine's ranks read in the whole run, including evaluations.
         boxes: whether each epoch cuts other boxes from the files.
-        training_rate: tries how many images per second the model trains on; None where that takes too long.
+        training_rate: measures how many images per second the model trains on; returns None if the measurement takes
+            too long.
     """
 
     world: World
@@ -151,22 +153,22 @@ class LoaderContext:
 
 
 class ImageLoader(Component, Protocol):
-    """How images reach the device: it decides when they are read and moved, not which."""
+    """How images reach the device: decides when images are read and moved, not which images."""
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
-        """The loader to use, all of its `auto` chosen, and why."""
+        """The loader to use, with a value for each `auto`, and the reason for the choice."""
 
     def held_gb(self, context: LoaderContext) -> float:
-        """The device memory (in GB) that images will take from a rank for good, beyond what they have already."""
+        """The device memory, in GB, that a rank will still allocate for images and hold until the run ends."""
 
     def order_device(self, world: World) -> torch.device:
         """The device on which the order of the examples is computed."""
 
     def stride(self, shard: int, values: int, world: World) -> int:
-        """The steps to read together, for shards of so many images of so many values (pixels times channels)."""
+        """The number of steps to read together, for shards of `shard` images with `values` pixels times channels."""
 
     def feed(self, split: Split, world: World) -> ImageReader:
-        """What reads the images of a split. Collective."""
+        """The reader of a split's images. Collective."""
 
 
 class SampleRNG(Protocol):
@@ -192,17 +194,17 @@ class Augment(Component, Protocol):
         Args:
             images: uint8 (B, C, H, W).
             draws: the random numbers of its examples.
-            size: the (height, width) the model wants; an augmentation that resamples may go there at once.
+            size: the (height, width) of the model's input. An augmentation that resamples may return this size.
         """
 
 
 @runtime_checkable
 class BoxAugment(Augment, Protocol):
-    """An augmentation that begins with a box of each image, which the reader of the files can cut instead."""
+    """An augmentation whose first part crops a box from each image. The reader of the files can crop it instead."""
 
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
 
     @property
     def after_crop(self) -> Augment:
-        """What is left to do after the boxes have been cut and resized."""
+        """The augmentation to apply after the boxes have been cropped and resized."""

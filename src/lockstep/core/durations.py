@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# The most steps of a run: their product with the examples of any data set fits into 63 bits.
+# The largest number of steps of a run: its product with the number of examples of any data set fits into 63 bits.
 LONGEST = 10**9
-# The longest time, in seconds. Sockets count their timeouts in milliseconds and 31 bits, which end at 596 hours.
+# The longest time, in seconds. The timeout of a socket is in milliseconds and has 31 bits, which end at 596 hours.
 LONGEST_S = 500 * 3600.0
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")

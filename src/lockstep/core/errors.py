@@ -1,7 +1,7 @@
 """The exceptions that a user can meet, and the exit code of each.
 
-Each carries one sentence for the user: what, where, found, expected, and the override that fixes it. A broken
-invariant of our own is an `assert`, not one of these.
+Each has one sentence for the user: what is wrong, where, what was found and expected, and the override that fixes it.
+A broken invariant of our own code is an `assert`, not one of these exceptions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class LockstepError(Exception):
 
 
 class InputError(LockstepError):
-    """A mistake of the user: a config, a file or a machine does not fit."""
+    """The user can fix the cause: a config, a file or a machine does not fit."""
 
     exit_code = 2
 
 
 class BrokenImage(InputError):
-    """An image that cannot be decoded. Its arguments: index, path, reason."""
+    """An image cannot be decoded. The arguments of the exception are index, path and reason."""
 
     @property
     def failure(self) -> str:
@@ -48,7 +48,7 @@ class Stopped(LockstepError):
 
 
 class NumericalError(LockstepError):
-    """A loss or a weight is not finite, or a loss is absurdly high. `step` is the first one with it."""
+    """A loss or a weight is not finite, or a loss is absurdly high. `step` is the first such step."""
 
     exit_code = 76
 
@@ -70,7 +70,7 @@ class Interrupted(LockstepError):
 
 
 class RankFailed(LockstepError):
-    """A rank raised or died. `details` is the traceback of the first one."""
+    """A rank raised or died. `details` is the traceback of the first rank that did."""
 
     def __init__(self, sentence: str, details: str = "") -> None:
         super().__init__(sentence)
@@ -78,7 +78,7 @@ class RankFailed(LockstepError):
 
 
 def as_known(error: BaseException) -> LockstepError:
-    """The error, if it is one of ours; another one as a fault of the job, whose sentence begins with its type."""
+    """`error` itself if it is a LockstepError; any other as a LockstepError whose sentence begins with its type."""
     return error if isinstance(error, LockstepError) else LockstepError(f"{type(error).__name__}: {error}")
 
 
@@ -90,7 +90,7 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     """` Did you mean 'a', 'b'?` for the options closest to `word`, each with `prefix`; empty if none is close.
 
-    Those that begin with it come first, the shortest before others. Capital letters and dashes make no difference.
+    Options that begin with `word` come first, shorter ones before longer ones. Case and dashes make no difference.
     """
     import difflib  # only a mistake needs it
 

@@ -1,9 +1,9 @@
-"""The rules for the values of a config. Each rule stands at the field, in the class that has it.
+"""The rules for the values of a config. Each rule is written at the field of the class.
 
     lr: float = ranged(1e-3, above=0, most=1e6)
 
-`lockstep.config.components` checks all values of a component by these rules before it is made, so no class checks a
-range by hand. A subclass that only changes a default keeps the rule.
+`lockstep.config.components` checks all values of a component by these rules before it creates the component, so no
+class checks a range by hand. A subclass that only changes a default keeps the rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
 
 _RULE = "rule"
-# The most characters of a value that an error shows, and the most digits of a number.
+# An error shows at most this many characters of a value, and this many digits of a number.
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
 
 
@@ -32,10 +32,10 @@ def ranged(
     """A field for a number, or a list of numbers, in a range with two ends.
 
     Args:
-        default: its default. If it is an integer, or null and `least` is one, only integers fit.
+        default: the default value. If it is an integer, or null and `least` is an integer, only integers fit.
         least, above: the lower end, included or excluded.
         most, below: the upper end, included or excluded.
-        words: texts that fit as well, such as `auto`.
+        words: texts that are also allowed, such as `auto`.
     """
     low, high = least if above is None else above, most if below is None else below
     assert low is not None, "a range has two ends"
@@ -85,9 +85,9 @@ def rule_of(cls: type[Any], name: str) -> Rule | None:
 
 
 def as_number(cls: type[Any], name: str, value: Any) -> Any:
-    """A text that is a number, for a field that also takes words; any other value as it is.
+    """The number that a text spells, for a field that takes numbers and words; any other value unchanged.
 
-    OmegaConf makes the number where the type is one, but not where it is a number or a text.
+    OmegaConf converts the text only if the field's type is a number, not if it is a number or a text.
     """
     rule = rule_of(cls, name)
     if isinstance(rule, Number) and isinstance(value, str) and rule.words and value not in rule.words:
@@ -97,9 +97,9 @@ def as_number(cls: type[Any], name: str, value: Any) -> Any:
 
 
 def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A sentence for each of `values` that does not fit the rule of its field in `cls`. `prefix` goes before its key.
+    """A sentence for each of `values` that breaks the rule of its field in `cls`. `prefix` is put before its key.
 
-    The field's type decides about null.
+    Null is not checked here: the field's type allows or forbids it.
     """
     for field in dataclasses.fields(cls):
         value = values.get(field.name)
@@ -126,7 +126,7 @@ def wide(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value for use in a sentence: cut if it is long; of a very long number only its length."""
+    """A value for use in a sentence. A long text is cut; a very long number is replaced by its length."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
         return f"a number of more than {SHOWN_DIGITS} digits"
     if isinstance(value, list):
@@ -135,12 +135,12 @@ def shown(value: Any) -> str:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field, however the class states it; `dataclasses.MISSING` where it has none."""
+    """The default of a field, from its value or its factory; `dataclasses.MISSING` if it has none."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _remedy(key: str, field: dataclasses.Field[Any]) -> str:
-    """An override that fits: the default."""
+    """The override that sets the field to its default."""
     default = default_of(field)
     if default in ("???", {}):
         return ""

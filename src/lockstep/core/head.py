@@ -1,4 +1,4 @@
-"""Which parameters of a model are its head: the layer that has as many outputs as there are classes."""
+"""The head of a model: the layer with one output for each class, and its parameters."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.nn.modules.conv import _ConvNd
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
-    """The names of the layers of a model's head; empty where the model has no layer with weights.
+    """The names of the layers of a model's head; empty if the model has no layer with weights.
 
-    A model of timm says which they are (`pretrained_cfg["classifier"]`); of any other it is the last linear layer or
-    convolution.
+    A timm model names the layers of its head (`pretrained_cfg["classifier"]`). In any other model, the head is the
+    last linear layer or convolution.
     """
     facts = getattr(model, "pretrained_cfg", None)
     named = facts.get("classifier") if isinstance(facts, Mapping) else None
@@ -29,5 +29,5 @@ def head_parameters(model: nn.Module) -> tuple[str, ...]:
 
 
 def within(name: str, module: str) -> bool:
-    """Whether a parameter or a module called `name` is that of `module`, or a part of it."""
+    """Whether `name` is the name of `module`, or of a parameter or module inside it."""
     return name == module or not module or name.startswith(f"{module}.")

@@ -1,6 +1,6 @@
-"""Whether a launcher (ours, torchrun, srun, a script's variables) started this process as a rank, and as which.
+"""Whether a launcher (ours, torchrun, srun, a script's variables) started this process as a rank, and as which rank.
 
-Imports no torch: it is asked before that.
+Imports no torch: other modules need the answer before they import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a rank in its job, as its launcher says."""
+    """The place of a rank in its job, from the variables of its launcher."""
 
     rank: int
     size: int
@@ -24,7 +24,7 @@ class Place:
 
 
 class Starter(enum.Enum):
-    """Who has started the ranks that a launcher of ours need not start; the value is how it is told their number."""
+    """The program that started the ranks, if no launcher of ours did; the value shows how to set their number."""
 
     torchrun = "torchrun --nproc-per-node"
     srun = "srun --ntasks"
@@ -32,12 +32,12 @@ class Starter(enum.Enum):
 
     @property
     def said(self) -> str:
-        """Its name in a sentence."""
+        """The name for use in a sentence."""
         return "whoever set RANK and WORLD_SIZE" if self is Starter.script else self.name
 
     @property
     def absent(self) -> str:
-        """What is not there where it has not started ranks."""
+        """The name for a sentence that says that this program did not start the ranks."""
         return "RANK and WORLD_SIZE" if self is Starter.script else self.name
 
 
@@ -47,7 +47,7 @@ def is_launched() -> bool:
 
 
 def started_by() -> Starter:
-    """Who launched this rank. torchrun can be in a task of `srun`, and then it was torchrun."""
+    """The program that started this rank. If torchrun runs in a task of `srun`, the answer is torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return Starter.torchrun
     return Starter.srun if os.environ.get("SLURM_PROCID") == os.environ.get("RANK") else Starter.script
@@ -56,7 +56,7 @@ def started_by() -> Starter:
 def without_local_rank(words: Sequence[str]) -> list[str]:
     """The words of a rank's command without `--local-rank=N`.
 
-    `torch.distributed.launch` adds it, as torchrun did once. It says the same by LOCAL_RANK.
+    `torch.distributed.launch` adds this option, as torchrun once did. LOCAL_RANK has the same number.
     """
     if not is_launched() or "LOCAL_RANK" not in os.environ:
         return list(words)
@@ -64,10 +64,10 @@ def without_local_rank(words: Sequence[str]) -> list[str]:
 
 
 def launched() -> Place:
-    """The place of a launched rank. Where the launcher does not say which ranks share a machine, all do.
+    """The place of a launched rank. If the launcher does not set the local ranks, all ranks are on one machine.
 
     Raises:
-        InputError: a variable is no number, or not one of its range.
+        InputError: a variable is not a number, or is out of range.
     """
     size = _number("WORLD_SIZE", 1, 65_536)
     rank = _number("RANK", 0, size - 1)
@@ -83,7 +83,7 @@ def store_address() -> tuple[str, int]:
     """The host and the port of the store at which launched ranks meet.
 
     Raises:
-        InputError: a variable is missing, or the port is no number of its range.
+        InputError: a variable is missing, or the port is not a number or is out of range.
     """
     if not (host := os.environ.get("MASTER_ADDR")):
         raise InputError(
@@ -94,7 +94,7 @@ def store_address() -> tuple[str, int]:
 
 
 def local_size(ranks: int) -> int:
-    """How many of a job's `ranks` are on this machine: all, unless a launcher says otherwise."""
+    """The number of a job's `ranks` that are on this machine: all, unless a launcher says otherwise."""
     return launched().local_size if is_launched() else ranks
 
 

@@ -20,7 +20,8 @@ from lockstep.core.safe_write import storing
 from lockstep.core.terminal import Shown
 
 logger = logging.getLogger("lockstep")
-logger.addHandler(logging.NullHandler())  # a launcher has no log: by default `logging` would show its warnings again
+# A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
+logger.addHandler(logging.NullHandler())
 
 
 class Terminal(Console):
@@ -40,7 +41,7 @@ class LineFormatter(logging.Formatter):
         return escaped(super().format(record))
 
 
-# In a notebook too it prints lines, where rich would show a picture of each.
+# Prints plain lines in a notebook too, where rich would otherwise show each line as an HTML block.
 console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], Shown()))
 
 
@@ -61,7 +62,7 @@ class LogFile(logging.FileHandler):
             show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
 
     def close(self) -> None:
-        with suppress(OSError):  # closing flushes what could not be written
+        with suppress(OSError):  # closing tries once more to write what could not be written
             super().close()
 
 
@@ -72,8 +73,8 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     Args:
         run_dir: the folder of the job.
         rank: this process's rank; main also writes `train.log`.
-        separate: whether the rank is one of several processes. Then everything that it prints goes to its own file
-            unless it is main, so that only one process writes to the terminal.
+        separate: whether the job has several processes. Then everything that a rank other than main prints goes to
+            its own file, so that only one process writes to the terminal.
 
     Raises:
         StorageError: there is no room for a file.
@@ -102,7 +103,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
 
 
 def has_terminal() -> bool:
-    """Whether somebody looks at the output on a terminal that can move the cursor.
+    """Whether the output goes to a terminal that can move the cursor.
 
     Not rich's `is_terminal`, which FORCE_COLOR makes true for a pipe.
     """
@@ -110,7 +111,7 @@ def has_terminal() -> bool:
 
 
 def say_row(label: str, text: str, *, indent: int = 12) -> None:
-    """Say a text behind a label. A terminal gets it in lines that fit, each but the first indented."""
+    """Say a text after a label. On a terminal the text is wrapped, and all lines but the first are indented."""
     line = f"{label:>{indent - 2}}  {text}" if label else text
     shown = textwrap.fill(
         escaped(line, keep=""),
@@ -125,7 +126,7 @@ def say_row(label: str, text: str, *, indent: int = 12) -> None:
 
 
 def show(text: str) -> None:
-    """Print a sentence for the user, on a terminal in lines that end between words; there is no log."""
+    """Print a sentence for the user, without logging it. On a terminal the sentence is wrapped between words."""
     lines = escaped(text, keep="")
     if has_terminal():
         lines = textwrap.fill(
@@ -135,7 +136,7 @@ def show(text: str) -> None:
 
 
 def show_command(text: str, command: str) -> None:
-    """The same with a command to type, which gets a line of its own where both are too long for the terminal."""
+    """Print a sentence and a command to type. If both do not fit on one line, the command gets a separate line."""
     if has_terminal() and len(text) + 1 + len(command) > console.width:
         show(text)
         console.print(Text(escaped(command, keep="")), soft_wrap=True)
@@ -144,14 +145,14 @@ def show_command(text: str, command: str) -> None:
 
 
 def say_command(label: str, command: str) -> None:
-    """Say a command to type behind a label. Where both are too long for the terminal it has a line of its own."""
+    """Say a command to type after a label. If both do not fit on one line, the command gets a separate line."""
     line = f"   {label:<12} {command}"
     too_long = has_terminal() and len(line) > console.width
     say(line, shown=Text(escaped(f"   {label}:\n{command}")) if too_long else None)
 
 
 def say(message: str = "", *, shown: Text | None = None) -> None:
-    """Print one line for the user and log it; the terminal gets `shown` instead. Called by main only."""
+    """Print one line for the user and log it. If `shown` is set, it is printed instead. Called by main only."""
     line = escaped(message, keep="")
     console.print(line if shown is None else shown, soft_wrap=True)
     logger.info(line)
@@ -164,5 +165,5 @@ def warn(message: str) -> None:
 
 
 def show_warning(message: str) -> None:
-    """Warn the user on the terminal only, where there is no log."""
+    """Warn the user on the terminal only, for use where no log is open."""
     console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")

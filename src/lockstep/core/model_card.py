@@ -17,15 +17,16 @@ from lockstep.core.safe_read import MB, checked, is_number, parsed_json
 
 METADATA_KEY = "lockstep"
 FORMAT = 1
-LIMIT = 16 * MB  # characters of the text; nearly all of it are names of classes
+LIMIT = 16 * MB  # characters of the text, nearly all of which are names of classes
 # How images can be resized, always with antialiasing; the first is the default.
 INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
-# What makes probabilities of logits: the classes exclude each other and add up to 1, or each is judged by itself.
+# How logits become probabilities. With softmax the classes exclude each other, and their probabilities add up to 1;
+# with sigmoid each class is judged by itself.
 PROBABILITIES = ("softmax", "sigmoid")
 SOFTMAX, SIGMOID = PROBABILITIES
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
-VIEWS = (1, 2, 6)  # how many views of an image an evaluation can average
+VIEWS = (1, 2, 6)  # the numbers of views of an image that an evaluation can average
 
 Shape = tuple[int, int, int]
 Node = Mapping[str, Any]
@@ -36,23 +37,22 @@ class ModelCard:
     """The description of a model and of the images that it was evaluated on.
 
     Fields:
-        model, precision, loss: the nodes that these components are built from: `_target_` and their fields.
-        classes: how many there are.
-        class_names: by label; empty where they have none.
+        model, precision, loss: the config nodes of these components: `_target_` and the fields of the class.
+        classes: the number of classes.
+        class_names: the names, indexed by label; empty if the classes have no names.
         image_shape: (channels, height, width) of a stored uint8 image, before it is cropped.
-        input_shape: the same of what the model sees.
-        eval_crop: the central share of a stored image's side that is evaluated.
-        mean, std: of each channel, for pixels from 0 to 1.
-        eval_views: over how many views of an image the logits are averaged.
-        eval_batch: images of a block of the evaluation; the last bits of a logit depend on it.
-        trained_on: the node of the data set, without paths, and the sha256 of its examples.
-        lockstep: the version that wrote it.
-        step: of the weights.
-        top1: their accuracy in percent on the evaluation split; None if they were not evaluated.
-        averaged: whether they are a moving average.
+        input_shape: (channels, height, width) of an image that the model gets.
+        eval_crop: the central part of a stored image that is evaluated, as a share of its side.
+        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
+        eval_views: the number of views of an image whose logits are averaged.
+        eval_batch: the images of one block of the evaluation; the last bits of a logit depend on it.
+        trained_on: the config node of the data set, without paths, and the sha256 of its examples.
+        lockstep: the version of Lockstep that wrote the file.
+        step: the step of the weights.
+        top1: the accuracy of the weights in percent on the evaluation split; None if they were not evaluated.
+        averaged: whether the weights are a moving average.
         interpolation: how images are resized.
-        probabilities: what makes probabilities of the logits, `softmax` or `sigmoid`, as the loss of the training had
-            it.
+        probabilities: how logits become probabilities, `softmax` or `sigmoid`, as in the loss of the training.
     """
 
     model: Node
@@ -77,7 +77,7 @@ class ModelCard:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each label: its own, or the label as a text."""
+        """A name for each label: the class name, or the label as a text if there are no class names."""
         return self.class_names or tuple(map(str, range(self.classes)))
 
     def metadata(self) -> dict[str, str]:
@@ -96,10 +96,10 @@ class ModelCard:
 
     @classmethod
     def parse(cls, metadata: Any) -> ModelCard:
-        """The card in the metadata of a safetensors file, which anybody may have written.
+        """The card in the metadata of a safetensors file. The file is not trusted: every value is checked.
 
         Raises:
-            ValueError: there is none, or a value of it is not what it should be.
+            ValueError: there is no card, or one of its values is wrong.
         """
         text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
         if not isinstance(text, str):
@@ -119,7 +119,7 @@ class ModelCard:
 
     @classmethod
     def _of(cls, values: dict[str, Any]) -> ModelCard:
-        values = {"probabilities": SOFTMAX, **values}  # older files do not say it
+        values = {"probabilities": SOFTMAX, **values}  # older files lack this key
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model, for a while."""
+"""Switching a model to training or evaluation mode for the length of a context."""
 
 from __future__ import annotations
 

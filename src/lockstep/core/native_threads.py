@@ -6,20 +6,20 @@ import importlib
 import os
 import sys
 
-# How often a waiting thread of libgomp (torch's OpenMP on Linux) looks for work before it sleeps: about 250 us.
-# The default, 300,000, takes cores from other processes: on two busy cores the default job is up to ten times slower
-# with it. On idle cores 5,000 is as fast as the default, and 1,000 a quarter slower.
+# How many times a waiting thread of libgomp (torch's OpenMP on Linux) looks for work before it sleeps: about 250 us.
+# libgomp's default of 300,000 takes cores from other processes: with it, the default job is up to ten times slower on
+# two busy cores. On idle cores 5,000 is as fast as libgomp's default, and 1,000 is a quarter slower.
 SPINS = "5000"
 KEY = "OPENBLAS_NUM_THREADS"
-# Says that we have set KEY, and not the user, to interpreters that inherit the environment.
+# Tells interpreters that inherit the environment that we have set KEY, and not the user.
 OURS = "LOCKSTEP_OPENBLAS"
 
 
 def configure_native_threads() -> None:
-    """Import NumPy and torch. NumPy and later libraries start no threads of OpenBLAS, which would be idle.
+    """Import NumPy and torch so that NumPy and later libraries start no OpenBLAS threads, which would be idle.
 
-    Only a process with one thread can be forked into ranks. torch's threads sleep soon when they wait. Variables that
-    the user has set are left alone.
+    The reason: only a process with one thread can be forked into ranks. Also makes the waiting threads of torch sleep
+    soon. Does not change variables that the user has set.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
@@ -28,6 +28,6 @@ def configure_native_threads() -> None:
     os.environ.update({KEY: "1", OURS: "1"})
     importlib.import_module("numpy")
     if "torch" not in sys.modules:
-        del os.environ[KEY]  # torch reads it too where its linear algebra is OpenBLAS
+        del os.environ[KEY]  # torch reads it too if its linear algebra is OpenBLAS
         importlib.import_module("torch")
     os.environ[KEY] = "1"  # SciPy has an OpenBLAS of its own

@@ -1,4 +1,4 @@
-"""This machine among others: what tells it from them, its addresses, and the interface that reaches another.
+"""This machine in the network: its identity, its addresses, and the interface that reaches another machine.
 
 Imports no torch.
 """
@@ -17,16 +17,18 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 
 SIOCGIFCONF = 0x8912  # ioctl of Linux: all interfaces with their IPv4 addresses
-# Of one entry, a `struct ifreq`: its bytes, those of the name, and where the address is.
+# One entry is a `struct ifreq`: its size, the size of the name, and the position of the address.
 ENTRY_BYTES, NAME_BYTES, ADDRESS = 40, 16, slice(20, 24)
 MOST_ENTRIES = 1024
-ELSEWHERE = "198.51.100.1"  # of a network that does not exist (RFC 5737): by default it is reached as most are
+# An address that no machine has (RFC 5737), so that its route is the default route.
+ELSEWHERE = "198.51.100.1"
 
 
 def machine() -> str:
-    """What tells this machine from others, also from one of the same host name: its boot, and its loopback interface.
+    """A text that identifies this machine, even among machines with the same host name.
 
-    Containers of one machine have an interface each, and cannot reach one another there.
+    It has the host name, the number of the boot and the network namespace. Containers on one machine have separate
+    namespaces, and cannot reach one another over the loopback interface.
     """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     words = [socket.gethostname()]
@@ -41,7 +43,7 @@ def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses of a host, as family and text.
 
     Raises:
-        InputError: nobody knows the name.
+        InputError: the name cannot be resolved.
     """
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -62,7 +64,7 @@ def is_own(host: str, port: int) -> bool:
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """The network interface by which this machine reaches `host`; None where Linux does not tell.
+    """The network interface by which this machine reaches `host`; None if the system does not tell.
 
     Nothing is sent: connecting a datagram socket only asks the kernel for the route.
     """
@@ -74,13 +76,13 @@ def interface_to(host: str, port: int) -> str | None:
 
 
 def interface_elsewhere() -> str | None:
-    """The interface by which this machine reaches others: by default, or else the only one besides loopback."""
+    """The interface of the default route, or else the only interface besides loopback; None if there are several."""
     names = {name for name, address in _interfaces() if not address.is_loopback and not address.is_link_local}
     return interface_to(ELSEWHERE, 1) or (names.pop() if len(names) == 1 else None)
 
 
 def interface_of(address: str) -> str | None:
-    """The interface that has `address`, IPv4 or IPv6; None if there is none, or its system does not tell."""
+    """The interface that has `address`, IPv4 or IPv6; None if no interface has it, or the system does not tell."""
     here = ipaddress.ip_address(address.partition("%")[0])
     for name, its_address in _interfaces():
         if its_address == here:

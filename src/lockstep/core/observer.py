@@ -1,4 +1,4 @@
-"""Observers of a run: its own files of figures, the loggers, and the classes that a project adds."""
+"""Observers of a run: the run's own files of figures, the loggers, and the classes that a project adds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Outcome = Literal["completed", "stopped", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """The run that an observer is made for.
+    """The run that an observer watches.
 
     Fields:
-        run_dir: its folder.
-        plan: in steps.
-        step: the last finished one; an observer that wrote later steps before a kill removes them or skips them.
+        run_dir: the folder of the run.
+        plan: the plan of the run, in steps.
+        step: the last finished step. An observer that wrote later steps before a kill removes or skips them.
         logged: the last step whose figures the run has written.
         config: the resolved config, as in `config.yaml`.
-        hyperparameters: what is compared between runs; every run has the same keys.
+        hyperparameters: the values to compare between runs; every run has the same keys.
     """
 
     run_dir: RunDir
@@ -40,30 +40,30 @@ class RunInfo:
 
     @property
     def name(self) -> str:
-        """The name of its folder, which no other run under the same `output_root` has."""
+        """The name of the run folder, which is unique under one `output_root`."""
         return self.folder.name
 
 
 class Observer:
-    """The base class of observers. Main calls it between two steps; a subclass overrides the methods that it needs.
+    """The base class of observers. Main calls them between two steps; a subclass overrides the methods that it needs.
 
-    It is made when the run begins or goes on. What it raises ends the run, which can be resumed.
+    An observer is created when the run starts or is resumed. If it raises, the run ends and can be resumed.
     """
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the figures of a log point or of an evaluation, by tag."""
 
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take a sample of the GPUs, by tag: at most one for a step."""
+        """Take a sample of the GPUs, by tag; called at most once for a step."""
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        """An evaluation is done; its scores were written. `best` is whether no step before was better."""
+        """An evaluation is done, and its scores were written. `best` is whether no earlier step was better."""
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        """A checkpoint is on the disk: the folder `checkpoint`."""
+        """The checkpoint in the folder `checkpoint` is on the disk."""
 
     def flush(self) -> None:
-        """Have the files hold all that was written, because a checkpoint is about to be saved."""
+        """Flush everything to the files, because a checkpoint is about to be saved."""
 
     def end(self, outcome: Outcome) -> None:
-        """The run ends, and nothing follows. A `stopped` one can go on."""
+        """The run ends; this is the last call. A `stopped` run can be resumed."""

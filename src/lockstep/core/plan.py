@@ -1,4 +1,4 @@
-"""When things happen: the durations of the config in steps, converted in one place."""
+"""The plan of a run: the durations of the config, converted to steps in one place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seconds(key: str, value: str | float) -> float:
     """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds.
 
     Raises:
-        InputError: `value` is no such time.
+        InputError: `value` is not a time.
     """
     parsed = parse_time(value)
     if parsed is None:
@@ -27,7 +27,7 @@ def seconds(key: str, value: str | float) -> float:
     return parsed
 
 
-@functools.lru_cache(maxsize=1024)  # a schedule asks at every step
+@functools.lru_cache(maxsize=1024)  # a schedule calls this at every step
 def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int) -> int:
     """A duration in steps: `100` or `"100"` (steps), `"2ep"` (epochs), `"5%"` (of the whole run).
 
@@ -49,8 +49,8 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
 class Plan:
     """The run in steps, counted from 1.
 
-    `save_every_s` is set where checkpoints go by the clock; only the last step is then due by its number. Events fall
-    on multiples of `sync_every`, and on the last step.
+    `save_every_s` is set if checkpoints are saved by the clock; then `due("save", ...)` holds for the last step only.
+    Events fall on multiples of `sync_every`, and on the last step.
     """
 
     examples: int
@@ -65,7 +65,7 @@ class Plan:
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
-        """The last global batch of an epoch may be short; it is a step like any other."""
+        """The steps of an epoch. The last global batch of an epoch may be short; it counts as a full step."""
         return math.ceil(self.examples / self.batch)
 
     def due(self, event: Event, step: int) -> bool:
@@ -74,11 +74,11 @@ class Plan:
         return step == self.total_steps or step % every == 0
 
     def in_sync(self, step: int) -> bool:
-        """Whether all ranks have the same state after `step`, so that the run may be stopped, saved or looked at."""
+        """Whether all ranks have the same state after `step`, so that the run may be stopped, saved or evaluated."""
         return step == self.total_steps or step % self.sync_every == 0
 
     def in_steps(self, key: str, value: int | str) -> int:
-        """A duration of the config, the value of `key`, in steps of this run. Raises InputError."""
+        """The duration `value` of the config key `key`, in steps of this run. Raises InputError."""
         return steps(key, value, steps_per_epoch=self.steps_per_epoch, total_steps=self.total_steps)
 
     def epoch(self, step: int) -> int:

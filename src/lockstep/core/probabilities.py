@@ -1,4 +1,4 @@
-"""What a model says of the classes, in numbers from 0 to 1."""
+"""From logits to probabilities."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ SPARE_FILES = 512  # files that a rank may have open besides its connections
 
 
 class Backend(enum.Enum):
-    """What carries the collectives; `auto` is NCCL on CUDA and gloo on the CPU."""
+    """The library that runs the collectives; `auto` is NCCL on CUDA and gloo on the CPU."""
 
     auto = "auto"
     nccl = "nccl"
@@ -31,10 +31,11 @@ class Backend(enum.Enum):
 
 @contextmanager
 def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
-    """Become a rank of the job: set the device and the threads, and join the process group if there are several.
+    """Become a rank of the job: set the device and the threads, and join the process group of several ranks.
 
-    The group is destroyed at the end and after a saved stop, where all ranks have just met. After an error it is not:
-    another rank may hang in a collective, and waiting for it would hide the error.
+    The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error the group
+    is
+    not destroyed: another rank may hang in a collective, and waiting for that rank would hide the error.
 
     Args:
         device: `cpu` or `cuda`.
@@ -43,8 +44,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
         threads: CPU threads of this process.
 
     Raises:
-        InputError: this rank has no GPU of its own, the variables of its launcher do not fit, or it may not open
-            enough files to be connected with all ranks.
+        InputError: this rank has no GPU, the variables of its launcher are wrong, or the rank may not open enough
+            files to be connected with all ranks.
     """
     torch.set_num_threads(threads)
     place = launched() if is_launched() else None
@@ -80,7 +81,7 @@ def own_gpu(local_rank: int) -> int:
     A launcher may show each process only one GPU, which then has index 0 (`srun --gpus-per-task=1`).
 
     Raises:
-        InputError: the process sees several, but none for this rank.
+        InputError: the process sees several GPUs, but none for this rank.
     """
     visible = torch.cuda.device_count()
     if visible > 1 and local_rank >= visible:
@@ -92,12 +93,12 @@ def own_gpu(local_rank: int) -> int:
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's limit on open files to what the groups of so many ranks need.
+    """Raise this process's limit on open files to the number that the process groups of `ranks` ranks need.
 
-    gloo connects each rank with every other one, once in a group, and there may be two groups of gloo.
+    In each group, gloo connects each rank with every other rank, and there may be two gloo groups.
 
     Raises:
-        InputError: the system does not allow so many.
+        InputError: the system does not allow so many files.
     """
     if sys.platform == "win32":
         return
@@ -128,17 +129,17 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
 
 
 def _stay_on_loopback() -> None:
-    """Let the ranks of one machine use the loopback interface only, so that they listen on no other (Linux)."""
+    """Let the ranks of one machine use and listen on the loopback interface only (Linux)."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def _use_interface_to_main() -> None:
-    """Have gloo listen where the other machines reach this one: on the interface by which it reaches main's.
+    """Have gloo listen on the interface by which this machine reaches main's, so that the other machines reach it.
 
-    By itself gloo takes the address of this machine's own name, which can be one of the loopback interface, or none.
-    So can be that of MASTER_ADDR, on main's machine.
+    By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown. On
+    main's machine, MASTER_ADDR can be a loopback address too.
     """
     if sys.platform != "linux":
         return

@@ -1,6 +1,6 @@
-"""What the parts of a run promise each other. The trainer knows these and no concrete part.
+"""The protocols of the parts of a run. The trainer knows these protocols and no concrete part.
 
-Those of the data path are in `lockstep.core.data_protocols`.
+The protocols of the data path are in `lockstep.core.data_protocols`.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ class Strategy(Component, Protocol):
 
     @property
     def sync_every(self) -> int:
-        """The steps from one at whose end all ranks have the same state to the next."""
+        """All ranks have the same state after every step whose number is a multiple of this."""
 
     def ranks(self, gpus: int) -> int:
-        """The number of ranks to use where the user named none, on a machine with `gpus` GPUs."""
+        """The default number of ranks on a machine with `gpus` GPUs."""
 
     def check(self, ranks: int, device: str) -> None:
-        """Raise InputError where the strategy cannot work with so many ranks on that kind of device."""
+        """Raise InputError if the strategy cannot work with so many ranks on that kind of device."""
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica: the module to call in training. Every rank starts from main's weights.
 
-        `example` are the inputs of a pass over two blank images, for strategies that must see one before the first
-        step.
+        `example` are the inputs of a pass over two blank images, for strategies that must run one pass before the
+        first step.
         """
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
-        """Raise InputError where the strategy cannot work with these parts of a job."""
+        """Raise InputError if the strategy cannot work with these parts of a job."""
 
     def data_world(self, world: World) -> World:
-        """The world by which a rank takes its shard of each global batch and its blocks of an evaluation."""
+        """The world that decides a rank's shard of each global batch and its blocks of an evaluation."""
 
     def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
-        """Cut the parameters of a model over the ranks, in place, where the strategy does that. Collective.
+        """Cut the parameters of a model over the ranks, in place, if the strategy does so. Collective.
 
-        Called for the wrapped model, and for the copy that averages its weights. `images` are blank.
+        Called for the wrapped model, and for the EMA copy of it. `images` are blank.
         """
 
     def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
         """The optimizer over the parameters of a wrapped model."""
 
     def grad_divisor(self, world: World) -> int:
-        """By what `reduce` divides the sum of the ranks' gradients."""
+        """The number by which `reduce` divides the sum of the ranks' gradients."""
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
@@ -78,24 +78,24 @@ class Strategy(Component, Protocol):
         backward: Callable[[Tensor], None],
         between: Callable[[], None],
     ) -> None:
-        """Take the micro-batches of a step, each with whether it is the last, through forward and backward.
+        """Run forward and backward for the micro-batches of a step; each comes with whether it is the last.
 
-        Both go in the order of the micro-batches. `forward` gives the loss that `backward` takes. `between` may be
-        called between two micro-batches, by all ranks; it may raise.
+        Both passes go in the order of the micro-batches. `forward` returns the loss that `backward` takes. All ranks
+        may call `between` between two micro-batches; it may raise.
         """
 
     def reduce(self, replica: nn.Module, step: int) -> None:
-        """Called after the last backward: leaves each rank the sum over the ranks, divided by `grad_divisor`."""
+        """Called after the last backward. Afterwards gradients are the sum over the ranks, over `grad_divisor`."""
 
     def end_step(self, trained: Trained, step: int, plan: Plan) -> None:
-        """Called after the optimizer's step. Where `plan.in_sync`, all ranks have the same state afterwards."""
+        """Called after the optimizer's step. If `plan.in_sync(step)`, all ranks have the same state afterwards."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
-        """Sentences that the user should read before the run: where equal runs end, what holds it back."""
+        """Sentences that the user should read before the run: limits of reproducibility, reasons for a low speed."""
 
 
 class Trained(Protocol):
-    """What a training step changes."""
+    """The objects that a training step changes."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -113,8 +113,9 @@ class Trained(Protocol):
 class Precision(Component, Protocol):
     """The number format of the forward and backward pass.
 
-    `storage` is the dtype of parameters, `dtype` that of products and images (by autocast where they differ), `sums`
-    that of normalisation and losses, `matmul` torch's name for the precision of float32 products.
+    `storage` is the dtype of parameters. `dtype` is the dtype of products and images (autocast converts if the two
+    differ). `sums` is the dtype of normalisation and losses. `matmul` is torch's name for the precision of float32
+    products.
     """
 
     @property
@@ -130,10 +131,10 @@ class Precision(Component, Protocol):
     def matmul(self) -> str: ...
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """`model` with its parameters in the format of storage."""
+        """`model` with its parameters in the dtype `storage`."""
 
     def check(self, device: str) -> None:
-        """Raise InputError where the device does not have the format."""
+        """Raise InputError if the device does not support the format."""
 
     def configure(self) -> None:
         """Set torch's process-wide matrix-multiplication precision."""
@@ -142,29 +143,29 @@ class Precision(Component, Protocol):
         """The context of a forward pass."""
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """The loss scaler, disabled for the formats that need none."""
+        """The loss scaler; disabled for formats that need no scaling."""
 
 
 class Launcher(Component, Protocol):
-    """How the ranks of one job come to life. `ranks` and `threads` are numbers once they are resolved."""
+    """How the ranks of one job are started. `ranks` and `threads` are numbers after `auto` is resolved."""
 
     @property
     def ranks(self) -> int | str: ...
 
     @property
     def world_size(self) -> int:
-        """The ranks of the job on all machines, once they are resolved; `ranks` are those of each machine."""
+        """The ranks of the job on all machines, after `auto` is resolved; `ranks` is the number on each machine."""
 
     @property
     def threads(self) -> int | str:
-        """CPU threads of each rank."""
+        """The CPU threads of each rank."""
 
     @property
     def backend(self) -> Backend: ...
 
     @property
     def timeout(self) -> str:
-        """Without a finished step, after which a job is ended as hanging: a time such as `10min`."""
+        """The time without a finished step after which a job is ended as hanging, such as `10min`."""
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry(run_dir.path)` in every rank, wait for all, and return the job's objective."""
@@ -181,7 +182,7 @@ class Model(Component, Protocol):
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """That of images and weights."""
+        """The memory format of images and weights."""
 
     def check(self) -> None:
         """Raise InputError for a model that does not exist, without building one."""
@@ -191,15 +192,15 @@ class Model(Component, Protocol):
         """The module: float images (B, C, H, W) to logits (B, classes)."""
 
     def trained_input(self) -> TrainedInput | None:
-        """What the weights of its name were trained on; None if there are none, or nobody knows."""
+        """The input that the pretrained weights expect; None if there are no such weights, or it is unknown."""
         return None
 
     def prepare(self) -> None:
-        """Make sure that the weights that it starts from are there; fetch them if allowed. Raises InputError."""
+        """Make sure that the pretrained weights are there; download them if allowed. Raises InputError."""
         return
 
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:
-        """Set what depends on the data: `images(n)` are n training images as a fresh `model` would see them."""
+        """Set the weights that depend on the data: `images(n)` returns n training images as inputs of `model`."""
         return
 
 
@@ -208,7 +209,7 @@ class Optimizer(Component, Protocol):
 
     @property
     def lr(self) -> float | str:
-        """The base learning rate, which the schedule multiplies; a number once it is resolved."""
+        """The base learning rate, which the schedule multiplies; a number after `auto` is resolved."""
 
     @property
     def weight_decay(self) -> float: ...
@@ -220,22 +221,22 @@ class Schedule(Component, Protocol):
     """The learning rate over a run, as a pure function of the step: there is no state to save."""
 
     def factor(self, step: int, plan: Plan) -> float:
-        """What the base learning rate is multiplied with at `step` (from 1)."""
+        """The factor of the base learning rate at `step` (from 1)."""
 
 
 class Loss(Component, Protocol):
-    """What training minimises.
+    """The loss that training minimises.
 
-    A class whose losses judge each class by itself says `probabilities: ClassVar[str] = "sigmoid"`; of any other,
+    A loss that judges each class by itself sets `probabilities: ClassVar[str] = "sigmoid"`. For any other loss,
     probabilities are the softmax of the logits.
     """
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         """The module: logits (b, classes) and targets to the loss of each example, (b,).
 
-        Targets are labels, int64 (b,), or under Mixup and CutMix shares of the classes, (b, classes) in the format
-        of the images. `labels`, int64 (n,), are those of the training split. An evaluation calls the module in
-        evaluation mode, where it leaves out what only regularises training.
+        Targets are labels, int64 (b,). With Mixup and CutMix they are shares of the classes, (b, classes), in the
+        dtype of the images. `labels`, int64 (n,), are the labels of the training split. An evaluation calls the
+        module in evaluation mode, in which it leaves out terms that only regularise training.
         """
 
 
@@ -243,10 +244,10 @@ class Logger(Component, Protocol):
     """A place for the figures of a run. Any number of them may be chosen."""
 
     def build(self, run: RunInfo) -> Observer:
-        """What is told of the run, in main only.
+        """The observer that writes the figures; called by main only.
 
         Raises:
-            InputError: it needs what is not installed.
+            InputError: a package that the logger needs is not installed.
         """
 
 
@@ -254,11 +255,11 @@ class Metric(Component, Protocol):
     """A score of an evaluation besides accuracy. Any number of them may be chosen."""
 
     def build(self, classes: int) -> Score:
-        """What takes an evaluation's predictions and makes a number of them."""
+        """The object that computes the score from an evaluation's predictions."""
 
 
 class Score(Protocol):
-    """What `torchmetrics.Metric` has. Only main has one; it gets every example once, in the order of the split."""
+    """The interface of `torchmetrics.Metric`. Only main has one; it gets every example once, in the split's order."""
 
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
         """Take examples: probabilities (n, classes) as the loss has them, and labels, int64 (n,), both on the CPU."""

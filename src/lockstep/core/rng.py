@@ -26,7 +26,7 @@ _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
-# What a stream of numbers is for; streams of one seed are independent.
+# The purposes of a stream of numbers; streams of one seed are independent.
 ORDER, AUGMENT, GENERATOR, MIX, LASTING, CUTOUT, FORWARD, FORWARD_BATCH, BALANCED = range(1, 10)
 
 
@@ -36,7 +36,10 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 
 def draw(key: Tensor | int, n: Tensor | int) -> Tensor:
-    """The number at position `n` (from 0) of the stream `key`: int64, all 64 bits random. One of both is a tensor."""
+    """The number at position `n` (from 0) of the stream `key`: int64, all 64 bits random.
+
+    `key`, `n` or both are tensors.
+    """
     z = key + ((n + 1) * _GOLDEN if isinstance(n, Tensor) else _signed((n + 1) * _GOLDEN))
     assert isinstance(z, Tensor)
     z = (z ^ _shifted(z, 30)) * _FIRST
@@ -47,7 +50,7 @@ def draw(key: Tensor | int, n: Tensor | int) -> Tensor:
 def key(seed: int, *words: int) -> int:
     """The key of the stream (seed, *words), as a signed 64-bit integer.
 
-    In Python integers, which take a tenth of the time of tensors for a single word.
+    Computed with Python integers, which take a tenth of the time of tensors for a single word.
     """
     state = seed & _MASK
     for word in words:
@@ -84,7 +87,7 @@ def generator_seed(seed: int, step: int, micro_batch: int) -> int:
 def reseed(device: torch.device, seed: int) -> None:
     """Seed the generators that a forward pass on `device` draws from.
 
-    Like `torch.manual_seed`, which also looks at every other kind of device: 1 instead of 97 us.
+    Like `torch.manual_seed`, but without a look at every other kind of device: 1 us instead of 97.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

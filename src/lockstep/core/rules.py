@@ -1,4 +1,4 @@
-"""The kinds of rules that a value of a config may have to fit, with the words for what each expects."""
+"""The kinds of rules for the values of a config, each with a text that says what it expects."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, Protocol
 
 from lockstep.core.durations import LONGEST, LONGEST_S, is_timed, parse_duration, parse_time
 
-# The most bytes of a name in a path (the limit of file systems), and of a path (with room for the files of a run).
+# The largest number of bytes of a name in a path (the limit of file systems), and of a path (with room for the files
+# of a run).
 NAME_BYTES, PATH_BYTES = 255, 3500
 TEXT_CHARACTERS = 1000
 
 
 class Rule(Protocol):
-    """A condition on a value. A rule of a list applies to each item."""
+    """A condition on a value. The rule of a list applies to each item."""
 
     @property
     def expected(self) -> str:
-        """What fits, in words."""
+        """A text that says which values fit."""
 
     def fits(self, value: Any) -> bool:
         """Whether `value`, which is not null, fits."""
@@ -29,7 +30,7 @@ class Rule(Protocol):
 class Number:
     """A number between two bounds, each open or closed, or one of a few words. NaN is in no range.
 
-    `whole` only changes the words: the field's type checks it.
+    `whole` only changes the text of `expected`: the field's type checks for integers.
     """
 
     low: float
@@ -72,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Duration:
-    """Steps, epochs or a share of the run. `zero` allows 0, `timed` also a time by the clock."""
+    """Steps, epochs or a share of the run. `zero` also allows 0, `timed` also a time such as `10min`."""
 
     zero: bool = False
     timed: bool = False
@@ -158,7 +159,7 @@ def _figure(bound: float) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written to a file: the command line may have bytes that are no text."""
+    """Whether a text can be written to a file: the command line may have bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The run folder: the only object that spells a path of a run."""
+"""The run folder: the only module that spells the path of a file in a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
 LATEST = "latest"
-MANIFEST = "manifest.json"  # in each checkpoint and packed data set, which are known by it
+MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
 # The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
@@ -28,7 +28,7 @@ PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 def slug(text: str) -> str:
     """`text` as one safe folder name: no separator, no leading dot, at most `NAME_LIMIT` bytes.
 
-    A longer text is cut and gets a hash of the whole, so that two long names stay two.
+    A longer text is cut and gets a hash of the full text, so that two long names stay different.
     """
     clean = re.sub(r"[^\w.,=+-]+", "_", text).strip("._") or "job"
     if len(clean.encode()) <= NAME_LIMIT:
@@ -75,7 +75,7 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
-        """A new folder under `root`; two jobs never get the same one, however close they start.
+        """A new folder under `root`. Two jobs never get the same folder, even if they start in the same second.
 
         Raises:
             InputError, StorageError: the folder cannot be written.
@@ -90,11 +90,11 @@ class RunDir:
 
     @classmethod
     def at(cls, path: Path, *, new: bool = False) -> RunDir:
-        """The run folder at exactly `path`, made with its subfolders where it is missing.
+        """The run folder at exactly `path`. The folder and its subfolders are created if they are missing.
 
         Raises:
             InputError: the folder cannot be written.
-            StorageError: there is no room for it.
+            StorageError: the disk is full.
             FileExistsError: `new` is set and the folder exists.
         """
         run = cls(path)
@@ -106,7 +106,7 @@ class RunDir:
             for folder in (path, path.parent):
                 safe_write.sync(folder)
         except FileExistsError as error:
-            if new and path.is_dir():  # another job made it just now
+            if new and path.is_dir():  # another job has just created it
                 raise
             raise InputError(f"output_root: {error.filename} is a file, expected a folder for the run") from None
         except OSError as error:
@@ -127,10 +127,10 @@ class RunDir:
         return self.logs / f"rank{rank}.error.json"
 
     def read_summary(self) -> dict[str, Any]:
-        """What `summary.json` says, or an empty dictionary before it is written.
+        """The content of `summary.json`, or an empty dictionary before the file is written.
 
         Raises:
-            UnreadableFile: it is damaged.
+            UnreadableFile: the file is damaged.
         """
         try:
             loaded = safe_read.read_json(self.summary)
@@ -143,10 +143,10 @@ class RunDir:
         return loaded
 
     def write_summary(self, **facts: Any) -> None:
-        """Replace `summary.json` by its present facts, changed and added to by `facts`; a damaged one has none.
+        """Update `summary.json` with `facts`. The content of a damaged file is dropped.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         present: dict[str, Any] = {}
         with suppress(UnreadableFile):
@@ -154,11 +154,11 @@ class RunDir:
         write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
-        """Replace `summary.json` by that of a run under way; the outcome of an earlier part of the run is dropped."""
+        """Replace `summary.json` by the summary of a running job. The outcome of an earlier part is dropped."""
         write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
 
     def write_ending(self, error: BaseException) -> None:
-        """Say in the summary how the job ended. Where the summary cannot be written, the error alone says it."""
+        """Write into the summary how the job ended. If the summary cannot be written, only `error` says it."""
         known = as_known(error)
         status = "stopped" if isinstance(error, Stopped) else "failed"
         with suppress(OSError, StorageError, UnreadableFile):
@@ -177,25 +177,28 @@ class RunDir:
 
     @property
     def only_prepared(self) -> bool:
-        """Whether a job has at most been prepared here: the folder is empty, or its start was killed."""
+        """Whether no training started here: the folder is empty, or the job was killed while it was prepared."""
         expected = {*self.prepared_files(), self.hydra, self.logs, self.checkpoints}
         return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
 
     def mark_latest(self, root: Path) -> None:
-        """Name this folder in `root/latest`: in a text file, since TensorBoard would show a link as a second run."""
+        """Write the name of this folder to `root/latest`.
+
+        `latest` is a text file, because TensorBoard would show a symbolic link as a second run.
+        """
         with safe_write.storing(root):
-            root.mkdir(parents=True, exist_ok=True)  # a folder that was named need not be in it
-        if not (root / LATEST).is_dir():  # a run of that name: hydra.run.dir=outputs/latest
+            root.mkdir(parents=True, exist_ok=True)  # the run folder can be elsewhere: hydra.run.dir=FOLDER
+        if not (root / LATEST).is_dir():  # a folder here is a run with this name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
 
 
 def latest(root: Path) -> RunDir | None:
-    """The run that was started last under `root`, if any was.
+    """The run that was started last under `root`; None if no run was started there.
 
     Raises:
-        InputError: it is not below `root`.
+        InputError: the named run is not below `root`.
     """
-    if (root / LATEST).is_dir():  # a run of that name
+    if (root / LATEST).is_dir():  # a run with this name
         return None
     try:
         named = (root / safe_read.read_text(root / LATEST).strip().replace("\0", "")).resolve()

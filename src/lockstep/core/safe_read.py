@@ -1,7 +1,8 @@
 """Reading files that somebody else may have written, or that a fault may have changed.
 
-Only plain files of a bounded size are read: opening a pipe waits, and a device has no end. Only numbers, texts, lists
-and mappings are parsed, a few levels deep: a few lines of YAML can stand for gigabytes. Imports no torch.
+Only plain files of a bounded size are read: opening a pipe blocks, and a device has no end. Only numbers, texts,
+lists
+and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ KB, MB = 2**10, 2**20
 LIMIT = 256 * KB  # bytes of a text; a config has about 3 kB
 LINE_LIMIT = MB
 DEPTH = 32  # levels of lists and mappings; a config has 3
-EVENTS = 20_000  # of a YAML file: one for each key and each value
-WHOLE = 2**63  # larger integers cannot be ours, and Python may refuse to print them
+EVENTS = 20_000  # parser events of a YAML file: one for each key and each value
+WHOLE = 2**63  # Lockstep writes no larger integers, and Python may refuse to print them
 
-# The parser in C, where PyYAML has it, is ten times as fast.
+# The parser in C is ten times as fast, but not every build of PyYAML has it.
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _CHECKSUM = re.compile("# sha256 of what follows: ([0-9a-f]{64})")
@@ -45,7 +46,7 @@ _KINDS = {
 
 
 class UnreadableFile(InputError):
-    """A file is missing or not what it should be; `reason` says so without its path."""
+    """A file is missing or has the wrong kind or content. `reason` is the sentence without the path."""
 
     def __init__(self, path: Path, reason: str, *, missing: bool = False) -> None:
         super().__init__(f"{path} {reason}")
@@ -53,7 +54,7 @@ class UnreadableFile(InputError):
 
 
 def kind(mode: int) -> str:
-    """The kind of a file by its `st_mode`, such as "a pipe"; empty for a plain file."""
+    """The kind of a file from its `st_mode`, such as "a pipe"; empty for a plain file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
@@ -62,11 +63,11 @@ def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
     """Open a plain file for reading. Never blocks on another kind of file.
 
     Args:
-        path: of the file.
-        links: whether `path` may be a symbolic link. Yes where the user named it, no inside a run folder.
+        path: the path of the file.
+        links: whether `path` may be a symbolic link. Set it for a path that the user named, not inside a run folder.
 
     Raises:
-        UnreadableFile: it is missing, not a plain file, or cannot be read, also while the context is open.
+        UnreadableFile: the file is missing, not a plain file, or cannot be read, also while the context is open.
     """
     with _open(path, links) as file:
         try:
@@ -77,7 +78,8 @@ def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
 
 def _open(path: Path, links: bool) -> BufferedReader:
     try:
-        # Check the kind first, and open without blocking: opening a pipe waits for a writer, and a device may react.
+        # Check the kind before opening, because opening can start an action of a device. Open without blocking,
+        # because opening a pipe waits for a writer.
         mode = path.stat(follow_symlinks=links).st_mode
         if not (other_kind := kind(mode)):
             flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
@@ -97,7 +99,7 @@ def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
     """The content of a plain file of at most `limit` bytes.
 
     Raises:
-        UnreadableFile: see `opened`; or it is longer.
+        UnreadableFile: see `opened`; or the file is longer.
     """
     with opened(path, links=links) as file:
         data = file.read(limit + 1)
@@ -111,7 +113,7 @@ def read_text(path: Path, limit: int = LIMIT) -> str:
     """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends.
 
     Raises:
-        UnreadableFile: see `read_bytes`; or it is not UTF-8.
+        UnreadableFile: see `read_bytes`; or the file is not UTF-8.
     """
     return _decoded(path, read_bytes(path, limit))
 
@@ -120,7 +122,7 @@ def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
     """The value in a JSON file: plain values, at most `DEPTH` levels deep.
 
     Raises:
-        UnreadableFile: see `read_text`; or it is not JSON, has a key twice, or is too deep.
+        UnreadableFile: see `read_text`; or the file is not JSON, has a key twice, or is too deep.
     """
     return parse_json(path, read_bytes(path, limit, links=links))
 
@@ -139,7 +141,7 @@ def parsed_json(text: str) -> Any:
 
 
 class _Loader(_PARSER):
-    """YAML as OmegaConf writes it: no key twice, and dates are texts."""
+    """A loader for YAML as OmegaConf writes it: no key twice, and dates are texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -156,7 +158,8 @@ def read_yaml(path: Path) -> Any:
     """The value in a YAML file: plain values, at most `DEPTH` levels deep, without aliases.
 
     Raises:
-        UnreadableFile: see `read_text`; or it is not such YAML, or does not match its checksum (`with_checksum`).
+        UnreadableFile: see `read_text`; or the file is not such YAML, or does not match its checksum
+            (`with_checksum`).
     """
     text = read_text(path)
     head, _, rest = text.partition("\n")
@@ -196,8 +199,8 @@ def _sha256(text: str) -> str:
 def read_lines(path: Path) -> Iterator[str | None]:
     """The complete lines of a plain file with their ends; None for a line that is not UTF-8.
 
-    A last line without an end was cut by a kill, and is left out. Reading stops at a line beyond `LINE_LIMIT` bytes,
-    which cannot be ours.
+    A last line without a line end was cut by a kill, and is left out. Reading stops at a line of more than
+    `LINE_LIMIT` bytes, because Lockstep writes no such line.
 
     Raises:
         UnreadableFile: see `opened`.
@@ -215,11 +218,11 @@ def read_lines(path: Path) -> Iterator[str | None]:
 
 
 def checked(value: Any) -> Any:
-    """`value`, checked to be made of plain values, at most `DEPTH` levels deep.
+    """`value`, after a check that it consists of plain values, at most `DEPTH` levels deep.
 
     Raises:
-        ValueError: it has other types, keys that are not texts, texts that are not Unicode, or integers beyond 64
-            bits.
+        ValueError: `value` has other types, keys that are not texts, texts that are not Unicode, or integers of more
+            than 64 bits.
     """
     level = [value]
     for _ in range(DEPTH):

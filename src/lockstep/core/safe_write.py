@@ -15,17 +15,17 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a f
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content` in one step: a reader sees the old or the new one, also after a power cut.
+    """Replace `path` by `content` in one step: a reader sees the old or the new content, also after a power cut.
 
     Raises:
-        StorageError: it cannot be written; the old one is unchanged.
+        StorageError: the file cannot be written; its old content is unchanged.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     write_atomic_parts(path, [data])
 
 
 def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """The same for content that comes in parts, so that it need not fit into memory."""
+    """`write_atomic` for content in parts, which need not fit into memory together."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Tensors that are not whole on every rank, and what all code may do with any tensor.
+"""Functions that work for whole tensors, and for tensors of which this rank has a part or nothing.
 
-A tensor can be cut over the ranks (torch's `DTensor`), or be another rank's, which has another stage of the model: it
-is then on torch's meta device. A tensor that is neither is its own whole and its own part. Nothing here imports
-`DTensor`, which takes a second: a tensor that is cut can be told from others by its methods.
+A tensor can be cut over the ranks (torch's `DTensor`), or belong to a stage of the model on another rank: it is then
+on torch's meta device. For any other tensor, the whole and this rank's part are the tensor itself. This module does
+not import `DTensor`, which takes a second; it recognises one by its methods.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank has a part of `tensor` only."""
+    """Whether each rank has only a part of `tensor`."""
     return hasattr(tensor, "full_tensor")
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Whether a rank has not all parameters of `model`: its forward pass is then collective."""
+    """Whether a rank lacks some parameters of `model`. The forward pass is then collective."""
     return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
 def has_stages(model: nn.Module) -> bool:
-    """Whether the layers of `model` are dealt out to the ranks. Each rank then lacks some and has some."""
+    """Whether the layers of `model` are distributed over the ranks, so that each rank has some of them."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
@@ -36,12 +36,12 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of tensors, without gradients or a copy; those of other ranks are left out."""
+    """This rank's parts of tensors, without gradients or a copy; tensors on other ranks are left out."""
     return [own_part(tensor.detach()) for tensor in tensors if not tensor.is_meta]
 
 
 def norm_over_stages(model: nn.Module, norm: Tensor) -> Tensor:
-    """The L2 norm over all stages of a model, from that of this rank's; collective if there are several."""
+    """The L2 norm over all stages of a model, from the `norm` of this rank's stage; collective if it has stages."""
     if not has_stages(model):
         return norm
     example = next(parameter for parameter in model.parameters() if not parameter.is_meta)
@@ -51,14 +51,14 @@ def norm_over_stages(model: nn.Module, norm: Tensor) -> Tensor:
 
 
 def wire(device: torch.device) -> torch.device:
-    """Where a tensor is sent to one rank from, and received: gloo reads and writes host memory only."""
+    """The device for sending a tensor to one rank and for receiving it: gloo uses host memory only."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor from the parts of all ranks; collective if it is cut.
+    """The whole tensor from the parts of all ranks; collective if it is cut.
 
-    Parts that are kept in host memory travel over the device, because NCCL sends nothing else.
+    Parts in host memory are copied to the device first, because NCCL only sends device memory.
     """
     if not is_sharded(tensor):
         return tensor
@@ -67,7 +67,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def part_like(example: Tensor, tensor: Tensor) -> Tensor:
-    """The whole `tensor` cut as `example` is: this rank's part of it. Every rank has the whole; nothing is sent."""
+    """This rank's part of the whole `tensor`, cut like `example`. Every rank has the whole, so nothing is sent."""
     if example.is_meta:
         return tensor.to("meta")
     if not is_sharded(example):
@@ -79,9 +79,9 @@ def part_like(example: Tensor, tensor: Tensor) -> Tensor:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of a whole model, of which each rank has the state of some parameters only.
+    """An optimizer of a whole model, with the state of only some parameters on each rank.
 
-    `own` is the optimizer of this rank's parameters. It has the same groups, of which some may be empty.
+    `own` is the optimizer of this rank's parameters. It has the same groups; some of them may be empty.
     """
 
     own: torch.optim.Optimizer
@@ -89,7 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`model.load_state_dict` for whole tensors, of which a sharded model takes its parts.
+    """`model.load_state_dict` for whole tensors. A sharded model takes its parts of them.
 
     Raises:
         RuntimeError: the names or shapes are not those of the model.

@@ -1,7 +1,7 @@
-"""What SLURM says of the job that this process is in. Imports no torch.
+"""The SLURM job of this process, from the variables that SLURM sets. Imports no torch.
 
 `srun python train.py` starts a rank in each task. A job that `launcher=slurm` has submitted starts one command on
-each machine, which starts the ranks.
+each machine, and this command starts the ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import shutil
 import socket
 import subprocess
 
-# Names the job of SLURM in which `launcher=slurm` has started this process.
+# The variable with the number of the SLURM job in which `launcher=slurm` has started this process.
 SUBMITTED = "LOCKSTEP_SLURM_JOB"
-# Ports for the ranks to meet at: below those that Linux gives out by itself.
+# The ports at which ranks can meet: below the ports that Linux assigns by itself.
 PORTS = range(10_000, 30_000)
-# What `srun` tells each task of a step.
+# The variables that `srun` sets for each task of a step.
 NEEDED = {
     *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
     *("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -44,18 +44,18 @@ def adopt_srun() -> None:
 
 
 def node_rank() -> int:
-    """Which machine of its job this is."""
+    """The number of this machine in its job."""
     return int(os.environ["SLURM_NODEID"])
 
 
 def rendezvous() -> str:
-    """Where the machines of this job meet: on its first one, at a port that is the job's own."""
+    """The address at which the machines of this job meet: the first machine, and a port from the job's number."""
     job = int(os.environ["SLURM_JOB_ID"])
     return f"{address_of(first_host(os.environ['SLURM_JOB_NODELIST']))}:{port(job, 0)}"
 
 
 def port(job: int, step: int) -> int:
-    """A port for a step of a job: another for each of those that are likely to run beside each other."""
+    """A port for a step of a job. Jobs and steps that are likely to run at the same time get different ports."""
     return PORTS[(17 * job + step) % len(PORTS)]
 
 
@@ -68,13 +68,13 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(hosts: str) -> str:
-    """The first name of a list as SLURM writes it: `gpu[03-05,9],login` begins with `gpu03`."""
+    """The first name of a host list in SLURM's format: `gpu03` for `gpu[03-05,9],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first is not None else hosts)
 
 
 def address_of(node: str) -> str:
-    """The name of a machine, or the address that SLURM has for it where the name alone is not known."""
+    """The name of a machine, or its address in SLURM if the name cannot be resolved here."""
     try:
         socket.getaddrinfo(node, None)
         return node

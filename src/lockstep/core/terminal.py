@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 
 class Shown:
-    """The present `sys.stdout`, whose errors are ignored: the log has the same lines. It may be None."""
+    """Writes to the current `sys.stdout`, which may be None, and ignores its errors: the log has the same lines."""
 
     def write(self, text: str) -> int:
         self._try(lambda stdout: stdout.write(text))
@@ -32,9 +32,9 @@ class Shown:
 
 
 def drop(stream: TextIO) -> None:
-    """Discard all further output to `stream`, and what it has buffered.
+    """Discard the buffer of `stream` and all further output to it.
 
-    Otherwise Python would flush it once more at exit, fail, and exit with 120 instead of our code.
+    Otherwise Python would flush the stream again at exit, fail, and exit with code 120 instead of ours.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())

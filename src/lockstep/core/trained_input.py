@@ -12,11 +12,11 @@ class TrainedInput:
     """The images of a model's earlier training.
 
     Fields:
-        size: side in pixels of what the model saw.
-        crop: the central share of a stored image's side that was evaluated.
-        mean, std: of each channel, for pixels from 0 to 1.
+        size: the side of the model's input, in pixels.
+        crop: the central part of a stored image that was evaluated, as a share of its side.
+        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
         interpolation: how images were resized.
-        stored: side in pixels of a stored image; None where it is not known.
+        stored: the side of a stored image, in pixels; None if it is not known.
     """
 
     size: int
@@ -38,7 +38,10 @@ class TrainedInput:
         )
 
     def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Mean and standard deviation for images of `channels`: of grey ones the average; None for other numbers."""
+        """Mean and standard deviation for images with `channels` channels; None if they cannot be derived.
+
+        A grey image gets the average over the channels.
+        """
         if len(self.mean) == channels:
             return self.mean, self.std
         if channels == 1:

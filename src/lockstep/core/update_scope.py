@@ -1,4 +1,4 @@
-"""What the update of a weight depends on. It decides how the state of an optimizer may be cut over the ranks."""
+"""Which gradients the update of a weight depends on. This decides how optimizer state may be cut over the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lockstep.core.errors import InputError
 
 
 class UpdateScope(enum.IntEnum):
-    """The update of a number depends on the gradients of it alone, of its parameter, or of the whole model."""
+    """The update of a number depends on the gradient of that number, of its parameter, or of the whole model."""
 
     element = 0
     parameter = 1
@@ -16,10 +16,10 @@ class UpdateScope(enum.IntEnum):
 
 
 def refuse_wider(optimizer: object, widest: UpdateScope, strategy: str, *, remedy: str) -> None:
-    """Refuse an optimizer whose updates look at more than `widest`. One that does not say may look at the model.
+    """Refuse an optimizer with a wider scope than `widest`. Without a `scope`, its scope is the whole model.
 
     Raises:
-        InputError: it looks at more.
+        InputError: the scope is wider.
     """
     scope = getattr(optimizer, "scope", UpdateScope.model)
     if scope > widest:

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of its job, and the collectives that it needs besides gradients."""
+"""The place of this process among the ranks of its job, and the collectives for everything but gradients."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The place of this process among the ranks, fixed for its life.
+    """The place of this process among the ranks. It never changes.
 
-    `control` is a gloo group for small messages between the ranks, which never touch the device. `local_peer_pids`
-    maps each other rank of this machine to its process number.
+    `control` is a gloo group for small messages between the ranks that never touch the device. `local_peer_pids` maps
+    each other rank of this machine to its process number.
     """
 
     rank: int
@@ -41,13 +41,13 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over all ranks, in place, and the same on each."""
+        """The sum of `tensor` over all ranks, in place; the same on every rank."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank. Waits for all of them, on the host."""
+        """Whether `flag` is set on any rank. Waits for all ranks, on the host."""
         if self.size == 1:
             return flag
         flags = torch.tensor(int(flag))
@@ -55,7 +55,7 @@ class World:
         return bool(flags)
 
     def broadcast(self, value: T) -> T:
-        """Main's `value` on every rank. Pickled, so only for small values of our own at start-up."""
+        """Main's `value` on every rank. The value is pickled: use this only for small values of our own."""
         if self.size == 1:
             return value
         box = [value]
@@ -63,14 +63,14 @@ class World:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, by rank, on every rank. Pickled, as in `broadcast`."""
+        """The values of all ranks, indexed by rank, on every rank. Pickled, as in `broadcast`."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
     def gather_to_main(self, value: T) -> list[T]:
-        """The values of all ranks, by rank, on main, and nothing on the others. Pickled, as in `broadcast`."""
+        """The values of all ranks, indexed by rank, on main; an empty list on others. Pickled, as in `broadcast`."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_main else None
@@ -85,9 +85,9 @@ class World:
     def share_buffers(self, module: torch.nn.Module) -> None:
         """Copy main's buffers to every rank.
 
-        A training forward does not read running statistics, so they may differ between ranks: main's count, and are
-        copied where they matter (evaluation, checkpoints) instead of at each step. Of a model that is cut into stages
-        each rank has buffers of its own.
+        The forward pass in training does not read running statistics, so they may differ between ranks. Main's are
+        the ones that count: they are copied before an evaluation or a checkpoint instead of at each step. If a model
+        is cut into stages, nothing is copied, because each rank has different buffers.
         """
         if self.size > 1 and not has_stages(module):
             for buffer in module.buffers():

@@ -1,1 +1,1 @@
-"""One job: its config is resolved and checked, its folder made and locked, its ranks begun."""
+"""One job: its config is resolved and checked, its folder is created and locked, its ranks are started."""

@@ -11,14 +11,14 @@ from lockstep.launcher import Elastic, Machines
 
 
 def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
-    """Run the job of a folder in all its ranks by its own launcher, and return its objective.
+    """Run the job of a folder in all its ranks with its launcher, and return its objective.
 
     Args:
-        run_dir: the folder.
-        machines: the others, for a job on several.
+        run_dir: the folder of the job.
+        machines: the other machines, for a job on several machines.
 
     Raises:
-        LockstepError: what ended it.
+        LockstepError: the job failed or was stopped.
     """
     launcher: Launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
     if machines is not None:

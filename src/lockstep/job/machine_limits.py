@@ -1,6 +1,6 @@
-"""What a job needs of this machine, checked before it starts: processes, threads and memory.
+"""Checks before a job starts that this machine has enough processes, threads and memory for it.
 
-The numbers are lower bounds: a job that is refused certainly does not fit.
+The needs are lower bounds: a job that is refused certainly does not fit.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lockstep.models import ResNet34, Timm
 from lockstep.models.nets import without_weights
 from lockstep.runtime.host import GB, available_memory, cores
 
-# The most ranks on a CPU, and threads of all ranks: a number for any machine, and one per core for large ones.
+# The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.
 RANKS, RANKS_A_CORE = 64, 4
 THREADS, THREADS_A_CORE = 1024, 16
 FLOAT32 = 4  # bytes
 
 
 def check_threads(job: Job, device: str) -> None:
-    """Refuse more processes or threads than a system can start: it would kill the program in the middle.
+    """Refuse more processes or threads than a system can start, because it would kill a program that starts them.
 
     Raises:
-        InputError: there are more.
+        InputError: there are too many.
     """
     ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
     workers = job.loader.workers if isinstance(job.loader, Streaming) else 0
@@ -54,7 +54,7 @@ def check_data_memory(job: Job) -> None:
     """Refuse `dataset=fake` with more images than fit into memory.
 
     Raises:
-        InputError: it does not fit.
+        InputError: the images do not fit.
     """
     if isinstance(job.dataset, Fake):
         images = job.dataset.examples + job.dataset.examples // 4
@@ -64,7 +64,7 @@ def check_data_memory(job: Job) -> None:
 
 
 def check_memory(job: Job, plan: Plan) -> None:
-    """Refuse a job that does not fit into memory, on the CPU, where the kernel kills a process without a message.
+    """Refuse a job on the CPU that does not fit into memory: the kernel would kill its processes without a message.
 
     Raises:
         InputError: something does not fit.
@@ -74,7 +74,7 @@ def check_memory(job: Job, plan: Plan) -> None:
 
 
 def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
-    """The needs for memory on this machine: a name, the bytes, and a remedy."""
+    """The parts of a job that need memory on this machine: a name, the bytes, and a remedy."""
     pixels = math.prod(job.dataset.input_shape)
     ranks = local_size(int(job.launcher.ranks))
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
@@ -87,7 +87,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
-    if not isinstance(job.model, ResNet34 | Timm):  # those take seconds to import, and their sizes are known to fit
+    if not isinstance(job.model, ResNet34 | Timm):  # these take seconds to import, and their sizes are known to fit
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape)
             size = sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The role of this machine in a job on several: the machine of main, or another one."""
+"""The role of this machine in a job on several machines: the machine of main, or another one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ OWN_KEYS = ("launcher.node_rank",)
 
 @contextmanager
 def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member]:
-    """The role of this machine in a job with this launcher's node. The other machines get to know how the job ended.
+    """The role of this machine in a job on several machines. At the end, main's machine tells the others the outcome.
+
+    `launcher` is the config node of the launcher.
 
     Raises:
-        InputError: the job cannot be one of several machines.
+        InputError: the job cannot run on several machines.
     """
     built = components.build("launcher", launcher)
     if isinstance(built, Slurm):

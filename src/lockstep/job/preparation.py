@@ -1,4 +1,4 @@
-"""The files that describe a job in its run folder, and how they are removed again if the job is refused."""
+"""The files that describe a job in its run folder, and their removal if the job is refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from lockstep.core.safe_write import write_atomic
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What was written into a run folder for a job. As a context it closes the job when an error ends it.
+    """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error.
 
     Fields:
-        before: the content of each replaced file; None for a file that did not exist.
-        summary_before: identifies the file of the summary (`_file_id`).
+        run_dir: the run folder.
+        before: the old content of each file; None for a file that did not exist.
+        summary_before: the identity of the summary's file (`_file_id`).
     """
 
     run_dir: RunDir
@@ -33,13 +34,13 @@ class Preparation:
         """Write the files that describe a job.
 
         Raises:
-            StorageError: one cannot be written; all are as they were.
+            StorageError: a file cannot be written; all files are as they were.
         """
         before = {path: content_to_keep(path) for path in texts}
         preparation = cls(run_dir=run_dir, before=before, summary_before=_file_id(run_dir.summary))
         try:
-            # A resume compares the overrides with this file: a kill between the two must not leave those of another
-            # command beside it.
+            # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
+            # not leave it next to the overrides of another command.
             run_dir.composed.unlink(missing_ok=True)
             for path, text in texts.items():
                 write_atomic(path, text)
@@ -49,7 +50,7 @@ class Preparation:
         return preparation
 
     def take_back(self) -> None:
-        """Undo `write`: of a new job nothing is left, an older one is as it was.
+        """Undo `write`: remove the files of a new job, and restore the files of an older one.
 
         Raises:
             StorageError: a file cannot be written back.
@@ -64,7 +65,7 @@ class Preparation:
                 write_atomic(path, content)
 
     def close(self, error: BaseException) -> None:
-        """Say in the summary how the job ended, or take everything back if it was refused before training started."""
+        """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""
         same_summary = self.before and _file_id(self.run_dir.summary) == self.summary_before
         if isinstance(error, InputError) and (same_summary or not self.run_dir.began):
             with suppress(OSError, StorageError, UnreadableFile):
@@ -73,7 +74,7 @@ class Preparation:
             self.run_dir.write_ending(error)
 
     def _remove(self) -> None:
-        """Remove the files of a job that never began, and each folder that is empty then."""
+        """Remove the files of a job that never began, and the folders that are empty afterwards."""
         for file in self.run_dir.prepared_files():
             file.unlink(missing_ok=True)
         for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
@@ -91,10 +92,10 @@ class Preparation:
 
 
 def content_to_keep(path: Path) -> bytes | None:
-    """The content of a file that is about to be replaced, so that it can be put back; None where there is none.
+    """The content of a file that is about to be replaced, for restoring it; None if the file does not exist.
 
     Raises:
-        UnreadableFile: it is no plain file, or too large to be kept in memory.
+        UnreadableFile: the file is not a plain file, or too large to be kept in memory.
     """
     try:
         return safe_read.read_bytes(path, 64 * safe_read.MB)
@@ -105,7 +106,7 @@ def content_to_keep(path: Path) -> bytes | None:
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
-    """Identifies a file, to notice that another one has replaced it; None where there is none."""
+    """The identity of a file, which changes when the file is replaced; None if the file does not exist."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -26,18 +26,18 @@ from lockstep.telemetry.loggers import TensorBoard
 
 
 def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparation:
-    """Make the run folder of the job that was asked for, with its resolved config in it, and hold it with `lock`.
+    """Create the run folder of a composed job, write its resolved config there, and take `lock` on the folder.
 
     Raises:
-        InputError: the job does not fit, or another job is in the folder; nothing was written.
+        InputError: the job does not fit, or another job uses the folder; nothing was written.
     """
-    torch.set_num_threads(1)  # ranks can be forked only from one thread; each sets its own number
+    torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     folder = lock_run_folder(job, invocation, lock)
     overrides = list(invocation.overrides)
     today = job
     if (earlier := continued(job, invocation)) is not None:
         job, overrides = resumed_job(RunDir(earlier), invocation)
-        # A run folder can be somebody else's: only the present command says where else to write.
+        # Somebody else may have written the run folder, so only the present command may name another output folder.
         job["output_root"] = today["output_root"]
     built = components.build_job(_fitting(job, overrides, invocation.configs))
     resumed = checkpoint_to_resume(folder, named_checkpoint(built.resume))
@@ -86,7 +86,7 @@ def _import_for_ranks(job: Job) -> None:
 
 
 def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
-    """Translate `batch=auto`: the global batch that the job has without it, with `train.micro_batches=auto`.
+    """Replace `batch=auto` by the batch that the job has without this override, and `train.micro_batches=auto`.
 
     The batch identifies a run, so it must not depend on the memory of a machine.
     """

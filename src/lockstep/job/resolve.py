@@ -1,4 +1,4 @@
-"""What `auto` becomes on this machine: the device, the ranks, the strategy, the launcher, absolute paths."""
+"""Replaces `auto` by values for this machine (device, ranks, strategy, launcher), and makes paths absolute."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.strategy.base import Distributed
 
-# What `train.eval_batch=auto` is: the most images of a block, and the most pixels. A block of 256 images of 336x336
-# takes 10 GB in a usual network.
+# The limits of `train.eval_batch=auto`: images and pixels of a block. A block of 256 images of 336x336 takes 10 GB in
+# a usual network.
 EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 
 def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
-    """A job with its device, ranks, strategy, launcher and paths decided.
+    """The job with its device, ranks, strategy, launcher and paths decided.
 
-    `resumed` is the checkpoint that it goes on from.
+    `resumed` is the checkpoint from which the job resumes.
 
     Raises:
-        InputError: the machine does not have what was asked for.
+        InputError: this machine lacks a device that the job asks for, or two keys contradict each other.
     """
     if isinstance(job.launcher, Slurm) and not is_launched():
         job = replace(job, launcher=job.launcher.in_allocation())
@@ -76,7 +76,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
 
 
 def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
-    """The launcher of a job, with its numbers."""
+    """The launcher of a job, with numbers for `auto`."""
     launcher = job.launcher
     if type(launcher) is AutoLauncher:
         alone = is_launched() or (ranks == 1 and not sweep)
@@ -92,7 +92,7 @@ def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: b
 
 
 def _most_nodes(launcher: Launcher) -> int:
-    """The machines of a job; the most that it may have."""
+    """The largest number of machines that a job may have."""
     return launcher.node_range[1] if isinstance(launcher, Elastic) else 1
 
 
@@ -101,14 +101,14 @@ def _absolute(path: str) -> str:
 
 
 def _with_absolute_paths(dataset: Source) -> Source:
-    """A data set that is found from any current folder."""
+    """The data set with absolute paths, so that a process with another current folder finds it."""
     names = {"root", "path", "images"} & {field.name for field in fields(dataset)}
     paths = {name: getattr(dataset, name) for name in names}
     return replace(dataset, **{name: _absolute(path) for name, path in paths.items() if path is not None})
 
 
 def named_checkpoint(resume: str | None) -> str | None:
-    """The checkpoint that `resume` names; None for a run folder, in which the job itself goes on."""
+    """The checkpoint that `resume` names; None if it names a run folder, which the job then continues."""
     path = None if resume in (None, "latest") else _absolute(str(resume))
     return path if path is not None and Path(path, MANIFEST).is_file() else None
 
@@ -122,7 +122,7 @@ def _device(device: str) -> str:
 
 
 def _strategy(job: Job) -> Strategy:
-    """The strategy that was asked for, by its own name or by `repro=strict`."""
+    """The strategy that the user chose, by its name or by `repro=strict`."""
     if job.repro == "exact" or isinstance(job.strategy, Strict):
         return job.strategy
     if type(job.strategy) is AutoStrategy and not job.strategy.sync_batchnorm:
@@ -139,7 +139,7 @@ def _strategy(job: Job) -> Strategy:
 
 
 def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
-    """Under `repro=strict` each virtual shard is a micro-batch."""
+    """The micro-batches of a step. With `repro=strict`, each virtual shard is a micro-batch."""
     micro_batches = job.train.micro_batches
     if not isinstance(strategy, Strict):
         return micro_batches
@@ -152,7 +152,7 @@ def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
 
 
 def _eval_batch(job: Job, dataset: Source) -> int:
-    """A block of evaluation: a number of pixels, so that memory is bounded and no machine decides how it adds up."""
+    """The images of a block of evaluation. `auto` only depends on pixels, so that all machines add in one order."""
     if job.train.eval_batch != "auto":
         return int(job.train.eval_batch)
     _, height, width = dataset.input_shape
@@ -160,7 +160,7 @@ def _eval_batch(job: Job, dataset: Source) -> int:
 
 
 def _augment(job: Job, dataset: Source) -> Augment:
-    """The augmentation that was chosen, or the data set's usual one."""
+    """The augmentation that the user chose, or the data set's usual one."""
     if not isinstance(job.augment, AutoAugment):
         return job.augment
     usual: Augment = components.build_option("augment", dataset.usual_augment)
@@ -168,22 +168,22 @@ def _augment(job: Job, dataset: Source) -> Augment:
 
 
 def _optimizer(job: Job) -> Optimizer:
-    """The optimizer with a number for its rate."""
-    if not isinstance(job.optimizer, OptimizerOption):  # of an extension
+    """The optimizer with a number for its learning rate."""
+    if not isinstance(job.optimizer, OptimizerOption):  # an extension's
         return job.optimizer
     return job.optimizer.at_batch(int(job.batch), trained=job.starts_trained)
 
 
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
-    """What the weights were trained on that the model starts from; None without such, or where nothing says it.
+    """The images on which the initial weights were trained; None without such weights, or if it is not known.
 
-    The run's own checkpoint says it again: the weights to start from may be gone by now.
+    For a resumed run, the checkpoint knows it too: the initial weights may have been removed since.
     """
     if resumed is not None and job.starts_trained:
         own = checkpoint.find_card(checkpoint.weights_file(resumed, "resume"))
         if own is not None:
             return TrainedInput.of_card(own)
-    if job.init_from is not None and not getattr(job.model, "pretrained", False):  # not both, which is refused
+    if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later
         file = checkpoint.weights_file(Path(job.init_from).expanduser())
         if (card := checkpoint.find_card(file)) is not None:
             return TrainedInput.of_card(card)
@@ -191,7 +191,7 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
 
 
 def _input(job: Job, dataset: Source, trained: TrainedInput | None) -> InputBlock:
-    """How pixels are normalised and resized, in numbers: as told, as for the weights, or as for the data."""
+    """How pixels are normalised and resized: as set by the user, else as for the weights, else as for the data."""
     channels = dataset.input_shape[0]
     known = trained.normalisation(channels) if trained is not None else None
     mean, std = known or (dataset.mean, dataset.std)
@@ -226,7 +226,7 @@ def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> in
 
 
 def _launched_ranks(launcher: Launcher) -> int:
-    """The ranks that torchrun, srun or a script has started, which leaves a launcher of ours nothing to do."""
+    """The number of ranks that torchrun, srun or a script has started, so that no launcher of ours starts any."""
     ranks, starter = launched().size, started_by()
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
@@ -254,5 +254,5 @@ def _backend(backend: Backend, device: str) -> Backend:
 
 def _threads(launcher: Launcher, ranks: int, strategy: Strategy) -> int:
     if isinstance(strategy, Strict) and launcher.threads == "auto":
-        return 1  # another number of threads adds in another order
+        return 1  # another number of threads would add in another order
     return max(1, cores() // local_size(ranks)) if launcher.threads == "auto" else int(launcher.threads)

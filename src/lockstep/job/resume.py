@@ -1,4 +1,4 @@
-"""The job of a run that is resumed: the overrides of its first command, then those of the present command."""
+"""The job of a resumed run: the overrides of its first command, then the overrides of the present command."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lockstep.job.preparation import content_to_keep
 from lockstep.job.run_folder import continued
 
 SHOWN = 4
-# Not compared: the name comes from the run itself, and the place to write from the present command.
+# Keys that are not compared: the run keeps its name, and the present command sets the output folder.
 NOT_KEPT = ("name", "output_root")
 
 
 def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], list[str]]:
-    """The composed config of a run with the overrides of the present command (`today`), and the overrides of both.
+    """The composed config of a run with the overrides of the present command (`today`), and all overrides.
 
     Raises:
         InputError: an override does not fit.
@@ -36,10 +36,10 @@ def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], lis
 
 
 def launcher_node(job: dict[str, Any], today: Invocation) -> Mapping[str, Any]:
-    """The launcher of a job in the config, or of the run that it goes on with.
+    """The launcher's node in the config of a job, or of the run that the job resumes.
 
     Raises:
-        InputError: there is no such run, or it has no launcher.
+        InputError: the run does not exist, or has no launcher.
     """
     if (earlier := continued(job, today)) is not None:
         job, _ = resumed_job(RunDir(earlier), today)
@@ -50,7 +50,7 @@ def launcher_node(job: dict[str, Any], today: Invocation) -> Mapping[str, Any]:
 
 
 def _missing_extensions(run_dir: RunDir) -> str:
-    """The extensions that a run had and that are not here, as the end of a sentence; empty if all are."""
+    """The end of a sentence that names the extensions of a run that are not installed here; empty if all are."""
     try:
         facts = read_json(run_dir.environment)
     except UnreadableFile:
@@ -77,14 +77,14 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     `job` comes from `resumed_job` for the same command. Keys that the present command overrides are not compared.
 
     Raises:
-        InputError: they do not, because a line of them was lost or a recipe has changed; or the file of the kept
-            config cannot be replaced.
+        InputError: the configs differ, because a line of the overrides was lost or a recipe has changed; or the file
+            of the kept config cannot be replaced.
     """
     composed = run_dir.composed
     try:
         before = dict(_leaves(yaml_io.load(composed)))
     except InputError as error:
-        content_to_keep(composed)  # raises if it cannot be replaced either
+        content_to_keep(composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
         return
     added = _added(today)

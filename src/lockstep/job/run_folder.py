@@ -1,6 +1,6 @@
-"""The folder in which a job runs, if its command names one, and the lock on it.
+"""The folder that a command names for its job, and the lock on this folder.
 
-Imports no torch, which takes seconds: a folder in use by another job is refused at once.
+Imports no torch, which takes seconds, so that a folder in use by another job is refused at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FILES = (
 def job_lock(invocation: Invocation) -> Iterator[Lock]:
     """The lock of a job, released at the end of the context.
 
-    Hydra makes the folder that the command names before the job is checked. If the job is refused, it is removed.
+    Hydra creates the folder that the command names before the job is checked. If the job is refused, the folder is
+    removed.
     """
     with closing(Lock()) as lock:
         try:
@@ -37,16 +38,16 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
         except (InputError, SystemExit):
             lock.close()
             if invocation.folder is not None and not invocation.sweep:
-                with suppress(OSError):  # not empty: it was there before
+                with suppress(OSError):  # the folder is not empty: it existed before
                     invocation.folder.rmdir()
             raise
 
 
 def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | None:
-    """The folder that the command names, locked now; None if the job will get a new one.
+    """The folder that the command names, after locking it; None if the job will get a new folder.
 
     Raises:
-        InputError: the job cannot run in it, or another job does; nothing was changed.
+        InputError: the job cannot run in the folder, or another job does; nothing was changed.
     """
     resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
     if resumed is not None and named is not None and named.resolve() != resumed:
@@ -70,16 +71,17 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
 
 
 def sweep_job_folder(invocation: Invocation) -> Path:
-    """The run folder of a job of a sweep, in the sweep's: its number and its overrides."""
+    """The run folder of a job of a sweep. Its name is the job's number and its overrides."""
     assert invocation.folder is not None
     told = [word for word in invocation.overrides if not word.startswith(("output_root=", "data_root="))]
     return invocation.folder / f"{invocation.number:03}-{slug(','.join(told) or 'defaults')}"
 
 
 def _check_kinds(run_dir: RunDir) -> None:
-    """Check that a run folder has only plain files and folders, each in its place.
+    """Check that a run folder has only plain files and folders, each where it belongs.
 
-    It can come from somebody else: writing to a link would write elsewhere, and opening a pipe would block.
+    Somebody else may have written the folder: writing to a link would write elsewhere, and opening a pipe would
+    block.
     """
     checkpoints = run_dir.checkpoints.glob("step-*")
     folders = {run_dir.hydra, run_dir.logs, run_dir.checkpoints, run_dir.incident, *checkpoints}
@@ -107,7 +109,7 @@ def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
     """The run folder that `resume=` names; None if it names a checkpoint or nothing.
 
     Raises:
-        InputError: there is no such run.
+        InputError: the run does not exist.
     """
     if job["resume"] is None:
         return None

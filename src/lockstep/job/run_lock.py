@@ -1,7 +1,7 @@
-"""The lock on a run folder, so that one job at a time runs in it. The kernel releases it when its process ends.
+"""The lock on a run folder, so that one job at a time runs in it. The kernel releases the lock when its process ends.
 
-The process that the user started holds it, not its ranks: they end with it. It is a file lock, so it also works
-between machines where `flock` works over the network.
+The process that the user started holds the lock. Its ranks do not, because they end with that process. The lock is a
+file lock, so it also works between machines if the network file system supports `flock`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Lock:
         self.file: int | None = None
 
     def take(self, path: Path) -> None:
-        """Take the lock file at `path`, and write into it who holds it. No effect if it is held already.
+        """Lock the file at `path`, and write into it who holds the lock. No effect if this object already holds it.
 
         Raises:
-            InputError: another job holds it, or it cannot be written.
-            StorageError: there is no room for it.
+            InputError: another job holds the lock, or the file cannot be written.
+            StorageError: the disk is full.
         """
         if self.file is not None:
             assert path == self.path
             return
         try:
-            while not self._opened(path):  # its holder has just removed the file: try again
+            while not self._opened(path):  # another job has just removed the file: try again
                 continue
         except BlockingIOError:
             raise InputError(
@@ -51,7 +51,7 @@ class Lock:
             ) from error
 
     def _opened(self, path: Path) -> bool:
-        """Lock the file; returns whether `path` still names it."""
+        """Open and lock the file; returns whether `path` still names that file."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +65,7 @@ class Lock:
             os.close(file)
             raise
         self.path, self.file = path, file
-        # A forked process can outlive a killed job, and must not keep the lock.
+        # A forked process can outlive a killed job, so it must not keep the lock.
         os.register_at_fork(after_in_child=self._forget)
         return True
 
@@ -75,14 +75,14 @@ class Lock:
             self.file = None
 
     def close(self) -> None:
-        """Remove the lock file, then release the lock: a job that finds the file gone makes a new one."""
+        """Remove the lock file, then release the lock: a job that finds no file creates a new one."""
         if self.file is not None and _is(self.file, self.path):
             self.path.unlink()
         self._forget()
 
 
 def _is(file: int, path: Path) -> bool:
-    """Whether the open `file` is the one at `path`."""
+    """Whether the open `file` is the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a lock, according to its file."""
+    """The holder of a lock, from its file, for use in a sentence."""
     try:
         facts = safe_read.read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"

@@ -1,4 +1,4 @@
-"""What SLURM runs on each machine of a job that `launcher=slurm` has submitted. Imports no torch."""
+"""The program that SLURM runs on each machine of a job that `launcher=slurm` has submitted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.slurm import SUBMITTED
 
-# What `srun` tells a task, from which a command would take itself for a rank; and what the command that submitted has
-# set for itself, and SLURM hands on.
+# Variables that the command must not get. With the first two, which `srun` sets for a task, the command would run as
+# a rank. The last one belongs to the command that submitted the job; SLURM passes it on.
 NOT_HANDED_ON = ("SLURM_PROCID", "SLURM_LOCALID", "HYDRA_FULL_ERROR")
 CANCELLED = ("CANCELLED", "COMPLETING")
 
 
 class Task:
-    """The command on one machine. submitit calls it, and tells it when its time is over.
+    """The command on one machine. submitit calls it, and calls `checkpoint` when the time limit is near.
 
     Args:
-        command: the words.
-        folder: the run folder, where the command's output goes.
+        command: the words of the command.
+        folder: the run folder. The command's output goes to a log there.
     """
 
     def __init__(self, command: Sequence[str], folder: str) -> None:
@@ -37,8 +37,9 @@ class Task:
     def __call__(self) -> None:
         """Run the command, and exit with its code.
 
-        A stop that did not come from here is of `scancel`, or SLURM needs the machines for another job and has only
-        said so by SIGTERM. Of a job that leaves then SLURM says that it has failed, so it is queued again from here.
+        If the run was stopped, but not by `checkpoint`, either the user called `scancel`, or SLURM sent SIGTERM
+        because it needs the machines for another job. In the second case SLURM would count the job as failed, so it
+        is queued again here.
         """
         job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"]
         environment = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
@@ -48,11 +49,12 @@ class Task:
                 env={**environment, SUBMITTED: job},
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # SLURM sends it to every process of the job. Only this one answers, by `checkpoint`.
+                # SLURM sends this signal to every process of the job. Only this process must handle it, in
+                # `checkpoint`.
                 preexec_fn=partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN),
             )
         self.pid = process.pid
-        # Not by `Popen.wait`: the lock that it holds would stop `checkpoint`, which a signal calls in between.
+        # Not `Popen.wait`, which holds a lock: `checkpoint`, called by a signal handler meanwhile, would block on it.
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code == Stopped.exit_code and node == "0" and not _is_cancelled(job):
@@ -60,19 +62,19 @@ class Task:
         sys.exit(code)
 
     def checkpoint(self) -> Any:
-        """Have the run saved, and the same command queued again. It goes on in its folder."""
+        """Have the run save, and queue the same command again. It resumes in its folder."""
         import submitit
 
         os.kill(self.pid, signal.SIGTERM)
         _, status = os.waitpid(self.pid, 0)
-        # After a mistake it would end in the same way again; after a fault it goes on from its last checkpoint.
+        # After a mistake of the user the job would fail again; after a fault it resumes from its last checkpoint.
         if (code := os.waitstatus_to_exitcode(status)) in (0, InputError.exit_code):
             sys.exit(code)
         return submitit.helpers.DelayedSubmission(Task(self.command, self.folder))
 
 
 def _is_cancelled(job: str) -> bool:
-    """Whether a job is to end for good. SLURM says so a moment after it has sent the signal."""
+    """Whether a job has been cancelled. SLURM shows the new state a moment after it has sent the signal."""
     time.sleep(1)
     said = subprocess.run(
         ["squeue", "--noheader", "--jobs", job, "--states", "all", "--format", "%T"], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Submitting jobs to SLURM through submitit: one, or those of a sweep as an array."""
+"""Submitting jobs to SLURM through submitit: one job, or the jobs of a sweep as an array."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ from lockstep.job.run_lock import Lock
 from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
 
-# How often a job may come to its time limit: submitit wants a number.
+# How often a job may reach its time limit; submitit requires a number.
 MOST_REQUEUES = 1_000_000
 SAID_CHARACTERS = 300
-# The folder, beside run folders, of what submitit keeps: scripts, pickles of ours, and what it prints itself.
+# The folder, next to the run folders, for submitit's files: scripts, pickled tasks, and its own output.
 KEPT = ".slurm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job that is to be submitted.
+    """A job to submit.
 
     Fields:
-        name: for SLURM's lists.
-        command: on each machine, without the folder.
-        folder: of its run; None: a new one below `root`.
-        goes_on: whether the run is in that folder already, and the command names it.
+        launcher: the settings for SLURM.
+        name: the name of the job in SLURM's lists.
+        command: the command for each machine, without the run folder.
+        folder: the run folder; None for a new one below `root`.
+        root: the folder for new run folders.
+        goes_on: whether the job resumes the run in `folder`; the command then names that folder.
     """
 
     launcher: Slurm
@@ -55,15 +57,15 @@ class Submission:
 
 
 def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
-    """What is to be submitted for a composed job.
+    """The submission for a composed job.
 
-    What depends on the machine, such as its devices and data, is checked where the job runs.
+    Checks that depend on the machine, such as its devices and data, happen on the machine that runs the job.
 
     Raises:
-        InputError: a value of the job does not fit, or its folder is in use.
+        InputError: a value of the job is wrong, or its folder is in use.
     """
     folder = lock_run_folder(dict(job), invocation, lock)
-    lock.close()  # the job takes it when it starts
+    lock.close()  # the job takes the lock when it starts
     earlier = continued(dict(job), invocation)
     if earlier is None:
         components.build_job(job)
@@ -89,7 +91,7 @@ def _program() -> list[str]:
 
 
 def script(submissions: Sequence[Submission]) -> str:
-    """The script that SLURM would get for a job, or for an array of several, with the commands in comments."""
+    """The script that SLURM would get for one job or for an array of jobs, with the commands in comments."""
     first = submissions[0]
     executor = _executor(first.launcher, first.name, first.root / KEPT)
     if len(submissions) > 1:
@@ -100,17 +102,17 @@ def script(submissions: Sequence[Submission]) -> str:
 
 
 def submit(submissions: Sequence[Submission], folder: Path | None = None) -> list[tuple[str, Path]]:
-    """Submit jobs; several as an array, for which they need the same launcher.
+    """Submit jobs. Several jobs become an array and must have the same launcher.
 
     Args:
         submissions: the jobs.
-        folder: of their sweep.
+        folder: the folder of their sweep.
 
     Returns:
-        The number of each in SLURM, and its run folder.
+        The number in SLURM and the run folder of each job.
 
     Raises:
-        InputError: SLURM does not take them. The folders that were made for them are removed.
+        InputError: SLURM refuses the jobs. The folders that were created for them are removed.
     """
     if shutil.which("sbatch") is None:
         raise InputError(
@@ -152,7 +154,7 @@ def _executor(launcher: Slurm, name: str, folder: Path) -> Any:
     import submitit
 
     class Executor(submitit.SlurmExecutor):
-        """Shows a script also where there is no SLURM."""
+        """submitit's executor, which can also show a script on a machine without SLURM."""
 
         @classmethod
         def affinity(cls) -> int:
@@ -169,7 +171,7 @@ def _executor(launcher: Slurm, name: str, folder: Path) -> Any:
         "cpus_per_task": launcher.cpus,
         "mem": f"{launcher.memory}G" if launcher.memory is not None else None,
         **{key: getattr(launcher, key) for key in ("partition", "account", "qos", "constraint")},
-        # A job must not import from the folder in which it was submitted, which can be someone else's run.
+        # A job must not import from the folder in which it was submitted, which can be somebody else's run folder.
         "setup": ["export PYTHONSAFEPATH=1", *launcher.setup],
         "stderr_to_stdout": True,
         "additional_parameters": {"requeue": True},

@@ -1,8 +1,8 @@
-"""Whether a job can be done, and whether each of its keys has an effect, before any of it is done.
+"""Checks before a job starts: that it can run, and that each of its keys has an effect.
 
-`lockstep.core.fields` checks each value by itself. Here values are checked together: a key that has no effect because
-of another key, and parts that do not fit each other. An option that only has no effect on this machine (one for GPUs,
-without a GPU) is no mistake: the same job must run on any machine.
+`lockstep.core.fields` checks each value by itself. This module checks values together: a key that has no effect
+because of another key, and parts that do not fit each other. An option that has no effect on this machine only (such
+as an option for GPUs on a machine without one) is not a mistake: the same job must run on any machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_effects(job: Job) -> None:
     """Refuse a key that has no effect because of another key.
 
     Raises:
-        InputError: there is one.
+        InputError: the job has such a key.
     """
     model = job.model
     if model.compile_mode is not CompileMode.default and not model.compile:
@@ -93,7 +93,7 @@ def check_packages(job: Job) -> None:
     """Refuse a logger whose package is not installed.
 
     Raises:
-        InputError: there is one.
+        InputError: a package is missing.
     """
     for name, logger in job.logger.items():
         package = getattr(logger, "package", None)
@@ -108,7 +108,7 @@ def check_folders(job: Job) -> None:
     """Refuse paths for data and runs that are not folders and cannot become folders.
 
     Raises:
-        InputError: one is such a path.
+        InputError: a path is wrong.
     """
     for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
         try:
@@ -121,7 +121,7 @@ def check_folders(job: Job) -> None:
 
 
 def check_job(job: Job) -> None:
-    """Check all that can be checked without the data. One error has everything that is wrong."""
+    """Check everything that can be checked without the data. One InputError has a line for each problem."""
     single: list[Callable[[], None]] = [
         lambda: job.strategy.check(job.launcher.world_size, job.device),
         lambda: job.strategy.check_parts(job.optimizer, job.precision, job.train.micro_batches),
@@ -147,7 +147,7 @@ def check_job(job: Job) -> None:
 
 
 def _check_crop(job: Job) -> None:
-    """Cropping from files needs an augmentation with boxes, and a loader that reads anew in each epoch."""
+    """Cropping from files needs an augmentation with boxes, and a loader that reads the files in every epoch."""
     if not crops_files(job.dataset):
         return
     if not isinstance(job.augment, BoxAugment):
@@ -163,7 +163,7 @@ def _check_crop(job: Job) -> None:
 
 
 def _check_kernels(job: Job) -> None:
-    """Under `repro=strict` kernels must not be chosen by timing them."""
+    """Refuse options that choose kernels by timing them if `repro=strict`."""
     timed = {
         "train.cudnn_benchmark=false": job.train.cudnn_benchmark,
         "model.compile_mode=default": job.model.compile and job.model.compile_mode.value == "max-autotune",
@@ -177,7 +177,7 @@ def _check_kernels(job: Job) -> None:
 
 
 def _check_compile(job: Job) -> None:
-    """Refuse what cannot be done with a compiled model."""
+    """Refuse options that do not work with a compiled model."""
     if job.model.compile and isinstance(job.strategy, Pipeline) and job.launcher.world_size > 1:
         raise InputError(
             "model.compile is true, but under strategy=pipeline a rank runs a part of the model, which ends in its "
@@ -185,7 +185,7 @@ def _check_compile(job: Job) -> None:
         )
     if not job.model.compile or job.device != "cuda":
         return
-    # A graph writes its gradients where those of the micro-batch before are (pytorch/pytorch#169545).
+    # A CUDA graph overwrites the gradients of the previous micro-batch (pytorch/pytorch#169545).
     if job.model.compile_mode.value != "default" and job.train.micro_batches != 1:
         raise InputError(
             f"model.compile_mode={job.model.compile_mode.name} records CUDA graphs, which cannot add up the "
@@ -200,12 +200,12 @@ def _check_compile(job: Job) -> None:
 
 
 def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None:
-    """The checkpoint that a job goes on from: the newest of its folder, or the one that `resume` names.
+    """The checkpoint from which a job resumes: the newest one in its folder, or the one that `resume` names.
 
     Raises:
-        InputError: the run has saved checkpoints, and none of them is whole.
+        InputError: the run has saved checkpoints, but all of them are damaged.
     """
-    # The ranks look for it again, and warn of damaged checkpoints: then there is a log for the warning.
+    # No warning about damaged checkpoints here: the ranks search again later, when there is a log for the warning.
     own = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
     return Path(resume) if own is None and resume is not None else own
 
@@ -213,8 +213,8 @@ def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None
 def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: bool) -> None:
     """Check that the data exists, that the plan fits it, and that the checkpoint to resume from belongs to this run.
 
-    Missing data is downloaded if `fetch` is set: not to a place that only a run folder names, which can be somebody
-    else's.
+    Missing data is downloaded if `fetch` is set. It must not be set if only the run folder names the data's folder,
+    because somebody else may have written the run folder.
     """
     if job.init_from is not None and resumed is None:
         checkpoint.weights_file(Path(job.init_from))
@@ -225,7 +225,7 @@ def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: boo
     examples = len(job.dataset.train())
     plan = plan_of(job, examples)
     check_memory(job, plan)
-    freeze_until(job, plan)  # raises if it does not fit
+    freeze_until(job, plan)  # raises if the duration does not fit
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
     if resumed is None:
@@ -242,7 +242,7 @@ def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: boo
 
 
 def _ended(run_dir: RunDir) -> bool:
-    """Whether a run was completed, and not only its last step done. A damaged summary is written anew later."""
+    """Whether a run was completed, which takes more than its last step. A damaged summary is replaced later."""
     try:
         return run_dir.read_summary().get("status") == "completed"
     except UnreadableFile as error:

@@ -1,9 +1,7 @@
-"""One rank of a job, given nothing but the run folder.
+"""One rank of a job, whose only input is the run folder.
 
-Under a launcher of ours it begins in `lockstep.runtime.child`.
-
-It reads the resolved config from there, joins the process group and runs the experiment. An error is written to
-`logs/rank<N>.error.json` for the launcher.
+The rank reads the resolved config from the folder, joins the process group and runs the experiment. It writes an
+error to `logs/rank<N>.error.json` for the launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from lockstep.training import experiment
 
 
 def main(path: Path) -> None:
-    """Be one rank of the job in the folder `path`. Raises the error that ended it."""
+    """Run one rank of the job in the folder `path`. Raises the error that ended the rank."""
     run_dir = RunDir(path)
     errors = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
     with (
@@ -44,13 +42,13 @@ def main(path: Path) -> None:
 
 
 def run(job: Job, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> None:
-    """Run a job as this rank, which a stop or the watchdog can end. The watchdog writes stacks to `stacks`."""
-    if job.repro == "strict":  # cuBLAS reads it when it starts
+    """Run a job as this rank. A stop or the watchdog can end it. The watchdog writes stacks to `stacks`."""
+    if job.repro == "strict":  # cuBLAS reads the variable when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
     stop = StopRequest()
     with (
-        # A rank that a launcher started exits after this, so its handlers stay: a later signal has no effect.
+        # A rank that a launcher started exits after this. It keeps its handlers, so that a late signal has no effect.
         stop_signals(stop, restore=not is_launched()),
         watchdog.watched(errors.rank, timeout=timeout, stop=stop, file=stacks, leave_word=errors.of_a_hang) as dog,
         process_group.join(
@@ -65,7 +63,7 @@ def run(job: Job, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> Non
 
 
 class RankErrorFile:
-    """The error file of a rank for the launcher, with the time, which tells cause from effect."""
+    """The error file of a rank for the launcher. It has the time, so that the launcher finds the first error."""
 
     def __init__(self, run_dir: RunDir, rank: int) -> None:
         self.run_dir = run_dir
@@ -82,10 +80,10 @@ class RankErrorFile:
             raise
 
     def of_a_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
-        """Write an error from the watchdog's thread, which then ends the process; show it if there is no launcher."""
+        """Write an error in the watchdog's thread, which then ends the process; show it if there is no launcher."""
         if isinstance(error, RankFailed):
             error = RankFailed(f"{error}; the stacks are in {self.run_dir.logs}/rank*.log")
-        else:  # for a stop the places do not matter
+        else:  # after a stop, it does not matter where each rank was
             places = {}
         self._leave(error, places)
         if LAUNCHER not in os.environ:
@@ -104,19 +102,19 @@ class RankErrorFile:
             "places": places or {},
             "traceback": "".join(traceback.format_exception(error)),
         }
-        with suppress(StorageError):  # on a full disk only the exit code remains
+        with suppress(StorageError):  # on a full disk, the launcher only gets the exit code
             write_atomic(self.run_dir.rank_error(self.rank), json.dumps(facts, indent=2) + "\n")
         log.logger.error("rank %d: %s\n%s", self.rank, facts["sentence"], facts["traceback"])
 
 
 def exit_as_rank(path: Path) -> NoReturn:
-    """Run `main` in a process of its own, and exit with the code of its error."""
+    """Run `main` in a process that only serves as this rank, and exit with the code of its error."""
     code = 0
     try:
         main(path)
     except LockstepError as error:
         code = error.exit_code
-    except Exception:  # recorded with its traceback; the launcher shows it
+    except Exception:  # the error file has the traceback; the launcher shows it
         code = LockstepError.exit_code
     listen(signal.SIG_IGN)
     leave(code)

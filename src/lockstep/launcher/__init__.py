@@ -1,7 +1,8 @@
-"""The launchers: how the ranks of one job come to life.
+"""The launchers, which start the ranks of one job.
 
-They know an entry point and a run folder, nothing of what is run. (`hydra/launcher=` is another thing: how the
-jobs of a sweep are run.)
+A launcher gets an entry point and a run folder, and does not know what the ranks do. (`hydra/launcher=` is a
+different
+thing: it decides how the jobs of a sweep are run.)
 """
 
 from lockstep.launcher.attach import create_on_main

@@ -1,4 +1,4 @@
-"""One run folder for ranks that exist already: under torchrun each rank runs the whole of `train.py`."""
+"""One run folder for ranks that another program started: under torchrun, each rank runs all of `train.py`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from lockstep.core.errors import LockstepError, RankFailed
 from lockstep.core.launched import is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
 
-# For main's word, which comes when the data is there; and for the store of an agent, which is there before its ranks.
+# Seconds to wait for main's message, which main sends after it has prepared the data, and for an agent's store, which
+# exists before its ranks.
 WAIT_S, REACHED_S, POLL_S = 30 * 60.0, 15.0, 0.1
-READ_S = 60.0  # for the others to come and read that main has failed
+READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
 OK, FAILED = "ok", "failed"
 
 
@@ -27,13 +28,13 @@ OK, FAILED = "ok", "failed"
 def create_on_main(
     make: Callable[[], AbstractContextManager[RunDir]], say: Callable[[LockstepError], None]
 ) -> Iterator[RunDir]:
-    """The run folder that main makes and closes, and whose path it tells the other ranks.
+    """The run folder. Main creates and closes it, and sends its path to the other ranks.
 
-    If `make` fails, main shows the error before it tells the others to leave. Otherwise the launcher above could end
-    main because another rank left first.
+    If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
+    could end main because another rank left first.
 
     Args:
-        make: makes the folder, and gives the context in which it is used. Called by main only.
+        make: creates the folder, and returns the context in which it is used. Called by main only.
         say: shows an error to the user.
     """
     if not is_launched() or launched().size == 1:
@@ -41,7 +42,8 @@ def create_on_main(
             yield run_dir
         return
     rank = launched().rank
-    # torchrun's agent serves a store. Without one (srun) main serves it, and the process group uses it too.
+    # torchrun's agent serves a store. Without an agent (srun), main serves the store, and the process group uses it
+    # too.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(serve=rank == 0 and not served, seconds=REACHED_S if served else WAIT_S)
     if not served:
@@ -68,14 +70,14 @@ def create_on_main(
 
 
 def _await_readers(store: TCPStore, key: str) -> None:
-    """Let main serve its store until the other ranks know that it leaves: later they would wait for it in vain."""
+    """Let main serve its store until the other ranks have read that it leaves. They would wait for a store again."""
     until = time.monotonic() + READ_S
     while store.add(f"{key}/read", 0) < launched().size - 1 and time.monotonic() < until:
         time.sleep(POLL_S)
 
 
 def _find_local_ranks(store: TCPStore) -> None:
-    """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher has not said which of them share a machine."""
+    """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher does not set them."""
     place = launched()
     key = "lockstep/machine/{}"
     store.set(key.format(place.rank), network.machine())
@@ -91,11 +93,11 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     """The store of the job's ranks.
 
     Raises:
-        InputError: nothing says where it is, or its host is not known.
-        RankFailed: it is not there, and does not come within so many seconds; or its port is taken.
+        InputError: no variable has the address of the store, or its host is not known.
+        RankFailed: the store does not answer within `seconds`, or its port is taken.
     """
     address, port = store_address()
-    network.addresses(address, port)  # a name that nobody knows would be waited for
+    network.addresses(address, port)  # raises for an unknown name, instead of waiting for it
     until = time.monotonic() + seconds
     try:
         # Poll, because signal handlers do not run while the store waits.
@@ -126,10 +128,12 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _awaited(store: TCPStore, key: str, otherwise: str) -> str:
-    """The value of `key` in the store, once it is set. Polled, because signal handlers do not run in a wait.
+    """Wait until `key` is set in the store, and return its value.
+
+    Polls, because signal handlers do not run while the store waits.
 
     Raises:
-        RankFailed: it is not set in time, of which `otherwise` says what that means; or the store has gone.
+        RankFailed: `key` is not set in time (the sentence begins with `otherwise`), or the store has gone.
     """
     until = time.monotonic() + WAIT_S
     try:

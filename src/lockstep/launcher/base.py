@@ -24,10 +24,10 @@ class Inline:
     """This process is the rank. Also used under torchrun, which has started the ranks already.
 
     Fields:
-        ranks: processes of the job; `auto` is one per GPU, or what the strategy needs without one.
-        backend: of the process group.
-        timeout: how long no step may be finished before the job is ended as hanging.
-        threads: CPU threads per rank; `auto` shares the cores out evenly.
+        ranks: number of processes of the job; `auto` is one per GPU, or without a GPU the number the strategy needs.
+        backend: backend of the process group.
+        timeout: time without a finished step after which the job is ended as hanging.
+        threads: CPU threads of each rank; `auto` gives each rank the same share of the cores.
     """
 
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
@@ -37,18 +37,18 @@ class Inline:
 
     @property
     def world_size(self) -> int:
-        """The ranks of the job, once they are resolved."""
+        """The ranks of the job, after `auto` is resolved."""
         return int(self.ranks)
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry` in every rank, wait for all, and return the job's objective.
 
         Raises:
-            LockstepError: what ended the job.
+            LockstepError: the job failed or was stopped.
         """
         try:
             self.run(entry, run_dir)
-        except StopNow:  # the handlers of the ranks were not set yet, or not any more
+        except StopNow:  # the stop came before the rank had set its handlers, or after it had restored them
             raise Stopped(NOT_BEGUN) from None
         return run_dir.read_summary().get("objective")
 
@@ -59,21 +59,21 @@ class Inline:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Inline):
-    """`inline` for one rank, `spawn` for several or in a sweep. Resolved before a run starts."""
+    """`inline` for one rank, `spawn` for several ranks or in a sweep. Resolved before a run starts."""
 
 
 def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
-    """The error that ended a job whose ranks failed with `exit_codes`, before the launcher ended the others.
+    """The error that ended a job. `exit_codes` has the ranks that failed before the launcher ended the others.
 
-    A rank that was killed by a signal left no error file, so it is looked for first. Otherwise it is the earliest
-    error in the files: a rank that raises breaks the connections of the others, which raise later.
+    A rank that was killed by a signal left no error file, so the exit codes are checked first. Otherwise the earliest
+    error in the files is the cause: a rank that raises breaks the connections of other ranks, which raise later.
     """
     if killed := {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = _left_errors(run_dir)
-    if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # before they could write an error file
+    if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # stopped before they could write error files
         return Stopped(NOT_BEGUN)
     if not errors:
         if StorageError.exit_code in exit_codes.values():
@@ -84,7 +84,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     first: dict[str, Any] = errors[0]
     if not first["known"]:
         return RankFailed(f"rank {first['rank']} failed: {first['sentence']}", first["traceback"])
-    # A rank that hangs knows where it was and which of its neighbours were suspended: put all of it together.
+    # A rank that hangs wrote where it was and which ranks of its machine were suspended: combine these facts.
     places: dict[str, str] = {}
     for error in errors:
         places = {**error["places"], **places}
@@ -95,7 +95,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
 
 
 def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The error files of the ranks. One that cannot be read is left out: the disk may be what ended its rank."""
+    """The error files of the ranks. A file that cannot be read is left out: a full disk may have ended its rank."""
     errors = []
     for path in run_dir.logs.glob("rank*.error.json"):
         with suppress(UnreadableFile):

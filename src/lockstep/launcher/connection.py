@@ -1,4 +1,4 @@
-"""The connection between the launchers of two machines: messages, and how it is known that the other one is gone."""
+"""The connection between the launchers of two machines: messages, and noticing that the other machine is gone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-# Offset in Linux's `struct tcp_info` of the milliseconds since the last acknowledgement, and its length to there.
+# In Linux's `struct tcp_info`: the offset of the milliseconds since the last acknowledgement, and the bytes to read.
 LAST_ACK, TCP_INFO_BYTES = 56, 60
-PROBE_S = 1  # from one question to the other machine's kernel to the next
-PROBES = 127  # the most that Linux allows: when the silence has been too long is decided here
+PROBE_S = 1  # seconds between two probes of the other machine's kernel
+PROBES = 127  # the largest number that Linux allows, because this module decides when the silence is too long
 LONGEST_MESSAGE = 2**20
 SEND_S = 5.0
 
@@ -24,12 +24,14 @@ class ConnectionGone(Exception):
 class Connection:
     """Messages, one line of JSON each, to and from the launcher on another machine.
 
-    The kernel of each machine asks that of the other every second whether it is still there. Its answer does not
-    depend on what the processes there do: one that computes, or is suspended, is not gone.
+    The kernel of each machine probes the other kernel every second. The answer does not depend on the processes of
+    the
+    other machine: a process that computes or is suspended does not count as gone.
 
     Args:
-        connected: the socket.
-        timeout: seconds of silence after which the other machine is gone; a link that comes back before is none.
+        connected: the connected socket.
+        timeout: seconds of silence after which the other machine counts as gone. A shorter interruption has no
+            effect.
     """
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:
@@ -63,7 +65,7 @@ class Connection:
         """Send a message.
 
         Raises:
-            ConnectionGone: it cannot be sent.
+            ConnectionGone: the message cannot be sent.
         """
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -71,10 +73,10 @@ class Connection:
             raise ConnectionGone(str(error.strerror or error)) from error
 
     def receive(self, wait: float = 0.0) -> Iterator[dict[str, Any]]:
-        """The messages that have come, or that come within `wait` seconds.
+        """The messages that have arrived, or that arrive within `wait` seconds.
 
         Raises:
-            ConnectionGone: there will be no more.
+            ConnectionGone: no more messages can arrive.
         """
         try:
             while self.selector.select(wait):
@@ -95,7 +97,7 @@ class Connection:
 
     @property
     def silence(self) -> float:
-        """Seconds since the other machine's kernel has answered."""
+        """The seconds since the last answer of the other machine's kernel."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         return float(struct.unpack_from("I", info, LAST_ACK)[0]) / 1000
 

@@ -24,7 +24,7 @@ MOST_NODES = 4096
 
 @dataclass(frozen=True)
 class NodeRange:
-    """How many machines: a number, or the fewest and the most."""
+    """The rule for a number of machines: one number, or the smallest and the largest number."""
 
     expected = f"a whole number from 1 to {MOST_NODES:,}, or the fewest and the most, such as 2:4"
 
@@ -38,7 +38,7 @@ class NodeRange:
 
 @dataclass(frozen=True)
 class HostPort:
-    """A host and a port, `host:port`; an IPv6 address stands in brackets."""
+    """The rule for a host and a port, `host:port`. An IPv6 address is written in brackets."""
 
     expected = "HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:29500"
 
@@ -53,9 +53,9 @@ class Elastic(Spawn):
 
     Fields:
         restarts: how often the ranks are started again, from the last checkpoint, after one of them failed.
-        nodes: how many machines; `2:4`: it starts with two, and has up to four come and go.
-        rendezvous: where they meet, `host:port`; the host is main's machine.
-        node_rank: of this machine; `auto`: 0 on the machine of `rendezvous`, the others in the order of arrival.
+        nodes: number of machines. With `2:4` the job starts on two; machines can join, up to four, and leave.
+        rendezvous: address at which the machines meet, `host:port`; the host is main's machine.
+        node_rank: number of this machine; `auto` is 0 on the machine of `rendezvous`, then the order of arrival.
     """
 
     restarts: int = ranged(0, least=0, most=1_000_000)
@@ -69,7 +69,7 @@ class Elastic(Spawn):
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """The fewest and the most machines."""
+        """The smallest and the largest number of machines."""
         least, _, most = str(self.nodes).partition(":")
         return int(least), int(most or least)
 
@@ -80,13 +80,13 @@ class Elastic(Spawn):
         return False
 
     def meet(self, overrides: Sequence[str]) -> Machines | Member:
-        """This machine's part of a job on several.
+        """This machine's role in a job on several machines.
 
         Args:
-            overrides: of the command, without those that are a machine's own.
+            overrides: the overrides of the command that must be the same on all machines.
 
         Raises:
-            InputError: the machines cannot meet there.
+            InputError: the rendezvous or the number of this machine is wrong.
         """
         least, most = self.node_range
         timeout = parse_time(self.timeout)
@@ -106,16 +106,17 @@ class Elastic(Spawn):
         return Member(host, port, node_rank=node_rank, overrides=overrides, timeout=timeout)
 
     def launch_on(self, machines: Machines, entry: Entry, run_dir: RunDir) -> float | None:
-        """As `launch`, on this machine and others. This one has main."""
+        """Like `launch`, on this machine and on others. This machine has main."""
         Lead(machines=machines, ranks=int(self.ranks), restarts=self.restarts).run(entry, run_dir)
         objective: float | None = run_dir.read_summary().get("objective")
         return objective
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket at the rendezvous, at the address of main's machine that the others were told.
+    """A socket that listens at the rendezvous, at the address of main's machine that the other machines use.
 
-    A machine can know its own name as a loopback address, which the others do not reach: then at all addresses.
+    A machine can resolve its own name to a loopback address, which other machines do not reach. The socket then
+    listens at all addresses.
     """
     family, address = network.addresses(host, port)[0]
     named = re.fullmatch(r"[\d.]+|.*:.*|localhost", host) is None

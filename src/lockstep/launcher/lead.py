@@ -1,4 +1,4 @@
-"""Running a job on several machines from main's: attempts, and what ends one or begins another."""
+"""Running a job on several machines, on main's machine: attempts, and when an attempt ends or a new one begins."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Everyone:
 
 @dataclass(frozen=True, kw_only=True)
 class Lead:
-    """Main's part of a job on several machines.
+    """The role of main's machine in a job on several machines.
 
     Fields:
-        machines: the others.
-        ranks: of each machine.
-        restarts: how often failed ranks are started again. A machine that comes, or leaves in order, is no failure.
+        machines: the other machines.
+        ranks: the ranks of each machine.
+        restarts: how often failed ranks are started again. A machine that joins, or leaves by a stop, is no failure.
     """
 
     machines: Machines
@@ -52,7 +52,7 @@ class Lead:
         """Run `entry` in every rank of every machine.
 
         Raises:
-            LockstepError: what ended the job.
+            LockstepError: the job failed or was stopped.
         """
         restarts = self.restarts
         while again := self._attempt(entry, run_dir, can_restart=restarts > 0):
@@ -60,13 +60,13 @@ class Lead:
             restarts -= isinstance(again, RankFailed)
 
     def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> LockstepError | None:
-        """Start the ranks of all machines that have come, and wait for them.
+        """Start the ranks of all machines that have joined, and wait for them.
 
         Returns:
-            Why they are to be started again; None if they are done.
+            The reason to start the ranks again; None if they are done.
 
         Raises:
-            LockstepError: what ended them otherwise.
+            LockstepError: the ranks ended for a reason that ends the job.
         """
         forget_errors(run_dir)
         machines, here = self.machines, Children()
@@ -110,13 +110,13 @@ class Lead:
         """Wait until all ranks have ended.
 
         Returns:
-            The exit codes of those that failed, and whether a machine has come, for which they were asked to save.
+            The exit codes of the ranks that failed, and whether a machine has joined, so that the ranks had to save.
         """
         joined = False
         while True:
             running = [rank.sentinel for rank in everyone.here.ranks if rank.code() is None]
             multiprocessing.connection.wait(running, POLL_S)
-            ended = None not in everyone.codes().values()  # asked first: a rank that ends now is looked at below
+            ended = None not in everyone.codes().values()  # before `failures`, so that it sees every rank that ended
             failed = failures(everyone)
             if failed or ended:
                 return failed, joined

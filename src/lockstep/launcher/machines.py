@@ -1,8 +1,8 @@
-"""Main's side of a job on several machines: who has come, and their ranks beside those of this machine.
+"""Main's side of a job on several machines: which machines have joined, and the state of their ranks.
 
-Main's launcher listens at the rendezvous from its start on. Those of the other machines connect, are told the run
-folder, and start and end ranks as main says: to main these are further ranks, whose exit codes come in messages. So a
-rank that fails, a stop and a restart are what they are on one machine.
+Main's launcher listens at the rendezvous from its start on. The launchers of the other machines connect, get the path
+of the run folder, and start and end ranks when main's launcher tells them. For main's launcher these are more ranks,
+whose exit codes arrive in messages. A failed rank, a stop and a restart are therefore handled as on one machine.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from lockstep.core.run_dir import RunDir
 from lockstep.launcher.connection import Connection, ConnectionGone
 from lockstep.launcher.processes import GRACE_S, POLL_S
 
-# Seconds that machines have at least to come to their first meeting, and that a job which could start with those
-# that are there waits for more.
+# The seconds that machines have at least for joining a new job, and the seconds that a job with enough machines waits
+# for more machines.
 FIRST_S, LAST_CALL_S = 600.0, 5.0
 
 
 @dataclass(eq=False)
 class Member:
-    """Another machine, as main sees it.
+    """Another machine, from the point of view of main's machine.
 
     Fields:
-        host: its name; its address until it has said it.
-        node_rank: what it was told to be; None if it was not.
-        overrides: of its command; None until it has said them.
-        ready: whether it sees the run folder, and waits for the word to start.
-        refused: why it cannot take part.
-        leaving: whether it was asked to stop.
+        connection: the connection to its launcher.
+        host: its name; its address until it has sent its name.
+        node_rank: the `launcher.node_rank` of its command; None if this is `auto`.
+        overrides: the overrides of its command; None until it has sent them.
+        ready: whether it sees the run folder, and waits for the message to start.
+        refused: why it cannot take part; empty if it can.
+        leaving: whether the user has asked it to stop.
         codes: the exit codes of its ranks in the present attempt; None while they run.
-        gone: why it is gone; empty while it is there.
-        give_up_at: when it is gone unless its ranks have ended, which were told to.
+        gone: why it is gone; empty while it is connected.
+        give_up_at: the time at which it counts as gone if its ranks, which were killed, have not ended.
     """
 
     connection: Connection
@@ -58,11 +59,11 @@ class Member:
         return not self.gone and None in self.codes.values()
 
     def send(self, **message: Any) -> None:
-        with suppress(ConnectionGone):  # the next `poll` notices
+        with suppress(ConnectionGone):  # the next `poll` notices it
             self.connection.send(**message)
 
     def poll(self) -> None:
-        """Take note of what it has said, or that it is gone."""
+        """Process its messages, or notice that it is gone."""
         try:
             for message in self.connection.receive():
                 self._take(message)
@@ -90,13 +91,13 @@ class Member:
 
 
 class Machines:
-    """The machines of a job beside main's own.
+    """The machines of a job besides main's.
 
     Args:
-        listener: the socket at the rendezvous.
-        least, most: on how many machines the job runs, with main's.
-        overrides: of main's command; the others have to be started with the same.
-        timeout: seconds of silence after which a machine is gone, and to wait for another then.
+        listener: the socket that listens at the rendezvous.
+        least, most: the smallest and the largest number of machines of the job, including main's.
+        overrides: the overrides of main's command; the commands of the other machines must have the same.
+        timeout: seconds of silence after which a machine counts as gone, and seconds to wait for another one then.
     """
 
     def __init__(
@@ -108,9 +109,9 @@ class Machines:
         self.overrides = sorted(overrides)
         self.timeout = timeout
         self.run_dir: RunDir | None = None
-        self.arrived: list[Member] = []  # whoever is connected and no member, in the order of arrival
+        self.arrived: list[Member] = []  # machines that are connected, but not in `members`, in the order of arrival
         self.members: list[Member] = []  # the machines of the present attempt, by node rank
-        self.began = False  # whether an attempt was made
+        self.began = False  # whether an attempt has started
 
     @property
     def place(self) -> str:
@@ -118,7 +119,7 @@ class Machines:
         return f"{address}:{port}"
 
     def poll(self) -> None:
-        """Take note of who has come, what they say, and who is gone."""
+        """Accept new connections, process all messages, and notice which machines are gone."""
         self._accept()
         for member in self.arrived:
             unknown = member.overrides is None
@@ -140,7 +141,7 @@ class Machines:
                 self.arrived.append(Member(connection, connection.peer_address))
 
     def _welcome(self, member: Member) -> None:
-        """Tell a machine the run folder, if it was started with main's command."""
+        """Send a machine the path of the run folder, if it was started with main's command."""
         assert self.run_dir is not None
         assert member.overrides is not None
         others = [other for other in (*self.arrived, *self.members) if other is not member and not other.gone]
@@ -153,10 +154,10 @@ class Machines:
             member.send(folder=str(self.run_dir.path), lock=safe_read.read_text(self.run_dir.lock))
 
     def _refuse(self, member: Member) -> None:
-        """Send a machine away that cannot take part. A job that cannot start without it is refused.
+        """Refuse a machine that cannot take part.
 
         Raises:
-            InputError: it is.
+            InputError: the job cannot start without this machine.
         """
         sentence = f"machine {member.host}: {member.refused}"
         member.send(end=InputError.exit_code, sentence=sentence)
@@ -171,11 +172,11 @@ class Machines:
 
         Args:
             run_dir: the run folder.
-            check: called in between; raises what ends the wait.
+            check: called repeatedly; it can raise to end the wait.
 
         Raises:
-            RankFailed: too few have come in time.
-            InputError: one that is needed cannot take part.
+            RankFailed: too few machines have joined in time.
+            InputError: a machine that the job needs cannot take part.
         """
         self.run_dir = run_dir
         self.arrived = [member for member in (*self.members, *self.arrived) if not (member.gone or member.leaving)]
@@ -212,17 +213,17 @@ class Machines:
 
     @property
     def newcomers(self) -> bool:
-        """Whether a machine waits for which there is room."""
+        """Whether a machine waits that can still join the job."""
         return len(self.members) + 1 < self.most and any(member.ready for member in self.arrived)
 
     @property
     def remaining(self) -> int:
-        """How many machines the job would have now without those that are leaving or gone."""
+        """The number of machines that the job could use now: all that are not leaving or gone."""
         staying = (member for member in self.members if not (member.gone or member.leaving))
         return 1 + sum(1 for _ in staying) + sum(member.ready for member in self.arrived)
 
     def codes(self) -> dict[int, int | None]:
-        """The exit codes of the members' ranks. One whose machine is gone has failed."""
+        """The exit codes of the members' ranks. A rank whose machine is gone has failed."""
         return {
             rank: LockstepError.exit_code if code is None and member.gone else code
             for member in self.members
@@ -238,7 +239,10 @@ class Machines:
                     member.give_up_at = time.monotonic() + GRACE_S
 
     def failure(self) -> LockstepError | None:
-        """That machines have gone with their ranks, if any have: in order, if they were asked to stop."""
+        """The error for machines that are gone with their ranks; None if there are none.
+
+        It is a stop if the user asked all of these machines to stop.
+        """
         gone = [member for member in self.members if member.gone and None in member.codes.values()]
         if not gone:
             return None
@@ -248,7 +252,7 @@ class Machines:
     def end(self, error: LockstepError | None) -> None:
         """Tell all machines how the job ended."""
         code, sentence = (error.exit_code, str(error)) if error is not None else (0, "")
-        self._accept()  # those that came before the job was refused
+        self._accept()  # machines that connected before the job was refused
         for member in (*self.members, *self.arrived):
             if not member.gone:
                 member.send(end=code, sentence=sentence)

@@ -1,4 +1,4 @@
-"""Another machine's side of a job on several: it starts, signals and ends ranks as main says."""
+"""The other machines' side of a job on several: they start, signal and end ranks when main's launcher tells them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from lockstep.launcher.machines import FIRST_S
 from lockstep.launcher.processes import POLL_S, Forwarding, failures, forwarding, starting
 from lockstep.launcher.spawn import Children, environment, fresh_rank
 
-# Seconds for one try to connect, and for a file to be seen that another machine has written (NFS keeps what it knows
-# of a folder for up to a minute, by default for 3 to 60 s).
+# Seconds for one try to connect, and for a file of another machine to become visible (NFS caches the content of a
+# folder for up to a minute, by default for 3 to 60 s).
 CONNECT_S, SEEN_S = 2.0, 30.0
 
 
 class Member:
-    """This machine's part of a job of which another has main.
+    """The role of this machine in a job whose main is on another machine.
 
     Args:
-        host, port: of the rendezvous.
-        node_rank: what this machine was told to be; None if it was not.
-        overrides: of this machine's command, without what is its own.
-        timeout: seconds of silence after which main is gone.
+        host, port: the address of the rendezvous.
+        node_rank: the `launcher.node_rank` of this machine's command; None if this is `auto`.
+        overrides: the overrides of this machine's command that must be the same on all machines.
+        timeout: seconds of silence after which main's machine counts as gone.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Member:
         self.children.send(number)
 
     def run(self, entry: Entry) -> None:
-        """Do what main says, to the end of the job.
+        """Follow the messages of main's launcher until the job ends.
 
         Raises:
-            LockstepError: what ended it.
+            LockstepError: the job failed or was stopped.
         """
         with closing(self._connected()) as connection, forwarding(self) as request:
             try:
@@ -70,10 +70,10 @@ class Member:
                 self.children.__exit__()
 
     def _connected(self) -> Connection:
-        """A connection to main, once it listens.
+        """Wait until main's launcher listens, and connect to it.
 
         Raises:
-            RankFailed: it does not in time.
+            RankFailed: it does not listen in time.
         """
         patience = max(self.timeout, FIRST_S)
         until, said = time.monotonic() + patience, False
@@ -117,14 +117,14 @@ class Member:
             if (codes := self.codes()) != self.reported:
                 connection.send(codes=codes)
                 self.reported = codes
-            if leaving and None not in codes.values():  # main has been told these
+            if leaving and None not in codes.values():  # main's launcher has got these exit codes
                 raise Stopped("this machine has left the job as it was asked to; what was done is saved")
 
     def _see(self, connection: Connection, path: Path, lock: str) -> None:
-        """Tell main that this machine sees the run folder.
+        """Wait until this machine sees the run folder, and tell main's launcher.
 
         Raises:
-            InputError: it does not.
+            InputError: the folder does not become visible.
         """
         self.run_dir = RunDir(path)
         until = time.monotonic() + SEEN_S
@@ -152,7 +152,7 @@ class Member:
 
 
 def _is_locked(run_dir: RunDir, lock: str) -> bool:
-    """Whether this is the very folder that main has locked, and not one of the same path on another disk."""
+    """Whether this is the folder that main has locked, and not a folder with the same path on another disk."""
     try:
         return safe_read.read_text(run_dir.lock) == lock and run_dir.config.is_file()
     except UnreadableFile:

@@ -1,4 +1,4 @@
-"""What the launchers that start processes share: signals, how ranks end, and where they meet."""
+"""Functions for all launchers that start processes: signals, the end of ranks, and the store at which they meet."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.core.errors import Interrupted, LockstepError
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
-# Seconds that ranks have to end after the first one has. After a stop they only have files to close; after a fault
-# one may hang in a collective.
+# Seconds that the other ranks have to end after one has failed. After a stop, a rank only closes its files; after a
+# fault, a rank may hang in a collective.
 GRACE_S = 5.0
 LOOPBACK = "127.0.0.1"
 
@@ -34,7 +34,7 @@ class Ranks(Protocol):
 
 
 def failures(ranks: Ranks) -> dict[int, int]:
-    """The exit codes of the ranks that failed. If one has, the others cannot go on: end them before returning."""
+    """The exit codes of the ranks that failed. If any has failed, end the others before returning."""
     failed = {rank: code for rank, code in ranks.codes().items() if code}
     if failed:
         ranks.send(signal.SIGTERM)
@@ -47,7 +47,7 @@ def failures(ranks: Ranks) -> dict[int, int]:
 
 
 class Forwarding(StopRequest):
-    """Passes a stop on to the ranks as SIGTERM: the terminal may have sent them SIGINT already."""
+    """Forwards a stop to the ranks as SIGTERM, because the terminal may have sent them SIGINT already."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -59,16 +59,16 @@ class Forwarding(StopRequest):
         self.repeat()  # nothing is raised: the launcher waits for the ranks to end
 
     def repeat(self) -> None:
-        """Send the stop again, for ranks that had not started when it came."""
+        """Send the stop again, for ranks that had not started when it arrived."""
         if self.requested:
             self.ranks.send(signal.SIGKILL if self.force else signal.SIGTERM)
 
 
 @contextmanager
 def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
-    """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks while the context is open; a second SIGINT kills them.
+    """Forward SIGTERM, SIGINT and SIGUSR1 to the ranks while the context is open; a second SIGINT kills the ranks.
 
-    Ctrl-Z suspends them with this process, and they continue with it, also in sessions of their own.
+    Ctrl-Z suspends the ranks with this process, and they continue with it, even if they are in other sessions.
 
     Raises:
         Interrupted: a second SIGINT killed them.
@@ -94,9 +94,9 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Start ranks in this context: they are told who launches them, and signals are blocked meanwhile.
+    """The context in which ranks are started: a variable tells them their launcher, and signals are blocked.
 
-    A rank inherits the blocked signals, and unblocks them when it has its own handlers.
+    A rank inherits the blocked signals, and unblocks them after it has set its handlers.
     """
     os.environ[LAUNCHER] = str(os.getpid())
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -108,11 +108,11 @@ def starting() -> Iterator[None]:
 
 
 def loopback_listener() -> socket.socket:
-    """A free port on which the ranks of this machine can meet; other machines cannot reach it."""
+    """A socket on a free port at which the ranks of this machine can meet; other machines cannot reach it."""
     return socket.create_server((LOOPBACK, 0))
 
 
 def store(listener: socket.socket) -> TCPStore:
-    """A store that serves this port. By default a `TCPStore` listens on all interfaces. It starts threads."""
+    """A store that serves this port only; by default a `TCPStore` listens on all interfaces. Starts threads."""
     address, port, *_ = listener.getsockname()
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

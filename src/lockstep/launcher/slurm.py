@@ -1,4 +1,4 @@
-"""The launcher that has SLURM run the job. How it is submitted: `lockstep.job.submit`."""
+"""The launcher that submits the job to SLURM. `lockstep.job.submit` does the submission."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lockstep.launcher.spawn import Spawn
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Spawn):
-    """A job of SLURM, with one task on each machine, which starts the ranks there.
+    """A SLURM job with one task on each machine, which starts the ranks there.
 
     Fields:
-        restarts: how often failed ranks are started again from the last checkpoint, within one job of SLURM.
-        nodes: how many machines.
-        gpus: of each machine.
-        cpus: cores of each machine.
-        memory: of each machine, in GB.
-        time: limit of the job. Before it the run is saved and queued again.
-        save_before: how long before the limit, or before it has to make room for another job.
+        restarts: how often failed ranks are started again from the last checkpoint, within one SLURM job.
+        nodes: number of machines.
+        gpus: GPUs of each machine.
+        cpus: CPU cores of each machine.
+        memory: memory of each machine, in GB.
+        time: time limit of the job. Before the limit, the run is saved and queued again.
+        save_before: how long before the limit (or before another job takes the machines) the run is saved.
         partition, account, qos, constraint: as for `sbatch`.
         setup: lines of shell before the job, such as `module load cuda`.
         dry_run: show the script, and submit nothing.
@@ -44,10 +44,10 @@ class Slurm(Spawn):
     dry_run: bool = False
 
     def in_allocation(self) -> Spawn:
-        """What this is on a machine of the job, once SLURM has started it there: `elastic` where it needs to be.
+        """The launcher that starts the ranks on a machine of the job: `elastic` if the job needs it, else `spawn`.
 
         Raises:
-            InputError: SLURM has not.
+            InputError: SLURM has not started this process.
         """
         if not slurm.is_submitted():
             raise InputError(

@@ -1,7 +1,7 @@
-"""Ranks as child processes of this one, with clean signals and a port of their own.
+"""Ranks as child processes of this process, with default signals and a free port.
 
-Where it is safe they are forked, which takes milliseconds: everything is imported already. Otherwise each is a fresh
-interpreter, which takes seconds to import torch.
+The ranks are forked if this is safe, which takes milliseconds because everything is imported already. Otherwise each
+rank is a fresh interpreter, which takes seconds to import torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lockstep.runtime import child
 
 @dataclass(frozen=True, kw_only=True)
 class Spawn(Inline):
-    """One child process per rank: a fork of this process where that is safe."""
+    """One child process per rank: a fork of this process if that is safe, else a fresh interpreter."""
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         restarts = self.most_restarts()
@@ -56,10 +56,10 @@ class Spawn(Inline):
         return can_fork()
 
     def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
-        """Start the ranks and wait for them. Returns the fault after which they can be started again, if any.
+        """Start the ranks and wait for them. Returns a failure that allows a restart; None if the ranks are done.
 
         Raises:
-            LockstepError: what ended them otherwise: a stop, a mistake of the user, or a fault without restarts left.
+            LockstepError: the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
         """
         forget_errors(run_dir)
         listener = loopback_listener()
@@ -79,16 +79,16 @@ class Spawn(Inline):
                 failure = first_failure(run_dir, failed)
                 if isinstance(failure, RankFailed) and can_restart and not request.requested:
                     return failure
-                raise failure  # in this context, which knows of a second SIGINT
+                raise failure  # inside `forwarding`, which turns it into Interrupted after a second SIGINT
         return None
 
 
 def can_fork() -> bool:
     """Whether ranks can be forked from this process.
 
-    A forked process has one thread, and waits for ever for a lock that another thread held (autograd's after a
-    backward pass, OpenMP's): so this process must have one thread. A process that has used a GPU's driver cannot be
-    forked either, and asking whether there is a GPU uses it.
+    A forked process has one thread. It would wait forever for a lock that another thread of its parent held (a thread
+    of autograd after a backward pass, or of OpenMP), so this process must have one thread only. A process that has
+    used a GPU's driver cannot be forked either, and searching for a GPU uses the driver.
     """
     if sys.platform != "linux" or torch.cuda.is_available():
         return False
@@ -100,9 +100,10 @@ class Rank:
     """One child process.
 
     Fields:
+        pid: the number of the process.
         sentinel: a file descriptor that becomes readable when the process has ended.
-        code: its exit code, negative for a signal; None while it runs.
-        close: waits for its end and frees what this process holds of it.
+        code: returns the exit code, negative for a signal; None while the process runs.
+        close: waits until the process has ended, and frees the resources for it in this process.
     """
 
     pid: int
@@ -127,8 +128,8 @@ def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener
 
 
 def fresh_rank(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Rank:
-    """A rank as a fresh interpreter, which does not import the program of this process again."""
-    ended, lives = os.pipe()  # the child alone keeps `lives` open, to its end
+    """A rank as a fresh interpreter, which does not run the program of this process again."""
+    ended, lives = os.pipe()  # only the child keeps `lives` open, until it ends
     process = subprocess.Popen(
         [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)],
         env={**os.environ, "PYTHONSAFEPATH": "1", **environment},
@@ -144,7 +145,7 @@ def fresh_rank(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Ra
 
 
 class Children:
-    """The ranks as child processes. None of them outlives the context."""
+    """The ranks as child processes. The end of the context kills those that still run."""
 
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
@@ -159,7 +160,7 @@ class Children:
             rank.close()
 
     def join(self) -> dict[int, int]:
-        """Wait until all ranks have ended. Returns the exit codes of those that failed, after ending the others."""
+        """Wait until all ranks have ended. If ranks fail, end the others and return the failed ranks' exit codes."""
         while running := [rank.sentinel for rank in self.ranks if rank.code() is None]:
             multiprocessing.connection.wait(running, POLL_S)
             if failed := failures(self):
@@ -179,10 +180,10 @@ def environment(rank: int, size: int, address: str, port: int, local: range | No
     """The variables that torch.distributed needs in the environment of a rank.
 
     Args:
-        rank: of the process.
+        rank: the rank of the process.
         size: the world size.
-        address, port: where the store of the ranks is.
-        local: the ranks of its machine; by default all.
+        address, port: the address of the ranks' store.
+        local: the ranks on the machine of the process; by default all.
     """
     local = range(size) if local is None else local
     return {

@@ -1,6 +1,6 @@
-"""How a rank starts as a process of our launchers: `python -m lockstep.runtime.child PARENT MODULE PATH`, or forked.
+"""The start of a rank that our launchers fork, or start by `python -m lockstep.runtime.child PARENT MODULE PATH`.
 
-Slow imports come after the process has been tied to its parent and handles a stop.
+Slow imports come after the process handles a stop and is set to end with its parent.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def begin(
     """Become a rank: call `exit_as_rank(path)` of a module.
 
     Args:
-        parent: the process that started this one.
-        module: dotted name of the entry's module.
-        path: of the run folder.
-        environment: variables of the rank that the process does not have yet.
-        inherited: a file descriptor that only the parent needs.
+        parent: the number of the process that started this one.
+        module: the dotted name of the entry's module.
+        path: the path of the run folder.
+        environment: the variables of the rank that this process does not have yet.
+        inherited: an open file descriptor to close, because only the parent needs it.
     """
     signals.begin(parent)
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # a forked process has inherited the launcher's handler

@@ -1,4 +1,4 @@
-"""`env.json`: the versions and the machine that a run ran on. No environment variable is ever written."""
+"""`env.json`: the versions of the packages and the machine of a run. It never contains environment variables."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _driver() -> str | None:
 def source_state(package: Path) -> dict[str, str | bool]:
     """The commit of the source in the folder `package`, and whether that checkout has changes.
 
-    Each is "unknown" where git does not know: git is missing, or the source is not in a repository. An installed
-    package may lie inside the repository of another project, which does not track it.
+    Both are "unknown" if git is missing, or the source is not in a repository. An installed package may lie inside
+    the repository of another project, which does not track it; both are "unknown" then, too.
     """
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     commit = _git(package, "rev-parse", "HEAD") if tracked else None

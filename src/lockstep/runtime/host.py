@@ -1,4 +1,4 @@
-"""What this machine has for a rank: cores and memory."""
+"""The resources of this machine: cores, memory, instructions for bfloat16."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})  # t
 
 
 def amount(gigabytes: float) -> str:
-    """An amount of memory for people: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
+    """An amount of memory as a text: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
     if gigabytes < 1e-4:
         return f"{1e6 * gigabytes:.0f} kB"
     return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.{1 if gigabytes < 0.01 else 0}f} MB"
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU computes in bfloat16 by instructions of its own, and torch's kernels use them.
+    """Whether the CPU has instructions for bfloat16, and torch's kernels use them.
 
-    True where the system does not list the instructions. ONEDNN_MAX_CPU_ISA can forbid the kernels.
+    True if the system does not list the instructions. ONEDNN_MAX_CPU_ISA can forbid the kernels.
     """
     try:
         listed = set(Path("/proc/cpuinfo").read_text().split())
@@ -39,16 +39,17 @@ def cores() -> int:
 
 
 def free_memory(world: World) -> float:
-    """Free memory of a rank's device in GB; of the host, a rank's share."""
+    """The free memory of a rank's device, in GB. On the CPU, this is the rank's share of the host's memory."""
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[0] / GB
     return available_memory() / world.local_size / GB
 
 
 def available_memory() -> float:
-    """Bytes of host memory that can be had without swapping; half of the host's where the system does not tell."""
+    """The bytes of host memory available without swapping; half of the host's memory if the system does not tell."""
     try:
-        # Not the free pages: on a machine that has run for a while those are few, the rest is file cache.
+        # Not the free pages: a machine that has run for a while has few of them, because the file cache takes the
+        # rest.
         match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     except OSError:
         match = None

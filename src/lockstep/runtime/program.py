@@ -1,4 +1,4 @@
-"""How a program of ours ends: one sentence for the user, and an exit code that says what it was."""
+"""The end of a program: one sentence for the user, and an exit code for the kind of error."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from lockstep.runtime.signals import (
     speaks,
 )
 
-# The most characters of a line that are shown.
+# Longer lines, in characters, are shortened before they are shown.
 LONGEST_LINE = 800
 
 
 class PastHydra(BaseException):
-    """Carries an error of a job past Hydra, which would add its own line to an `Exception`."""
+    """Carries an error of a job through Hydra, which would add its own line to an `Exception`."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class _StopEarly(StopRequest):
-    """The signal handler while no job has its own: a stop ends the program.
+    """The signal handler before and after the handlers of a job: a stop ends the program.
 
-    The first signal interrupts the main thread. The interrupted code may swallow that (a callback from C, a bare
-    `except`) or take long to end: then the program is ended all the same. During an import the program is ended at
+    The first signal interrupts the main thread. The interrupted code may swallow the exception (a callback from C, a
+    bare `except`) or take long to end; a second thread then ends the program. During an import the program ends at
     once.
     """
 
@@ -53,12 +53,12 @@ class _StopEarly(StopRequest):
         if importing(frame):
             self._leave()
         if not self.requested:
-            # Not by `threading`, whose locks the interrupted code may hold.
+            # Not with `threading`, whose locks the interrupted code may hold.
             _thread.start_new_thread(self._insist, ())
         super().__call__(number, frame)
 
     def over(self) -> None:
-        """Ignore signals from now on: the program is ending, and they would only change its exit code."""
+        """Ignore signals from now on: the program is ending, and a signal would only change its exit code."""
         self.leaving = True
         listen(signal.SIG_IGN)
 
@@ -74,7 +74,7 @@ class _StopEarly(StopRequest):
 
 @contextmanager
 def bypass_hydra_errors() -> Iterator[None]:
-    """Wrap the errors of a job, which `command_line` unwraps. Any other error there is one of the command line."""
+    """Wrap the errors of a job for `command_line`, which takes any other error for one of the command line."""
     try:
         yield
     except Exception as error:
@@ -85,12 +85,12 @@ def bypass_hydra_errors() -> Iterator[None]:
 def command_line() -> Iterator[None]:
     """End the program with one sentence and the right exit code; a user's mistake shows no traceback.
 
-    Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them, so it is
-    set here and they are translated. If the user has set it, the traceback is shown as well.
+    By default, Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them,
+    so this function sets the variable and translates the errors. If the user has set it, the traceback is also shown.
     """
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    # A child process must not import from the current folder, which can be someone else's run.
+    # A child process must not import from the current folder, which can be somebody else's run folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
@@ -117,7 +117,7 @@ def command_line() -> Iterator[None]:
 
 
 def finish() -> NoReturn:
-    """End the program after its work, without freeing what it has loaded: that takes 0.1 s, seconds with torch."""
+    """End the program after its work, without unloading its modules, which takes 0.1 s, and seconds with torch."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
@@ -140,7 +140,7 @@ def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoRet
 
 
 def say(error: LockstepError) -> None:
-    """Show an error to the user: its sentence, and the traceback of a rank that failed for another reason."""
+    """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
     if isinstance(error, Stopped) and not speaks():
         return
     try:
@@ -149,10 +149,10 @@ def say(error: LockstepError) -> None:
         lines = (_shortened(line) for line in escaped(str(error)).split("\n") if line)
         sys.stderr.write("".join(f"lockstep: {line}\n" for line in lines))
         sys.stderr.flush()
-    except OSError:  # the exit code is left to say it
+    except OSError:  # the exit code still tells the kind of error
         drop(sys.stderr)
 
 
 def _shortened(line: str) -> str:
-    """A line with its middle left out where it quotes something very long."""
+    """A line, without its middle if it is very long."""
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"

@@ -1,4 +1,4 @@
-"""How a job is asked to stop, and how each of its processes starts and ends. Imports no torch."""
+"""Stop requests by signals, and the start and the end of each process of a job. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lockstep.core.launched import is_launched
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 AGAIN_S = 1.0
-# Seconds that the main thread has to finish where there is nothing to save, and that the exit handlers have then.
+# The seconds that the main thread has to finish if there is nothing to save, and the seconds for the exit handlers.
 GRACE_S, LEAVE_S = 3.0, 3.0
-# Variables of the environment that hold a process number: of the launcher that started this rank, and of the process
-# that this command must not outlive.
+# Environment variables with a process number: the launcher of this rank, and the process that this command must not
+# outlive.
 LAUNCHER, PARENT = "LOCKSTEP_LAUNCHER", "LOCKSTEP_PARENT"
 PR_SET_PDEATHSIG = 1
 
@@ -35,15 +35,15 @@ class StopNow(BaseException):
 
 
 class StopRequest:
-    """What signals have asked for so far, and when to act on it. Is itself the signal handler.
+    """The stop that signals have requested, and when to act on it. The object itself is the signal handler.
 
     Fields:
         requested: whether to stop.
-        force: whether to stop without saving, as a second SIGINT asks. One Ctrl-C can arrive twice (from the
-            terminal, and from a process above that passes it on), so a second one counts from `AGAIN_S` after the
-            first.
-        immediate: whether a stop interrupts the main thread where it is: nothing there has to be finished.
-        begun: whether a step was finished, so that there is something to save.
+        force: whether to stop without saving, because of a second SIGINT. One Ctrl-C can arrive twice (from the
+            terminal, and from a parent process that forwards it), so a second SIGINT only counts `AGAIN_S` seconds
+            after the first.
+        immediate: whether a stop interrupts the main thread, because no work there must be finished.
+        begun: whether a step was finished, so that there is a state to save.
         leaving: whether the state is being saved.
     """
 
@@ -56,21 +56,21 @@ class StopRequest:
         self.interrupted_at: float | None = None
 
     def take(self, number: int) -> None:
-        """Take note of a signal."""
+        """Record a signal."""
         self.requested = True
         if number == signal.SIGINT:
             self.interrupted_at = self.interrupted_at or time.monotonic()
             self.force = time.monotonic() - self.interrupted_at >= AGAIN_S
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. Only the first one interrupts: another could interrupt the clean-up after it."""
+        """Handle a signal. Only the first stop interrupts: a second one could interrupt the clean-up after it."""
         first = not self.requested
         self.take(number)
         if (self.force or (first and self.immediate)) and not importing(frame):
             raise StopNow
 
     def begin(self) -> None:
-        """Note that a step was finished: from now on a stop waits until the state can be saved."""
+        """Record that a step was finished: from now on, a stop waits until the state can be saved."""
         self.begun, self.immediate = True, False
 
     def requested_after_step(self) -> bool:
@@ -79,7 +79,7 @@ class StopRequest:
 
     @contextmanager
     def interrupting(self, allowed: bool = True) -> Iterator[None]:
-        """Let a stop interrupt the context, if `allowed`; raises StopNow if one was already requested."""
+        """Let a stop interrupt the context if `allowed` is set; raises StopNow if a stop is already requested."""
         before, self.immediate = self.immediate, allowed or self.immediate
         try:
             if self.immediate and self.requested:
@@ -89,12 +89,12 @@ class StopRequest:
             self.immediate = before
 
     def error(self) -> LockstepError:
-        """The error that ends a job which did not save, because there was nothing to save or no time."""
+        """The error of a job that was stopped without saving: there was no state to save, or no time."""
         return Interrupted() if self.force else Stopped(NOT_BEGUN)
 
 
 def importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported. C++ code that imports one crashes if Python raises there."""
+    """Whether a module is being imported. C++ code that imports a module crashes if the import raises."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
@@ -102,17 +102,18 @@ def importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None]:
-    """Have `request` handle each signal that asks for a stop, beginning with those that were blocked until now.
+    """Have `request` handle each signal that asks for a stop, including the signals that were blocked until now.
 
-    On leaving, the previous handler is told of a stop too, so that a repeated signal does not interrupt the exit.
+    At the end of the context, the previous handler also records the stop, so that a repeated signal does not
+    interrupt the exit.
 
     Args:
         request: the handler.
-        restore: whether to put the previous handlers back.
+        restore: whether to restore the previous handlers at the end.
 
     Raises:
-        LockstepError: a stop was acted on with nothing to save, now or before `request` listened. Any other error
-            is then only its effect: a library was interrupted, or another rank left first.
+        LockstepError: a stop interrupted the context, or was requested before it, when there was no state to save.
+            It replaces other errors, which are effects of the stop: a library was interrupted, or another rank left.
     """
     before = listen(request)
     unraisable, sys.unraisablehook = sys.unraisablehook, silent_about_stops(sys.unraisablehook)
@@ -140,30 +141,30 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
 
 
 def silent_about_stops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """`hook`, but silent about a StopNow that was raised in a `__del__` or the callback of a weak reference.
+    """`hook`, but silent about a StopNow that was raised in a `__del__` or in the callback of a weak reference.
 
-    Python drops such an exception. The request stays: the next check acts on it, or the watchdog does.
+    Python drops such an exception. The stop request remains, so the next check or the watchdog acts on it.
     """
     return lambda unraisable: None if unraisable.exc_type is StopNow else hook(unraisable)
 
 
 def listen(handler: Any) -> dict[signal.Signals, Any]:
-    """Set the handler of all signals that ask for a stop; returns the previous ones."""
+    """Set the handler of all signals that ask for a stop; returns the previous handlers."""
     return {number: signal.signal(number, handler) for number in STOP_SIGNALS}
 
 
 def speaks() -> bool:
-    """Whether this process tells the user of a stop. torchrun stops all its ranks, and only rank 0 says so."""
+    """Whether this process tells the user about a stop. torchrun stops all its ranks, and only rank 0 reports it."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def begin(parent: int | None = None, *, says: str = "") -> None:
-    """Called first in a process, before imports that take seconds: die with the parent, and react to a stop.
+    """Make this process end with its parent and react to a stop. Called first, before imports that take seconds.
 
     Args:
-        parent: the process that started this one, which it must not outlive. Default: the one that the environment
-            names, or the one that launched this rank (torchrun).
-        says: the sentence for the user if a stop ends the process before it has its own handlers.
+        parent: the process that started this one, and that this one must not outlive. By default, the process that
+            the environment names, or the launcher of this rank (torchrun).
+        says: the sentence for the user if a stop ends the process before it has set its own handlers.
     """
     named = os.environ.pop(PARENT, None)
     if parent is None and named is not None:
@@ -183,21 +184,21 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
 def leave(code: int) -> NoReturn:
     """Run the exit handlers and end the process, in a bounded time.
 
-    A normal exit takes seconds with torch loaded, and waits for threads, one of which may hang.
+    With torch loaded, a normal exit takes seconds. It also waits for all threads, one of which may hang.
     """
     last_resort = threading.Timer(LEAVE_S, os._exit, [code])
     last_resort.daemon = True
     last_resort.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # the stream is closed, or nobody reads it any more
             stream.flush()
     os._exit(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when the one that started it (`parent`) is gone: no orphans (Linux)."""
+    """Have the kernel end this process when its parent is gone, so that no orphan remains (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:  # it went before the kernel was told
+    if parent is not None and os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)

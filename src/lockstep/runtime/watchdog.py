@@ -1,7 +1,7 @@
-"""Ends a rank that hangs, or does not stop when it is asked to, and records where it was.
+"""The watchdog ends a rank that hangs or ignores a stop request, and records where the rank was.
 
-A sign of life is a finished step, micro-batch, evaluation block or save. Before the first step, which may wait for a
-compilation or for a data set to be read, it is also CPU time that the process uses.
+A sign of life is a finished step, micro-batch, evaluation block or save. Until the first step is finished, which may
+wait for a compilation or for a data set, CPU time that the process uses is a sign of life, too.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
 TICK_S = 0.5
-# A process that uses less than this share of a core is only waiting.
+# A process that uses less than this share of a core counts as waiting.
 COMPUTES = 0.01
-# After a stop request a rank waits this long (seconds) for another rank to finish its step.
+# After a stop request, a rank waits this many seconds for another rank to finish its step.
 PATIENCE_S = 30.0
-# Timeout of the process group: practically none. It runs by the wall clock, so it would end a job that was suspended
-# (Ctrl-Z) for long. A collective that hangs is found by the watchdog.
+# The timeout of the process group: practically none. It counts wall-clock time, so a shorter one would end a job that
+# was suspended (Ctrl-Z) for long. The watchdog finds a collective that hangs.
 GROUP_TIMEOUT_S = 365 * 24 * 3600.0
 
-# Called with the error that ends this rank, and the place of each rank of which it is known.
+# Called with the error that ends this rank, and the known places of ranks in the program.
 LeaveWord = Callable[[LockstepError, Mapping[int, str]], None]
 
 
 @contextmanager
 def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
-    """Write the stacks of all threads to `log` at a crash in native code, or when a peer asks by SIGUSR2."""
+    """Write the stacks of all threads to `log` after a crash in native code, or when a peer sends SIGUSR2."""
     enabled = faulthandler.is_enabled()
     with log.open("a") as file:
         faulthandler.enable(file)
@@ -51,20 +51,20 @@ def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
 
 
 class Watchdog(threading.Thread):
-    """A thread that ends the process when it shows no sign of life, or does not stop when it is asked to.
+    """A thread that ends the process when it shows no sign of life, or ignores a stop request.
 
-    Python runs signal handlers only between two instructions of the main thread, so not while that waits in native
-    code for another rank or a disk. This thread gets each signal at once, through a pipe.
+    Python runs signal handlers only between two instructions of the main thread, so not while that thread waits in
+    native code for another rank or a disk. The watchdog gets each signal at once, through a pipe.
 
     Args:
-        rank: of this process.
+        rank: the rank of this process.
         timeout: seconds without a sign of life. Time in which the process was suspended (Ctrl-Z) does not count.
         stop: the stop request that the main thread acts on.
-        file: where the stacks are written.
+        file: the file for the stacks.
         leave_word: records why the rank was ended, and where it was.
-        pipe: file descriptor from which the signal numbers are read.
+        pipe: the file descriptor from which the signal numbers are read.
 
-    `local_peer_pids` maps each other rank of this machine to its process number, as soon as they are known.
+    `local_peer_pids` maps each other rank of this machine to its process number. It is set when they are known.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class Watchdog(threading.Thread):
         self.signs = 0
         self.finished = threading.Event()
         self.received = StopRequest()
-        self.quiet = self.longest = 0.0  # seconds since the last sign of life; the longest such time so far
-        self.idle = 0.0  # seconds in which the process did not compute either
+        self.quiet = self.longest = 0.0  # seconds since the last sign of life; their maximum so far
+        self.idle = 0.0  # seconds since the last sign of life or use of the CPU
         self.since_stop = 0.0  # seconds since a stop was requested
 
     def heartbeat(self) -> None:
-        """Give a sign of life. Called in every step, so it is only an addition."""
+        """Give a sign of life. Called in every step, so it must be cheap."""
         self.signs += 1
 
     def run(self) -> None:
@@ -103,18 +103,19 @@ class Watchdog(threading.Thread):
                 self.end(error)
 
     def _listen(self) -> None:
-        with suppress(BlockingIOError):  # nothing came
+        with suppress(BlockingIOError):  # no signal has arrived
             for number in os.read(self.pipe, 4096):
                 if number in STOP_SIGNALS:
                     self.received.take(number)
         self.since_stop += TICK_S * self.received.requested
 
     def _verdict(self) -> LockstepError | None:
-        """The error to end the process with, if the watchdog has to end it."""
+        """The error with which the watchdog must end the process; None if it must not."""
         begun = self.stop.begun
         if self.received.force:
             return Interrupted()
-        # A stop does not interrupt an import (see `StopRequest`), and an import has nothing to finish.
+        # A stop does not interrupt an import (see `importing`), so end the process here: there is nothing to save
+        # yet.
         if not begun and (self.since_stop > GRACE_S or (self.since_stop and importing(_main_frame()))):
             return Stopped(NOT_BEGUN)
         suspended = any(map(_stopped, self.local_peer_pids.values()))
@@ -140,7 +141,7 @@ class Watchdog(threading.Thread):
                     os.kill(pid, signal.SIGUSR2)
                     os.kill(pid, signal.SIGCONT)
             if isinstance(error, RankFailed):
-                time.sleep(2 * TICK_S)  # for the others to write their stacks
+                time.sleep(2 * TICK_S)  # until the peers have written their stacks
         finally:
             os._exit(error.exit_code)
 
@@ -149,7 +150,7 @@ class Watchdog(threading.Thread):
 def watched(
     rank: int, *, timeout: float, stop: StopRequest, file: TextIO, leave_word: LeaveWord
 ) -> Iterator[Watchdog]:
-    """Watch this rank while the context is open. Only the main thread may call it: it sets the wakeup descriptor."""
+    """Watch this rank while the context is open. Only the main thread may do so: it sets the wakeup descriptor."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
@@ -167,7 +168,7 @@ def watched(
 
 
 def _place() -> str:
-    """The function and line in which the main thread is."""
+    """The function and line that the main thread is running, for use in a sentence."""
     frame = _main_frame()
     code = frame.f_code
     return f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"

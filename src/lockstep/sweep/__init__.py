@@ -1,4 +1,4 @@
-"""The jobs of one `-m`."""
+"""Sweeps: the jobs of one command with `-m`."""
 
 from lockstep.sweep.report import Report
 

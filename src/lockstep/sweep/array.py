@@ -1,4 +1,4 @@
-"""The jobs of a sweep as one array of SLURM."""
+"""Submitting the jobs of a sweep as one SLURM array."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from lockstep.core import log
 if TYPE_CHECKING:
     from lockstep.job.submit import Submission
 
-# Those of the present command.
+# The jobs of the present command that wait for their submission.
 WAITING: list[Submission] = []
 
 
 def submit_all(folder: Path | None = None) -> None:
-    """Submit the jobs that wait; `folder` is that of their sweep.
+    """Submit the waiting jobs; `folder` is the folder of their sweep.
 
-    Jobs that ask SLURM for other machines than the ones before become an array of their own.
+    Consecutive jobs with the same launcher settings become one array.
 
     Raises:
-        InputError: SLURM does not take them.
+        InputError: SLURM refuses the jobs.
     """
     from lockstep.job.submit import script, submit  # needs torch
 

@@ -1,4 +1,4 @@
-"""One job of a sweep: its failure is shown at once, and the sweep goes on."""
+"""One job of a sweep. If it fails, the error is shown at once, and the sweep goes on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invocation) -> float | None:
-    """Run a job. If it is one of a sweep and fails, show why and return NaN, so that the sweep goes on."""
+    """Run a job. If a job of a sweep fails, show the error and return NaN, so that the sweep goes on."""
     if not invocation.sweep or invocation.folder is None:
         with program.bypass_hydra_errors():
             return job()
@@ -41,7 +41,7 @@ def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invoca
         if error is None:
             sys.stderr.write(escaped(traceback.format_exc()))
             error = as_known(raised)
-        named = copy.copy(error)  # with all that it has, such as a rank's traceback
+        named = copy.copy(error)  # a copy keeps all attributes, such as a rank's traceback
         named.args = (f"job {invocation.number}: {error}",)
         program.say(named)
     outcome = Outcome(

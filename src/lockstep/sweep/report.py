@@ -1,4 +1,4 @@
-"""Hydra's callbacks around the jobs of one `-m`: a check before them, and a table after them."""
+"""Hydra's callbacks around the jobs of a sweep: a check before the jobs, and a table after them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from lockstep.sweep.jobs import LEDGER, Outcome
 
 
 def _refuse_as_rank() -> None:
-    """Exit if this process is a launched rank: each rank would run the whole sweep."""
+    """Exit if this process is a launched rank, because each rank would run the whole sweep."""
     if not is_launched():
         return
-    from lockstep.launcher import create_on_main  # needs torch, which --help does not wait for
+    from lockstep.launcher import create_on_main  # imported late: it needs torch, and --help must be fast
 
     def refuse() -> NoReturn:
         raise InputError(
@@ -37,28 +37,28 @@ def _refuse_as_rank() -> None:
 
 
 def _forget(folder: Path, new_folders: list[Path]) -> None:
-    """Remove the `new_folders` of a sweep that was refused before its first job, where Hydra wrote its config."""
+    """Remove the `new_folders` of a sweep that was refused before its first job. Hydra has written a config there."""
     if folder.is_dir() and [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
         (folder / "multirun.yaml").unlink()
-        with contextlib.suppress(OSError):  # another sweep is beside it
+        with contextlib.suppress(OSError):  # a folder is not empty: it has another sweep
             for new_folder in new_folders:
                 new_folder.rmdir()
 
 
 def _ledger(folder: Path) -> list[str]:
-    """The lines that jobs have written to a sweep's folder so far."""
+    """The lines that jobs have written to the ledger in a sweep's folder so far."""
     ledger = folder / LEDGER
     return [line for line in read_lines(ledger) if line] if ledger.is_file() else []
 
 
 class Report(Callback):
-    """Hydra's callbacks around a sweep: the table of its jobs, and the exit code of the first that failed."""
+    """Hydra's callbacks around a sweep: the table of its jobs, and the exit code of the first failed job."""
 
     earlier = 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _refuse_as_rank()
-        # Hydra makes the folder before it composes the jobs, and has no callback for a mistake in one.
+        # Hydra creates the folder before it composes the jobs, and has no callback for a mistake in a job's config.
         folder = Path(config.hydra.sweep.dir).absolute()
         self.earlier = len(_ledger(folder))  # lines of an earlier sweep in this folder
         atexit.register(_forget, folder, [path for path in (folder, *folder.parents) if not path.exists()])
@@ -82,7 +82,7 @@ class Report(Callback):
                 "" if outcome.objective is None else f"{outcome.objective:.2f}",
                 "done" if outcome.exit_code == 0 else f"failed ({outcome.exit_code})",
             )
-        # Not as the table's title, which would be wrapped: a path in two lines cannot be copied.
+        # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
         log.console.print(f"sweep in {folder}", soft_wrap=True)
         log.console.print(table)
         for outcome in failed:
