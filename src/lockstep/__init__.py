@@ -3,18 +3,10 @@
 Importing the package imports no torch, so that `--help` stays fast.
 """
 
-from lockstep.api import (
-    InputError,
-    LockstepError,
-    Observer,
-    Result,
-    RunInfo,
-    compose,
-    load,
-    main,
-    option,
-    train,
-)
+from lockstep.api import Result, compose, load, main, train
+from lockstep.config.options import option
+from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.observer import Observer, RunInfo
 
 __all__ = [
     "InputError",

@@ -1,4 +1,4 @@
-"""The functions for other programs: `lockstep.main`, `train`, `compose`, `load` and `option`."""
+"""The functions for other programs: `lockstep.main`, `train`, `compose` and `load`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.options import option
-from lockstep.core.errors import InputError, LockstepError
-from lockstep.core.observer import Observer, RunInfo
+from lockstep.core.errors import InputError
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
     from lockstep.inference.predictor import Predictor
     from lockstep.training.parts import Parts
-
-__all__ = [
-    "InputError",
-    "LockstepError",
-    "Observer",
-    "Result",
-    "RunInfo",
-    "compose",
-    "load",
-    "main",
-    "option",
-    "train",
-]
 
 
 def main(extensions: Sequence[str] = ()) -> None:

@@ -85,7 +85,8 @@ class DeclaredOptions(NamedOptions):
         return "declared"
 
     def names(self, group: str) -> tuple[str, ...]:
-        extensions.load_all()
+        for extension in extensions.active():
+            extension.load()
         return tuple(options.declared(group))
 
     def node(self, group: str, name: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
 
 def _model(command: argparse.ArgumentParser) -> None:
     """The arguments of every command that uses a trained model."""
-    command.add_argument("run", metavar="RUN", help=RUN)
+    command.add_argument("path", metavar="RUN", help=RUN)
     command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute [a GPU if there is one]")
 
 
@@ -69,7 +69,9 @@ def _predict(commands: Any) -> None:
     )
     _model(predict)
     predict.add_argument("files", nargs="+", metavar="FILE", help="an image, or a folder with images")
-    predict.add_argument("--format", choices=("table", "csv", "json"), default="table", help="of the output [table]")
+    predict.add_argument(
+        "--format", dest="form", choices=("table", "csv", "json"), default="table", help="of the output [table]"
+    )
     predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
 
 
@@ -80,10 +82,12 @@ def _export(commands: Any) -> None:
         description="Write a model with its preprocessing as one file: crop, normalisation, resizing, views. It is "
         "compared with its original on real images, and not written if a logit differs by more than 1e-4.",
     )
-    export.add_argument("run", metavar="RUN", help=RUN)
+    export.add_argument("path", metavar="RUN", help=RUN)
     export.add_argument("images", nargs="*", metavar="FILE", help="images to compare on [the run's evaluation split]")
     export.set_defaults(rest="images")
-    export.add_argument("--format", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]")
+    export.add_argument(
+        "--format", dest="kind", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]"
+    )
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [beside the weights]")
 
@@ -117,6 +121,7 @@ def _clean(commands: Any) -> None:
     clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
     clean.add_argument(
         "--all",
+        dest="everything",
         action="store_true",
         help="all checkpoints of completed runs: their best weights stay, but no resume can train them longer",
     )

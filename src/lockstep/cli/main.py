@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
 
 from lockstep.cli.arguments import arguments
 from lockstep.runtime import signals
 
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
+# The module and the function of each command besides `train`. The function takes the command's options as arguments.
+COMMANDS = {
+    "new": ("new", "new"),
+    "prove": ("prove", "prove"),
+    "lr-find": ("lr_find", "lr_find"),
+    "pack": ("pack", "pack_or_check"),
+    "evaluate": ("evaluate", "evaluate"),
+    "predict": ("predict", "predict"),
+    "export": ("export", "export_model"),
+    "demo": ("demo", "demo"),
+    "clean": ("clean", "clean"),
+}
 
 
 def main() -> None:
@@ -56,76 +68,7 @@ def run(options: argparse.Namespace) -> None:
     """Run a command other than `train`."""
     from lockstep.runtime import program
 
+    arguments = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
+    module, function = COMMANDS[options.command]
     with program.command_line(), program.bypass_hydra_errors():
-        COMMANDS[options.command](options)
-
-
-def _new(options: argparse.Namespace) -> None:
-    from lockstep.cli.new import new
-
-    new(options.project)
-
-
-def _prove(options: argparse.Namespace) -> None:
-    from lockstep.cli.prove import prove
-
-    prove(options.overrides, steps=options.steps, ranks=options.ranks)
-
-
-def _lr_find(options: argparse.Namespace) -> None:
-    from lockstep.cli.lr_find import lr_find
-
-    lr_find(options.overrides, steps=options.steps, low=options.low, high=options.high, out=options.out)
-
-
-def _pack(options: argparse.Namespace) -> None:
-    from lockstep.cli import pack
-
-    if options.check is not None:
-        pack.check(options.check)
-    else:
-        size = 256 if options.size is None else options.size
-        pack.pack(options.source, options.target, size=size, skip=options.skip or 0, val_share=options.val_share)
-
-
-def _evaluate(options: argparse.Namespace) -> None:
-    from lockstep.cli.evaluate import evaluate
-
-    evaluate(options.run, options.overrides, split=options.split, device=options.device, out=options.out)
-
-
-def _predict(options: argparse.Namespace) -> None:
-    from lockstep.cli.predict import predict
-
-    predict(options.run, options.files, form=options.format, top=options.top, device=options.device)
-
-
-def _export(options: argparse.Namespace) -> None:
-    from lockstep.cli.export import export_model
-
-    export_model(options.run, options.images, kind=options.format, pixels=options.pixels, out=options.out)
-
-
-def _demo(options: argparse.Namespace) -> None:
-    from lockstep.cli.demo import demo
-
-    demo(options.run, port=options.port, device=options.device)
-
-
-def _clean(options: argparse.Namespace) -> None:
-    from lockstep.cli.clean import clean
-
-    clean(options.folders, keep=options.keep, everything=options.all, yes=options.yes)
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "new": _new,
-    "prove": _prove,
-    "lr-find": _lr_find,
-    "pack": _pack,
-    "evaluate": _evaluate,
-    "predict": _predict,
-    "export": _export,
-    "demo": _demo,
-    "clean": _clean,
-}
+        getattr(importlib.import_module(f"lockstep.cli.{module}"), function)(**arguments)

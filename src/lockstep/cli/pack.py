@@ -32,6 +32,24 @@ WORDS = {
 }
 
 
+def pack_or_check(
+    source: str | None,
+    target: str | None,
+    *,
+    size: int | None,
+    skip: int | None,
+    val_share: float | None,
+    check: str | None,
+) -> None:
+    """Pack `source` to `target`, or check the packed data set `check`; `lockstep.cli.arguments` allows only one."""
+    if check is not None:
+        check_packed(check)
+    else:
+        assert source is not None
+        assert target is not None
+        pack(source, target, size=256 if size is None else size, skip=skip or 0, val_share=val_share)
+
+
 def pack(source: str, target: str, *, size: int, skip: int, val_share: float | None = None) -> None:
     """Pack the class folders of `source`, as images of side `size`, into the new folder `target`.
 
@@ -69,7 +87,7 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
     log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")
 
 
-def check(target: str) -> None:
+def check_packed(target: str) -> None:
     """Read a packed data set whole and compare it with the hashes in its manifest.
 
     Raises:

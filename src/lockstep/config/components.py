@@ -172,12 +172,14 @@ def node(component: Component) -> dict[str, Any]:
 
 def plain(job: Job) -> dict[str, Any]:
     """The plain values of `job`: `build_job` turns them into `job` again."""
-    values = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    return {key: _plain_group(key, value) if key in GROUPS else _plain_value(value) for key, value in values.items()}
-
-
-def _plain_group(group: str, value: Any) -> dict[str, Any]:
-    return {name: node(component) for name, component in value.items()} if group in MANY else node(value)
+    values: dict[str, Any] = {}
+    for key in (field.name for field in dataclasses.fields(job)):
+        value = getattr(job, key)
+        if key in MANY:
+            values[key] = {name: node(component) for name, component in value.items()}
+        else:
+            values[key] = node(value) if key in GROUPS else _plain_value(value)
+    return values
 
 
 def _values(component: Component) -> dict[str, Any]:

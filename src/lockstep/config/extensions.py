@@ -114,28 +114,13 @@ def active() -> tuple[Extension, ...]:
     return tuple(extensions.values())
 
 
-def owner_of(module: str) -> Extension | None:
-    """The active extension that a module belongs to; None if there is none."""
-    return next((extension for extension in active() if extension.has(module)), None)
-
-
-def load_all() -> None:
-    """Import every extension, so that its options are known.
-
-    Raises:
-        InputError: an import fails, or an extension declares an invalid option.
-    """
-    for extension in active():
-        extension.load()
-
-
 def locate(group: str, module: str, name: str) -> type | None:
     """The class `name` in a module of an extension, if it is declared as an option of `group`; else None.
 
     Raises:
         InputError: the module cannot be imported.
     """
-    extension = owner_of(module)
+    extension = next((extension for extension in active() if extension.has(module)), None)
     if extension is None:
         return None
     extension.load()

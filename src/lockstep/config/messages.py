@@ -191,7 +191,7 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
-        return _no_such_key(key, _keys(error.parent_node))
+        return _no_such_key(key, _paths(OmegaConf.to_container(error.parent_node._get_root(), resolve=False)))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
         value = error.value._value() if isinstance(error.value, Node) else error.value
         return f"{key} is {shown(value)}, expected a list: {key}=[{_items(value, error.child_node)}]"
@@ -207,13 +207,8 @@ def _items(value: Any, default: Node | None) -> str:
     return ",".join(override("", item)[1:] if isinstance(item, str) else str(item) for item in items)
 
 
-def _keys(inside: Node) -> list[str]:
-    """The dotted path of every key of the config that `inside` is part of."""
-    plain = OmegaConf.to_container(inside._get_root(), resolve=False)
-    return list(_paths(plain))
-
-
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:
+    """The dotted path of every key of a plain config."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield f"{prefix}{key}"

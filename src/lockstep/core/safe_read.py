@@ -132,7 +132,8 @@ def parse_json(path: Path, data: bytes) -> Any:
     try:
         return checked(parsed_json(_decoded(path, data)))
     except (ValueError, RecursionError) as error:
-        raise UnreadableFile(path, f"is not JSON ({_first_line(error)})") from error
+        first_line = str(error).partition("\n")[0]
+        raise UnreadableFile(path, f"is not JSON ({first_line})") from error
 
 
 def parsed_json(text: str) -> Any:
@@ -254,10 +255,9 @@ def is_number(value: object) -> bool:
 
 def _decoded(path: Path, data: bytes) -> str:
     try:
-        text = data.decode()
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UnreadableFile(path, f"is not UTF-8 text (byte {error.start:,})") from None
-    return text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -265,7 +265,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) != len(pairs):
         raise ValueError("a key is there twice")
     return mapping
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
