@@ -188,7 +188,7 @@ def rank_entry(folder: Path) -> None:
     with (
         join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
         Path(folder, f"{world.rank}.stacks").open("w") as stacks,
-        watched(world.rank, timeout=60, stop=StopRequest(), file=stacks, leave_word=lambda *_: None) as dog,
+        watched(world.rank, timeout=60, stop=StopRequest(), file=stacks, record_error=lambda *_: None) as dog,
     ):
         model = timm.create_model("resnet50d")
         figures = scaled(step_costs(world, model, dog.heartbeat), 1e6)

@@ -155,6 +155,6 @@ def test_what_every_file_may_set_is_composed_once(words: list[str], monkeypatch:
 def test_the_configs_of_hydra_in_a_job_are_as_hydra_alone_composes_them() -> None:
     words = tuple(f"hydra/{group}=none" for group in hydra_keys.LOGGING)
     alone = hydra_policy._without_files((("hydra", "pkg://hydra.conf"), ("schema", "structured://")), words)
-    named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRAS} - {("hydra", "config")}
+    named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRA_CONFIGS} - {("hydra", "config")}
     chosen = {key[-1]: value for key, value in alone.items() if key[:2] == ("runtime", "choices")}
     assert named == {item for item in chosen.items() if item[1] is not None}

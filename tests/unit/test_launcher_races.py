@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.core.errors import LockstepError, RankFailed, Stopped
 from lockstep.launcher.connection import Connection
-from lockstep.launcher.lead import Everyone, Lead
+from lockstep.launcher.lead import AllRanks, Lead
 from lockstep.launcher.machines import Machines
 from lockstep.launcher.machines import Member as Seen
 from lockstep.launcher.member import Member
@@ -49,7 +49,7 @@ def machines() -> Machines:
 @pytest.mark.parametrize("looks", range(4))
 def test_a_rank_that_is_stopped_between_two_looks_is_no_job_that_is_done(looks: int) -> None:
     lead = Lead(machines=machines(), ranks=1, restarts=0)
-    failed, _ = lead._wait(Everyone(EndsInBetween(looks), lead.machines))
+    failed, _ = lead._wait(AllRanks(EndsInBetween(looks), lead.machines))
     lead.machines.end(None)
     assert failed == {0: Stopped.exit_code}
 
@@ -62,7 +62,7 @@ def test_a_machine_that_leaves_says_first_how_its_ranks_ended(
     member = Member("127.0.0.1", 1, node_rank=None, overrides=(), timeout=60)
     member.children = EndsInBetween(looks)
     with pytest.raises(Stopped):
-        member._obey(here, cast(Any, None), cast(Any, SimpleNamespace(requested=True)))
+        member._follow_main(here, cast(Any, None), cast(Any, SimpleNamespace(requested=True)))
     assert list(there.receive(10))[-1] == {"codes": {"0": Stopped.exit_code}}
 
 

@@ -34,15 +34,15 @@ def find_card(file: Path) -> ModelCard | None:
         header = _header(file)
     except (UnreadableFile, OSError):  # loading the weights will raise the error
         return None
-    own = isinstance(header, dict) and METADATA_KEY in (header.get("__metadata__") or {})
-    return read_card(file) if own else None
+    has_card = isinstance(header, dict) and METADATA_KEY in (header.get("__metadata__") or {})
+    return read_card(file) if has_card else None
 
 
 def _header(file: Path) -> Any:
     with opened(file, links=True) as data:
-        behind = os.fstat(data.fileno()).st_size - LENGTH_BYTES
+        bytes_after_length = os.fstat(data.fileno()).st_size - LENGTH_BYTES
         length = int.from_bytes(data.read(LENGTH_BYTES), "little")
-        if not 0 < length <= behind:
+        if not 0 < length <= bytes_after_length:
             raise UnreadableFile(file, "is not a safetensors file")
         if length > HEADER_LIMIT:
             raise UnreadableFile(file, f"has a header of {length:,} bytes, expected at most {HEADER_LIMIT:,}")

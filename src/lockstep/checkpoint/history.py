@@ -52,7 +52,7 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
     warnings: list[str] = []
     newest = latest_valid(run_dir.checkpoints, warnings.append)
     if newest is None and _has_saved(run_dir):
-        raise InputError(_all_lost(run_dir))
+        raise InputError(_all_damaged_message(run_dir))
     for sentence in warnings:
         say(sentence)
     return newest
@@ -88,7 +88,7 @@ def _has_saved(run_dir: RunDir) -> bool:
     return any(path.exists() for path in logged) and not run_dir.none_yet.exists()
 
 
-def _all_lost(run_dir: RunDir) -> str:
+def _all_damaged_message(run_dir: RunDir) -> str:
     """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
     reasons = [f"{path.name}: {find_corruption(path) or 'it has weights only'}" for path in checkpoints]

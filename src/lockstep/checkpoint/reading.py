@@ -172,12 +172,12 @@ def load_start(model: nn.Module, path: Path) -> tuple[str, ...]:
     """
     file = weights_file(path)
     head = head_parameters(model)
-    own, saved = _shapes_of(model), _read_shapes(file, "init_from")
-    anew = head if any(own[name] != saved.get(name) for name in head) else ()
-    _compare(_without(own, anew), _without(saved, anew), file, "init_from")
-    tensors = {name: tensor for name, tensor in load_file(file).items() if name not in anew}
-    model.load_state_dict(tensors, strict=not anew)
-    return anew
+    shapes, saved = _shapes_of(model), _read_shapes(file, "init_from")
+    new_head = head if any(shapes[name] != saved.get(name) for name in head) else ()
+    _compare(_without(shapes, new_head), _without(saved, new_head), file, "init_from")
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name not in new_head}
+    model.load_state_dict(tensors, strict=not new_head)
+    return new_head
 
 
 def _without(shapes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:

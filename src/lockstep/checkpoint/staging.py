@@ -56,8 +56,8 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     """
     own = list(_tensors(tree))
     if any(tensor.is_meta for tensor in own):
-        whole_ones = iter(_from_stages(own, keep=keep))
-        return map_tensors(tree, lambda tensor: next(whole_ones))
+        whole_tensors = iter(_from_stages(own, keep=keep))
+        return map_tensors(tree, lambda tensor: next(whole_tensors))
 
     def gather(tensor: Tensor) -> Tensor:
         if not is_sharded(tensor):
@@ -72,10 +72,10 @@ def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
     """The tensors of all stages, in host memory if they were received; unchanged without `keep`. Collective."""
     example = next(tensor for tensor in tensors if not tensor.is_meta)
     lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
-    of_ranks = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
-    dist.all_gather(of_ranks, lacking)
-    owners = torch.stack(of_ranks).argmin(0).tolist()
-    gathered_ones = []
+    lacking_by_rank = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
+    dist.all_gather(lacking_by_rank, lacking)
+    owners = torch.stack(lacking_by_rank).argmin(0).tolist()
+    whole_tensors = []
     for own, owner in zip(tensors, owners, strict=True):
         tensor = own
         if keep and owner != dist.get_rank():
@@ -84,8 +84,8 @@ def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
             tensor = message.cpu()
         elif not keep and owner == dist.get_rank():
             dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
-        gathered_ones.append(tensor)
-    return gathered_ones
+        whole_tensors.append(tensor)
+    return whole_tensors
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -66,9 +66,9 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
 
 
 def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Source) -> None:
-    name, what = type(source).__name__, {"val": "evaluation", "train": "training"}[split]
+    name, split_name = type(source).__name__, {"val": "evaluation", "train": "training"}[split]
     lines = [
-        f"{evaluation.count:,} images of the {what} split of {name}, weights of step {predictor.card.step}",
+        f"{evaluation.count:,} images of the {split_name} split of {name}, weights of step {predictor.card.step}",
         f"top-1 {evaluation.top1_percent:.2f} %  top-5 {evaluation.top5_percent:.2f} %  loss {evaluation.loss:.4f}  "
         f"calibration error {evaluation.calibration_error:.2f} %",
     ]

@@ -47,9 +47,9 @@ def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, ou
     with progress("exporting"):
         difference = export(predictor, stored, target, kind=kind, floats=pixels == "float")
     shape = "x".join(map(str, predictor.card.image_shape))
-    what = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
+    inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
     log.show(
-        f"wrote {target}: {what} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "
+        f"wrote {target}: {inputs} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "
         f"{len(stored)} images they differ by at most {difference:.1e} from the model's (allowed {TOLERANCE:g})"
     )
 

@@ -60,8 +60,8 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
         StorageError: `target` cannot be written.
     """
     for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}):
-        for key, ours in (("decode_size", "--size"), ("skip", "--skip"), ("val_share", "--val-share")):
-            problem = problem.replace(key, ours)
+        for key, argument in (("decode_size", "--size"), ("skip", "--skip"), ("val_share", "--val-share")):
+            problem = problem.replace(key, argument)
         problem = problem.replace("auto or ", "").replace("=auto", f"={USUAL_STORED}")
         raise InputError(problem)
     torch.set_num_threads(1)  # each core decodes another image
@@ -77,8 +77,8 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
             )
     except InputError as error:
         sentence = str(error)
-        for theirs, ours in WORDS.items():
-            sentence = sentence.replace(theirs, ours)
+        for key_text, argument in WORDS.items():
+            sentence = sentence.replace(key_text, argument)
         raise InputError(sentence) from error
     for image in broken:
         log.warn(f"{image.failure}: left out")

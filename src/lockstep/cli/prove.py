@@ -108,7 +108,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
-    planned = cases(_sizes(ranks), micro_batches=_several(job), others=_strategies(job))
+    planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job))
     common = [*COMMON, f"steps={steps}"]
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
@@ -142,23 +142,23 @@ def cases(
     strategies besides `ddp` that work with the job.
     """
 
-    def cut_too(case: Case) -> list[Case]:
+    def with_micro_batches(case: Case) -> list[Case]:
         """The case, and the same case with the other number of micro-batches."""
         if micro_batches is None:
             return [case]
-        cut = (*case.overrides, f"train.micro_batches={micro_batches}")
-        return [case, replace(case, name=f"{case.name} x {micro_batches}", overrides=cut)]
+        overrides = (*case.overrides, f"train.micro_batches={micro_batches}")
+        return [case, replace(case, name=f"{case.name} x {micro_batches}", overrides=overrides)]
 
-    planned = cut_too(Case("single", ("strategy=single", "launcher.ranks=1"), "single"))
+    planned = with_micro_batches(Case("single", ("strategy=single", "launcher.ranks=1"), "single"))
     planned.append(Case("dp", ("strategy=dp", "launcher.ranks=1"), "single"))
     for ranks in sizes:
-        on = f"launcher.ranks={ranks}"
-        planned += cut_too(Case(f"ddp {ranks}", ("strategy=ddp", on), "single"))
+        ranks_override = f"launcher.ranks={ranks}"
+        planned += with_micro_batches(Case(f"ddp {ranks}", ("strategy=ddp", ranks_override), "single"))
         for strategy in others:
-            words = (f"strategy={strategy}", *EQUAL_WITH.get(strategy, ()), on)
+            words = (f"strategy={strategy}", *EQUAL_WITH.get(strategy, ()), ranks_override)
             planned.append(Case(f"{strategy} {ranks}", words, "single"))
         for strategy in ("ddp", *(name for name in others if name in KILLED)):
-            killed = (f"strategy={strategy}", on, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
+            killed = (f"strategy={strategy}", ranks_override, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
             planned.append(Case(f"{strategy} {ranks} killed", killed, f"{strategy} {ranks}", exact=True, killed=True))
     planned.append(Case("strict 1", ("strategy=auto", "repro=strict", "launcher.ranks=1"), "strict 1"))
     for ranks in (size for size in sizes if size != 3):
@@ -200,9 +200,9 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
     return torch.cat([outcome.weights[name].flatten() for name in names])
 
 
-def _strategies(job: Job) -> list[str]:
+def _equal_strategies(job: Job) -> list[str]:
     """The strategies besides `ddp` whose runs must be equal, that are installed, and that work with the job."""
-    fitting = []
+    names = []
     for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline", "local_sgd"):
         strategy: Strategy = components.build_option("strategy", name)
         try:
@@ -211,20 +211,20 @@ def _strategies(job: Job) -> list[str]:
         except InputError as error:
             log.console.print(f"  without {name}: {error}", soft_wrap=True)
         else:
-            fitting.append(name)
-    return fitting
+            names.append(name)
+    return names
 
 
-def _several(job: Job) -> int | None:
+def _other_micro_batches(job: Job) -> int | None:
     """Another number of micro-batches for a job; None if every other number would change the run."""
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     with torch.random.fork_rng(devices=[]):
-        normed = has_batchnorm(without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape))
+        uses_batchnorm = has_batchnorm(without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape))
     used = job.train.micro_batches if isinstance(job.train.micro_batches, int) else 1
-    several = used + MORE_MICRO_BATCHES
+    number = used + MORE_MICRO_BATCHES
     # Batch norm computes its statistics over a micro-batch.
-    return None if normed or several > job.batch else several
+    return None if uses_batchnorm or number > job.batch else number
 
 
 def _sizes(ranks: str | None) -> list[int]:
@@ -261,7 +261,7 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     run_dir = RunDir(folder)
     if case.killed:
         _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)
-    with _started([*command, f"output_root={folder.parent}"]) as process:
+    with _running([*command, f"output_root={folder.parent}"]) as process:
         error = process.communicate()[1].strip()
     if process.returncode == InputError.exit_code:
         raise InputError(error.removeprefix("lockstep: "))
@@ -281,7 +281,7 @@ def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
 def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
     """Start a run and kill all its processes once half of the steps are saved."""
     half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
-    with _started(command) as process:
+    with _running(command) as process:
         while process.poll() is None and not half.exists():
             time.sleep(0.01)
         if process.poll() is not None:
@@ -289,7 +289,7 @@ def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
 
 
 @contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A running command. All its processes are killed at the end of the context, or with this process."""
     with subprocess.Popen(
         command,

@@ -33,10 +33,10 @@ def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
     from lockstep.job.meeting import meeting
     from lockstep.launcher import Member
 
-    with meeting(launcher, invocation) as part:
-        if not isinstance(part, Member):
-            return _lead(job, invocation, part)
-        part.run(worker.main)
+    with meeting(launcher, invocation) as role:
+        if not isinstance(role, Member):
+            return _lead(job, invocation, role)
+        role.run(worker.main)
     return None
 
 

@@ -31,12 +31,12 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
                 f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
             )
     if run is not None and not overrides:
-        own: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
-        return own
-    other = any(key_of(override) == "dataset" for override in overrides)
-    if run is None and not other:
+        run_data: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
+        return run_data
+    has_dataset = any(key_of(override) == "dataset" for override in overrides)
+    if run is None and not has_dataset:
         raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
-    keys = ("data_root",) if other else (*KEYS, "experiment")
+    keys = ("data_root",) if has_dataset else (*KEYS, "experiment")
     stored = yaml_io.load_list(run.overrides) if run is not None else []
     stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
     with composition.composing():

@@ -28,12 +28,12 @@ def prepare(words: list[str]) -> None:
 
 def _install() -> None:
     """Have Hydra's plugins for all shells call `matches` first, and Hydra's own code if the result is None."""
-    theirs = CompletionPlugin._query
+    hydra_query = CompletionPlugin._query
 
     def query(self: CompletionPlugin, config_name: str | None, line: str) -> list[str]:
         word = "" if not line or line.endswith(" ") else line.split()[-1]
-        ours = matches(word, line)
-        return theirs(self, config_name, line) if ours is None else ours
+        completions = matches(word, line)
+        return hydra_query(self, config_name, line) if completions is None else completions
 
     CompletionPlugin._query = query  # type: ignore[method-assign]
 
@@ -72,8 +72,8 @@ def runs(text: str, root: str) -> Iterator[str]:
         return
     for path in _paths(text, folders=True):
         folder = Path(path)
-        done = RunDir(folder).overrides.is_file() or (folder / MANIFEST).is_file()
-        yield str(folder) if done else path
+        is_complete = RunDir(folder).overrides.is_file() or (folder / MANIFEST).is_file()
+        yield str(folder) if is_complete else path
 
 
 def _paths(text: str, *, folders: bool) -> Iterator[str]:

@@ -29,11 +29,11 @@ def locate_in(module: str, name: str) -> type[Any] | None:
 
     A class is public if `__all__` lists it, or, in a module without `__all__`, if the module defines it.
     """
-    home = importlib.import_module(module)
-    cls = None if name.startswith("_") else getattr(home, name, None)
+    imported = importlib.import_module(module)
+    cls = None if name.startswith("_") else getattr(imported, name, None)
     if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
         return None
-    exported = getattr(home, "__all__", None)
+    exported = getattr(imported, "__all__", None)
     return cls if (cls.__module__ == module if exported is None else name in exported) else None
 
 
@@ -79,12 +79,12 @@ def build(group: str, node: Any, key: str = "") -> Any:
     cls = locate(group, node["_target_"], key)
     values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
     try:
-        known = (cls, repr(values))
-        if known not in _BUILT:
+        cache_key = (cls, repr(values))
+        if cache_key not in _BUILT:
             typed = OmegaConf.merge(OmegaConf.structured(cls), values)
             _check_fields(cls, typed, f"{key}.")
-            _BUILT[known] = OmegaConf.to_object(typed)
-        return _BUILT[known]
+            _BUILT[cache_key] = OmegaConf.to_object(typed)
+        return _BUILT[cache_key]
     except ConfigKeyError as error:
         names = [item.name for item in dataclasses.fields(cls)]
         raise InputError(

@@ -75,8 +75,8 @@ class Extension:
         if isinstance(error, SyntaxError):
             return f"{error.filename}:{error.lineno}"
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if Path(frame.filename).is_relative_to(self.folder)]
-        return f"{own[-1].filename}:{own[-1].lineno}" if own else str(self.folder)
+        own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(self.folder)]
+        return f"{own_frames[-1].filename}:{own_frames[-1].lineno}" if own_frames else str(self.folder)
 
 
 def use(packages: Sequence[str]) -> None:

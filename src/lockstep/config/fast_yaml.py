@@ -14,15 +14,15 @@ SHORT = 8192
 def install() -> None:
     """Have OmegaConf parse with libyaml. OmegaConf still builds its values from the parsed nodes itself."""
     omegaconf: Any = importlib.import_module("omegaconf._utils")
-    own: Any = omegaconf.get_yaml_loader()
-    if not isinstance(own, type):  # installed already
+    slow: Any = omegaconf.get_yaml_loader()
+    if not isinstance(slow, type):  # installed already
         return
-    fast = type("Loader", (yaml.CSafeLoader, own), {}) if hasattr(yaml, "CSafeLoader") else own
+    fast = type("Loader", (yaml.CSafeLoader, slow), {}) if hasattr(yaml, "CSafeLoader") else slow
 
     def loader(stream: Any) -> Any:
         text = stream if isinstance(stream, str) else stream.read()
         if text is not stream:
             stream.seek(0)  # parse the stream, not the text, so that an error names the file
-        return (fast if len(text) <= SHORT else own)(stream)
+        return (fast if len(text) <= SHORT else slow)(stream)
 
     omegaconf.get_yaml_loader = lambda: loader

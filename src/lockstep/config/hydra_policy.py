@@ -52,7 +52,7 @@ from lockstep.core.fields import shown
 EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 
 # Hydra's own configs in the composition of a job, each with its package, in order.
-HYDRAS = [
+HYDRA_CONFIGS = [
     ("hydra/output/default", "hydra"),
     ("hydra/launcher/basic", "hydra.launcher"),
     ("hydra/sweeper/basic", "hydra.sweeper"),
@@ -112,8 +112,8 @@ class CheckedLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        self._hydras: list[tuple[str | None, str | None]] = []
-        self._of_files: list[tuple[Key, Any]] = []
+        self._hydra_configs: list[tuple[str | None, str | None]] = []
+        self._file_leaves: list[tuple[Key, Any]] = []
         try:
             composed = super().load_configuration(
                 config_name, overrides, run_mode, from_shell, validate_sweep_overrides
@@ -134,11 +134,11 @@ class CheckedLoader(ConfigLoaderImpl):
         """Record the values that each config has below `hydra`."""
         loaded = super()._load_single_config(default, repo)
         if loaded.provider == "hydra":
-            self._hydras.append((default.config_path, default.package))
+            self._hydra_configs.append((default.config_path, default.package))
         else:
             plain = OmegaConf.to_container(loaded.config, resolve=False)
             if isinstance(plain, dict) and "hydra" in plain:
-                self._of_files.extend(leaves(plain["hydra"]))
+                self._file_leaves.extend(leaves(plain["hydra"]))
         return loaded
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
@@ -171,24 +171,26 @@ class CheckedLoader(ConfigLoaderImpl):
             InputError: a config file sets a value that it may not set.
         """
         parsed = self._parsed
-        of_words = (
+        command_leaves = (
             leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
         )
-        if self._hydras == HYDRAS and all(may_set(*leaf) for leaf in (*self._of_files, *of_words)):
+        if self._hydra_configs == HYDRA_CONFIGS and all(
+            may_set(*leaf) for leaf in (*self._file_leaves, *command_leaves)
+        ):
             return
         hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
-        choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_checked(hydra_overrides))
+        choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_without_code(hydra_overrides))
         sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
-        own = _without_files(tuple(source for source in sources if not _of_user(source[0])), choices)
+        expected = _without_files(tuple(source for source in sources if not _is_from_user(source[0])), choices)
         lines: dict[str, list[str | None]] = {"hydra": [], "task": []}
         for override in parsed:
             lines["hydra" if override.is_hydra_override() else "task"].append(override.input_line)
-        own = {**own, **dict(leaves({"overrides": lines}))}  # a sweep reads the command line from these values
+        expected = {**expected, **dict(leaves({"overrides": lines}))}  # where a sweep reads the command line
         for key, value in values:
-            same = key in own and own[key] == value
-            if not (same or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
+            unchanged = key in expected and expected[key] == value
+            if not (unchanged or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
                 raise InputError(
                     f"{dotted(key)} is {shown(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
@@ -196,7 +198,7 @@ class CheckedLoader(ConfigLoaderImpl):
                 )
 
 
-def _of_user(provider: str) -> bool:
+def _is_from_user(provider: str) -> bool:
     """Whether a config source is the user's: `--config-path` (or our `conf`), `--config-dir`, `hydra.searchpath`."""
     return provider in ("main", "command-line") or provider.startswith(("hydra.searchpath", EXTENSION))
 
@@ -205,7 +207,7 @@ def _check_folders(search_path: ConfigSearchPath) -> None:
     """Refuse a source of the user that is not a folder: to read configs from a Python package, Hydra imports it."""
     for source in search_path.get_path():
         scheme, named, _ = source.path.partition("://")
-        if _of_user(source.provider) and named and scheme != "file":
+        if _is_from_user(source.provider) and named and scheme != "file":
             raise InputError(
                 f"the search path for configs has {source.path!r}, which would import code; expected a folder: "
                 "hydra.searchpath=[FOLDER] or --config-dir FOLDER"
@@ -215,13 +217,13 @@ def _check_folders(search_path: ConfigSearchPath) -> None:
 def _chosen_logging(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
     """Overrides that repeat a file's choice of Hydra's logging configs, unless the command line chooses others."""
     for group in LOGGING:
-        own = {file.stem for file in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
+        options = {file.stem for file in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
         choice = values.get(("runtime", "choices", f"hydra/{group}"))
-        if choice in own and not any(override.key_or_group == f"hydra/{group}" for override in overrides):
+        if choice in options and not any(override.key_or_group == f"hydra/{group}" for override in overrides):
             yield f"hydra/{group}={choice}"
 
 
-def _checked(overrides: Iterable[Override]) -> Iterator[str]:
+def _without_code(overrides: Iterable[Override]) -> Iterator[str]:
     """The overrides of the command line that a config file may not make.
 
     Raises:

@@ -21,7 +21,7 @@ from omegaconf.errors import (
 
 from lockstep.config.commands import override, typed
 from lockstep.config.options import options_with
-from lockstep.config.path_words import meant_by_path
+from lockstep.config.path_words import suggest_overrides
 from lockstep.config.program_words import program_name, program_words
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
@@ -52,9 +52,9 @@ def check_flags(words: Sequence[str]) -> None:
     if not unknown:
         return
     name, _, value = unknown[0].lstrip("-").partition("=")
-    behind = words[words.index(unknown[0]) + 1 :][:1]
-    if not value and behind and not behind[0].startswith("-") and "=" not in behind[0]:
-        value = behind[0]
+    next_word = words[words.index(unknown[0]) + 1 :][:1]
+    if not value and next_word and not next_word[0].startswith("-") and "=" not in next_word[0]:
+        value = next_word[0]
     raise InputError(
         f"{unknown[0]} is no flag of this program; a key is written without dashes, KEY=VALUE: "
         f"{typed([name.replace('-', '_') + '=' + (value or 'VALUE')])}"
@@ -91,9 +91,9 @@ def translate(error: BaseException) -> LockstepError | None:
         return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
         group, sign, path = error.override.partition("=")
-        if meant := meant_by_path(group, path) if sign else meant_by_path("", group):
+        if suggestion := suggest_overrides(group, path) if sign else suggest_overrides("", group):
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
-            return InputError(f"{shown(error.override)} is a path, expected {expected}.{meant}")
+            return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
             f"its own needs quotes that reach the program: \"KEY='a, b'\""
@@ -152,19 +152,19 @@ def _no_such_file(path: str, options: list[str]) -> str:
     """The sentence for an option that does not exist, with the option that the user probably meant."""
     whole = path.removesuffix(".yaml")
     group, _, name = whole.rpartition("/")
-    first, _, behind = whole.partition("/")
+    first, _, after_group = whole.partition("/")
     if first in GROUPS:  # options are never in subfolders, so the name with further slashes is a path
-        group, name = first, behind
+        group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
-    few = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
-    meant = (
-        meant_by_path(group, name)
+    listing = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
+    suggestion = (
+        suggest_overrides(group, name)
         or did_you_mean(name, options)
-        or few
+        or listing
         or f" `{program_name()} --help` shows the groups."
     )
-    return f"{group}={name}: there is no {group} of that name.{meant}"
+    return f"{group}={name}: there is no {group} of that name.{suggestion}"
 
 
 # OmegaConf's messages, and our sentences for them: what was found, what was expected, an override that fits.
@@ -195,9 +195,9 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
         value = error.value._value() if isinstance(error.value, Node) else error.value
         return f"{key} is {shown(value)}, expected a list: {key}=[{_items(value, error.child_node)}]"
-    for pattern, words in _MESSAGES:
+    for pattern, template in _MESSAGES:
         if match := re.match(pattern, message):
-            return f"{key} {words.format(*match.groups(), key=key)}"
+            return f"{key} {template.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
 
 
@@ -218,18 +218,18 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 def _no_such_key(key: str, known: Iterable[str]) -> str:
     """The sentence for a `key` that does not exist, with the key of `known` that the user probably meant."""
     block, _, last = key.rpartition(".")
-    ours = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
-    inside = [name for name in ours if name.rpartition(".")[0] == block and not name.endswith("._target_")]
+    candidates = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
+    siblings = [name for name in candidates if name.rpartition(".")[0] == block and not name.endswith("._target_")]
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
-    same = [name for name in ours if name.rpartition(".")[2] == last][:3]
-    if block and inside and (others := options_with(block, last)):
-        choose = f"add {override(block, others[0])}" if len(others) == 1 else "choose one of them"
-        hint = f" {block}={', '.join(others)} has it: {choose}, or leave it out."
-    elif block and inside:
-        names = [name.rpartition(".")[2] for name in inside]
+    same_last_part = [name for name in candidates if name.rpartition(".")[2] == last][:3]
+    if block and siblings and (option_names := options_with(block, last)):
+        choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
+        hint = f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
+    elif block and siblings:
+        names = [name.rpartition(".")[2] for name in siblings]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."
-    elif same:
-        hint = f" Did you mean {', '.join(map(repr, same))}?"
+    elif same_last_part:
+        hint = f" Did you mean {', '.join(map(repr, same_last_part))}?"
     else:
-        hint = did_you_mean(key, ours)
+        hint = did_you_mean(key, candidates)
     return f"{key}: there is no such key in the config.{hint or f' `{program_name()} --cfg job` shows them all.'}"

@@ -39,14 +39,21 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
                 f"{where}: {cls.__name__} declares an option of {group!r}, which is no group.{known(group, GROUPS)}"
             )
         option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
-        chosen = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        option_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         _check_fields(option, where)
-        other = _DECLARED.get((group, chosen))
-        if is_own(group, chosen):
-            raise InputError(f"{where}: {group}={chosen} is an option of Lockstep; give {cls.__name__} another name")
-        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise InputError(f"{where}: {group}={chosen} is declared at {_place(other)} too; rename one of them")
-        _DECLARED[group, chosen] = option
+        existing = _DECLARED.get((group, option_name))
+        if is_own(group, option_name):
+            raise InputError(
+                f"{where}: {group}={option_name} is an option of Lockstep; give {cls.__name__} another name"
+            )
+        if existing is not None and (existing.__module__, existing.__qualname__) != (
+            cls.__module__,
+            cls.__qualname__,
+        ):
+            raise InputError(
+                f"{where}: {group}={option_name} is declared at {_place(existing)} too; rename one of them"
+            )
+        _DECLARED[group, option_name] = option
         return option
 
     return declare
@@ -98,8 +105,8 @@ def _check_fields(cls: type[Any], where: str) -> None:
     for base in cls.__mro__:
         typed |= set(vars(base).get("__annotations__", {})) | (set(vars(base)) if base is not cls else set())
     for name, value in vars(cls).items():
-        plain = not callable(value) and not hasattr(value, "__get__")
-        if plain and not name.startswith("_") and name not in typed:
+        is_plain = not callable(value) and not hasattr(value, "__get__")
+        if is_plain and not name.startswith("_") and name not in typed:
             raise InputError(
                 f"{where}: {cls.__name__}.{name} has no type, so it is no key of the config; write `{name}: "
                 f"{type(value).__name__} = {value!r}`, or ClassVar if it is not meant to be one"

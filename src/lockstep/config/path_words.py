@@ -15,7 +15,7 @@ SHARDS = ".tar"
 HF_FILES = ("dataset_dict.json", "state.json")
 
 
-def meant_by_path(group: str, word: str) -> str:
+def suggest_overrides(group: str, word: str) -> str:
     """` Did you mean ...?` with overrides for a path after `GROUP=`, or for a path alone (`group` is empty).
 
     Empty if the word does not look like a path, or no override fits the path.
@@ -26,15 +26,15 @@ def meant_by_path(group: str, word: str) -> str:
     except (OSError, ValueError):  # the path is too long, or has a NUL byte
         return ""
     weights, listed = path.suffix == WEIGHTS, path.suffix in (*TABLES, SHARDS)
-    meant: list[str] = []
+    overrides: list[str] = []
     if weights or is_run:
-        starts = override("resume" if is_run and not group else "init_from", word)
-        meant = {"": [starts], "model": ["model=NAME", starts]}.get(group, [])
+        start_override = override("resume" if is_run and not group else "init_from", word)
+        overrides = {"": [start_override], "model": ["model=NAME", start_override]}.get(group, [])
     elif (group == "dataset" and (is_folder or listed or (os.sep in word and not exists))) or (
         not group and exists and (is_folder or listed)
     ):
-        meant = _dataset(path, word)
-    return f" Did you mean {typed(meant)}?" if meant else ""
+        overrides = _dataset(path, word)
+    return f" Did you mean {typed(overrides)}?" if overrides else ""
 
 
 def _dataset(path: Path, word: str) -> list[str]:

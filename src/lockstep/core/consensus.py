@@ -36,12 +36,12 @@ class StopConsensus:
         """
         if self.world.size == 1:
             return list(requests)
-        heard = self._read(len(requests))
+        agreed = self._read(len(requests))
         self.message = torch.tensor([*requests, int(1e6 * busy)], dtype=torch.int64)
         self.pending = dist.all_reduce(self.message, dist.ReduceOp.MAX, group=self.world.control, async_op=True)
         if self.can_wait or self.longest_s is None:  # wait for the first message: it tells how long steps are
-            heard = [before or now for before, now in zip(heard, self._read(len(requests)), strict=True)]
-        return heard
+            agreed = [before or now for before, now in zip(agreed, self._read(len(requests)), strict=True)]
+        return agreed
 
     @property
     def can_wait(self) -> bool:

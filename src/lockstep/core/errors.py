@@ -94,11 +94,11 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     """
     import difflib  # only a mistake needs it
 
-    plain = {option.lower().replace("-", "_"): option for option in options}
+    originals = {option.lower().replace("-", "_"): option for option in options}
     key = word.lower().replace("-", "_")
-    longer = sorted((name for name in plain if name.startswith(key)), key=len) if len(key) >= 3 else []
-    close = [*longer, *difflib.get_close_matches(key, plain, n=3, cutoff=0.65)]
-    close = [plain[name] for name in dict.fromkeys(close)][:3]
+    completions = sorted((name for name in originals if name.startswith(key)), key=len) if len(key) >= 3 else []
+    close = [*completions, *difflib.get_close_matches(key, originals, n=3, cutoff=0.65)]
+    close = [originals[name] for name in dict.fromkeys(close)][:3]
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
 
 

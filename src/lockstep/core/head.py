@@ -17,8 +17,8 @@ def head_layers(model: nn.Module) -> tuple[str, ...]:
     facts = getattr(model, "pretrained_cfg", None)
     named = facts.get("classifier") if isinstance(facts, Mapping) else None
     modules = dict(model.named_modules())
-    if own := tuple(name for name in ((named,) if isinstance(named, str) else named or ()) if name in modules):
-        return own
+    if layers := tuple(name for name in ((named,) if isinstance(named, str) else named or ()) if name in modules):
+        return layers
     return tuple(name for name, module in modules.items() if isinstance(module, nn.Linear | _ConvNd))[-1:]
 
 

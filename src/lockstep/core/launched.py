@@ -31,12 +31,12 @@ class Starter(enum.Enum):
     script = "by WORLD_SIZE"
 
     @property
-    def said(self) -> str:
+    def label(self) -> str:
         """The name for use in a sentence."""
         return "whoever set RANK and WORLD_SIZE" if self is Starter.script else self.name
 
     @property
-    def absent(self) -> str:
+    def cause(self) -> str:
         """The name for a sentence that says that this program did not start the ranks."""
         return "RANK and WORLD_SIZE" if self is Starter.script else self.name
 

@@ -115,10 +115,10 @@ class ModelCard:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             version = values.get("format") if isinstance(values, dict) else values
             raise ValueError(f"its description has format {shown(version)}, expected {FORMAT}")
-        return cls._of({key: value for key, value in values.items() if key != "format"})
+        return cls._from_values({key: value for key, value in values.items() if key != "format"})
 
     @classmethod
-    def _of(cls, values: dict[str, Any]) -> ModelCard:
+    def _from_values(cls, values: dict[str, Any]) -> ModelCard:
         values = {"probabilities": SOFTMAX, **values}  # older files lack this key
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):

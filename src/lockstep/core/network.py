@@ -83,8 +83,8 @@ def interface_elsewhere() -> str | None:
 
 def interface_of(address: str) -> str | None:
     """The interface that has `address`, IPv4 or IPv6; None if no interface has it, or the system does not tell."""
-    here = ipaddress.ip_address(address.partition("%")[0])
-    return next((name for name, its_address in _interfaces() if its_address == here), None)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return next((name for name, its_address in _interfaces() if its_address == parsed), None)
 
 
 def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:

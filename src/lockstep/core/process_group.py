@@ -152,7 +152,7 @@ def _use_interface_to_main() -> None:
 
 def _local_peer_pids(control: Any) -> dict[int, int]:
     """The process numbers of the other ranks of this machine. Collective."""
-    here = (network.machine(), os.getpid())
-    everyone: list[tuple[str, int]] = [here] * dist.get_world_size()
-    dist.all_gather_object(everyone, here, group=control)
-    return {rank: pid for rank, (machine, pid) in enumerate(everyone) if machine == here[0] and pid != here[1]}
+    own = (network.machine(), os.getpid())
+    processes: list[tuple[str, int]] = [own] * dist.get_world_size()
+    dist.all_gather_object(processes, own, group=control)
+    return {rank: pid for rank, (machine, pid) in enumerate(processes) if machine == own[0] and pid != own[1]}

@@ -37,7 +37,7 @@ def slug(text: str) -> str:
     return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
 
 
-class _Below:
+class _PathBelow:
     """A path below a run folder, as an attribute of `RunDir`."""
 
     def __init__(self, name: str) -> None:
@@ -53,25 +53,25 @@ class RunDir:
 
     path: Path
 
-    hydra = _Below(".hydra")
-    lock = _Below(".lock")
-    logs = _Below("logs")
-    checkpoints = _Below("checkpoints")
-    last = _Below("checkpoints/last")
-    none_yet = _Below("checkpoints/none-yet")
-    best = _Below("checkpoints/best")
-    config = _Below("config.yaml")
-    composed = _Below(".hydra/config.yaml")  # as Hydra composed it, before anything was resolved or chosen
-    overrides = _Below(".hydra/overrides.yaml")
-    command = _Below("command.txt")
-    environment = _Below("env.json")
-    metrics = _Below("metrics.jsonl")
-    table = _Below("metrics.csv")
-    gpu = _Below("gpu.jsonl")
-    weights = _Below("model.safetensors")
-    log = _Below("train.log")
-    summary = _Below("summary.json")
-    incident = _Below("incident")
+    hydra = _PathBelow(".hydra")
+    lock = _PathBelow(".lock")
+    logs = _PathBelow("logs")
+    checkpoints = _PathBelow("checkpoints")
+    last = _PathBelow("checkpoints/last")
+    none_yet = _PathBelow("checkpoints/none-yet")
+    best = _PathBelow("checkpoints/best")
+    config = _PathBelow("config.yaml")
+    composed = _PathBelow(".hydra/config.yaml")  # as Hydra composed it, before anything was resolved or chosen
+    overrides = _PathBelow(".hydra/overrides.yaml")
+    command = _PathBelow("command.txt")
+    environment = _PathBelow("env.json")
+    metrics = _PathBelow("metrics.jsonl")
+    table = _PathBelow("metrics.csv")
+    gpu = _PathBelow("gpu.jsonl")
+    weights = _PathBelow("model.safetensors")
+    log = _PathBelow("train.log")
+    summary = _PathBelow("summary.json")
+    incident = _PathBelow("incident")
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
@@ -201,13 +201,13 @@ def latest(root: Path) -> RunDir | None:
     if (root / LATEST).is_dir():  # a run with this name
         return None
     try:
-        named = (root / safe_read.read_text(root / LATEST).strip().replace("\0", "")).resolve()
+        folder = (root / safe_read.read_text(root / LATEST).strip().replace("\0", "")).resolve()
     except UnreadableFile as error:
         if error.missing:
             return None
         raise InputError(f"resume=latest: {error}; name the run with resume=PATH") from error
-    if root.resolve() not in named.parents:
+    if root.resolve() not in folder.parents:
         raise InputError(
-            f"resume=latest: {root / LATEST} names {named}, expected a folder below {root}; name it with resume=PATH"
+            f"resume=latest: {root / LATEST} names {folder}, expected a folder below {root}; name it with resume=PATH"
         )
-    return RunDir(named)
+    return RunDir(folder)

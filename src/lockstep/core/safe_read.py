@@ -163,8 +163,8 @@ def read_yaml(path: Path) -> Any:
             (`with_checksum`).
     """
     text = read_text(path)
-    head, _, rest = text.partition("\n")
-    if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(rest):
+    head, _, body = text.partition("\n")
+    if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(body):
         raise UnreadableFile(
             path,
             "does not match the sha256 in its first line: a fault or a hand has changed it; put it back as it was, "

@@ -94,7 +94,7 @@ def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     Raises:
         RuntimeError: the names or shapes are not those of the model.
     """
-    own = model.state_dict()
+    current = model.state_dict()
     model.load_state_dict(
-        {name: part_like(own[name], tensor) if name in own else tensor for name, tensor in tensors.items()}
+        {name: part_like(current[name], tensor) if name in current else tensor for name, tensor in tensors.items()}
     )

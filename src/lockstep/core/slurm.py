@@ -17,7 +17,7 @@ SUBMITTED = "LOCKSTEP_SLURM_JOB"
 # The ports at which ranks can meet: below the ports that Linux assigns by itself.
 PORTS = range(10_000, 30_000)
 # The variables that `srun` sets for each task of a step.
-NEEDED = {
+STEP_VARIABLES = {
     *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
     *("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"),
 }
@@ -31,7 +31,7 @@ def is_submitted() -> bool:
 def adopt_srun() -> None:
     """In one of several tasks of `srun`, set the variables of a rank that other launchers set."""
     environ = os.environ
-    if "RANK" in environ or not environ.keys() >= NEEDED or int(environ["SLURM_STEP_NUM_TASKS"]) < 2:
+    if "RANK" in environ or not environ.keys() >= STEP_VARIABLES or int(environ["SLURM_STEP_NUM_TASKS"]) < 2:
         return
     environ["RANK"] = environ["SLURM_PROCID"]
     environ["WORLD_SIZE"] = environ["SLURM_STEP_NUM_TASKS"]
@@ -69,8 +69,8 @@ def tasks_per_node(text: str) -> list[int]:
 
 def first_host(hosts: str) -> str:
     """The first name of a host list in SLURM's format: `gpu03` for `gpu[03-05,9],login`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first is not None else hosts)
+    first_name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_name[0] if first_name is not None else hosts)
 
 
 def address_of(node: str) -> str:
@@ -82,6 +82,6 @@ def address_of(node: str) -> str:
         pass
     if shutil.which("scontrol") is None:
         return node
-    said = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, check=False).stdout
-    address = re.search(r"NodeAddr=(\S+)", said)
+    facts = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, check=False).stdout
+    address = re.search(r"NodeAddr=(\S+)", facts)
     return address[1] if address is not None else node

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 
-class Shown:
+class SafeStdout:
     """Writes to the current `sys.stdout`, which may be None, and ignores its errors: the log has the same lines."""
 
     def write(self, text: str) -> int:
@@ -36,6 +36,6 @@ def drop(stream: TextIO) -> None:
 
     Otherwise Python would flush the stream again at exit, fail, and exit with code 120 instead of ours.
     """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, stream.fileno())
+    os.close(null_device)

@@ -33,14 +33,14 @@ def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member
             f"launcher.nodes is {built.nodes}, but the jobs of a sweep run on one machine, or each as a job of "
             "SLURM; use launcher.nodes=1 or launcher=slurm"
         )
-    part = built.meet([word for word in invocation.overrides if messages.key_of(word) not in OWN_KEYS])
+    role = built.meet([word for word in invocation.overrides if messages.key_of(word) not in OWN_KEYS])
     error: LockstepError | None = RankFailed("main has ended; see what it says")
     try:
-        yield part
+        yield role
         error = None
     except LockstepError as raised:
         error = raised
         raise
     finally:
-        if isinstance(part, Machines):
-            part.end(error)
+        if isinstance(role, Machines):
+            role.end(error)

@@ -36,7 +36,7 @@ class Preparation:
         Raises:
             StorageError: a file cannot be written; all files are as they were.
         """
-        before = {path: content_to_keep(path) for path in texts}
+        before = {path: content_to_restore(path) for path in texts}
         preparation = cls(run_dir=run_dir, before=before, summary_before=_file_id(run_dir.summary))
         try:
             # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
@@ -45,11 +45,11 @@ class Preparation:
             for path, text in texts.items():
                 write_atomic(path, text)
         except StorageError:
-            preparation.take_back()
+            preparation.undo()
             raise
         return preparation
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """Undo `write`: remove the files of a new job, and restore the files of an older one.
 
         Raises:
@@ -61,7 +61,7 @@ class Preparation:
         for path, content in self.before.items():
             if content is None:
                 path.unlink(missing_ok=True)
-            elif content != content_to_keep(path):
+            elif content != content_to_restore(path):
                 write_atomic(path, content)
 
     def close(self, error: BaseException) -> None:
@@ -69,7 +69,7 @@ class Preparation:
         same_summary = self.before and _file_id(self.run_dir.summary) == self.summary_before
         if isinstance(error, InputError) and (same_summary or not self.run_dir.began):
             with suppress(OSError, StorageError, UnreadableFile):
-                self.take_back()
+                self.undo()
         else:
             self.run_dir.write_ending(error)
 
@@ -91,7 +91,7 @@ class Preparation:
             self.close(error)
 
 
-def content_to_keep(path: Path) -> bytes | None:
+def content_to_restore(path: Path) -> bytes | None:
     """The content of a file that is about to be replaced, for restoring it; None if the file does not exist.
 
     Raises:

@@ -34,12 +34,12 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     folder = lock_run_folder(job, invocation, lock)
     overrides = list(invocation.overrides)
-    today = job
-    if (earlier := continued(job, invocation)) is not None:
-        job, overrides = resumed_job(RunDir(earlier), invocation)
+    current = job
+    if (resumed_folder := continued(job, invocation)) is not None:
+        job, overrides = resumed_job(RunDir(resumed_folder), invocation)
         # Somebody else may have written the run folder, so only the present command may name another output folder.
-        job["output_root"] = today["output_root"]
-    built = components.build_job(_fitting(job, overrides, invocation.configs))
+        job["output_root"] = current["output_root"]
+    built = components.build_job(_without_auto_batch(job, overrides, invocation.configs))
     resumed = checkpoint_to_resume(folder, named_checkpoint(built.resume))
     built = resolve(built, sweep=invocation.sweep, resumed=resumed)
     if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
@@ -47,9 +47,9 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
             "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
         )
     check_job(built)
-    if earlier is not None:
-        check_kept_config(RunDir(earlier), job, invocation)
-    check_run(built, folder, resumed, fetch=job["dataset"].get("root") in (None, today["data_root"]))
+    if resumed_folder is not None:
+        check_kept_config(RunDir(resumed_folder), job, invocation)
+    check_run(built, folder, resumed, fetch=job["dataset"].get("root") in (None, current["data_root"]))
     if folder is not None:
         run_dir = RunDir.at(folder)
     elif invocation.sweep and invocation.folder is not None:
@@ -85,15 +85,15 @@ def _import_for_ranks(job: Job) -> None:
             importlib.import_module(name)
 
 
-def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
+def _without_auto_batch(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) -> dict[str, Any]:
     """Replace `batch=auto` by the batch that the job has without this override, and `train.micro_batches=auto`.
 
     The batch identifies a run, so it must not depend on the memory of a machine.
     """
     if job["batch"] != "auto":
         return job
-    told = [override for override in overrides if messages.key_of(override) != "batch" or "auto" not in override]
-    if len(told) == len(overrides):
+    remaining = [word for word in overrides if messages.key_of(word) != "batch" or "auto" not in word]
+    if len(remaining) == len(overrides):
         raise InputError(
             "batch=auto keeps the batch that a job has without it, and belongs on the command line; a recipe has a "
             "number, and train.micro_batches: auto"
@@ -102,7 +102,7 @@ def _fitting(job: dict[str, Any], overrides: list[str], configs: ConfigFiles) ->
         raise InputError(
             f"batch=auto chooses train.micro_batches, which is {job['train']['micro_batches']}; leave one of them out"
         )
-    own = composition.to_dict(composition.recompose(told, (), configs))["batch"]
-    if own == "auto":
+    batch = composition.to_dict(composition.recompose(remaining, (), configs))["batch"]
+    if batch == "auto":
         raise InputError("batch is auto without batch=auto too; a recipe has a number, and train.micro_batches: auto")
-    return {**job, "batch": own, "train": {**job["train"], "micro_batches": "auto"}}
+    return {**job, "batch": batch, "train": {**job["train"], "micro_batches": "auto"}}

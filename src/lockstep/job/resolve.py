@@ -82,9 +82,9 @@ def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: b
         alone = is_launched() or (ranks == 1 and not sweep)
         launcher = (Inline if alone else Spawn)(**vars(launcher))
     if type(launcher) is Inline and ranks > 1 and not is_launched():
-        wants = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
+        source = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
-            f"launcher=inline has one rank, but {wants} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
+            f"launcher=inline has one rank, but {source} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
         )
     return replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
@@ -180,9 +180,9 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     For a resumed run, the checkpoint knows it too: the initial weights may have been removed since.
     """
     if resumed is not None and job.starts_trained:
-        own = checkpoint.find_card(checkpoint.weights_file(resumed, "resume"))
-        if own is not None:
-            return TrainedInput.of_card(own)
+        card = checkpoint.find_card(checkpoint.weights_file(resumed, "resume"))
+        if card is not None:
+            return TrainedInput.of_card(card)
     if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later
         file = checkpoint.weights_file(Path(job.init_from).expanduser())
         if (card := checkpoint.find_card(file)) is not None:
@@ -230,16 +230,16 @@ def _launched_ranks(launcher: Launcher) -> int:
     ranks, starter = launched().size, started_by()
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
-            f"launcher.ranks is {launcher.ranks}, but {starter.said} has started {ranks}; use launcher.ranks=auto, "
+            f"launcher.ranks is {launcher.ranks}, but {starter.label} has started {ranks}; use launcher.ranks=auto, "
             f"or start {launcher.ranks} ({starter.value})"
         )
     if type(launcher) not in (AutoLauncher, Inline):
         name = type(launcher).__name__.lower()
-        instead = f", or launcher={name} without {starter.absent}"
+        alternative = f", or launcher={name} without {starter.cause}"
         if starter is Starter.torchrun and isinstance(launcher, Elastic):
-            instead = f" and torchrun --max-restarts={launcher.restarts}" if launcher.restarts else ""
+            alternative = f" and torchrun --max-restarts={launcher.restarts}" if launcher.restarts else ""
         raise InputError(
-            f"launcher={name} starts ranks, but {starter.said} has started them; use launcher=auto{instead}"
+            f"launcher={name} starts ranks, but {starter.label} has started them; use launcher=auto{alternative}"
         )
     return ranks
 

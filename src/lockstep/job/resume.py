@@ -11,7 +11,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_json
-from lockstep.job.preparation import content_to_keep
+from lockstep.job.preparation import content_to_restore
 from lockstep.job.run_folder import continued
 
 SHOWN = 4
@@ -19,15 +19,15 @@ SHOWN = 4
 NOT_KEPT = ("name", "output_root")
 
 
-def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], list[str]]:
-    """The composed config of a run with the overrides of the present command (`today`), and all overrides.
+def resumed_job(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], list[str]]:
+    """The composed config of a run with the overrides of the present command (`invocation`), and all overrides.
 
     Raises:
         InputError: an override does not fit.
     """
-    stored, added = yaml_io.load_list(run_dir.overrides), _added(today)
+    stored, added = yaml_io.load_list(run_dir.overrides), _added(invocation)
     try:
-        job = composition.to_dict(composition.recompose(stored, added, today.configs))
+        job = composition.to_dict(composition.recompose(stored, added, invocation.configs))
     except InputError as error:
         raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
     if "name" not in map(messages.key_of, added):
@@ -35,14 +35,14 @@ def resumed_job(run_dir: RunDir, today: Invocation) -> tuple[dict[str, Any], lis
     return job, [*stored, *added]
 
 
-def launcher_node(job: dict[str, Any], today: Invocation) -> Mapping[str, Any]:
+def launcher_node(job: dict[str, Any], invocation: Invocation) -> Mapping[str, Any]:
     """The launcher's node in the config of a job, or of the run that the job resumes.
 
     Raises:
         InputError: the run does not exist, or has no launcher.
     """
-    if (earlier := continued(job, today)) is not None:
-        job, _ = resumed_job(RunDir(earlier), today)
+    if (resumed_folder := continued(job, invocation)) is not None:
+        job, _ = resumed_job(RunDir(resumed_folder), invocation)
     node = job["launcher"]
     if not isinstance(node, Mapping):
         raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
@@ -55,11 +55,11 @@ def _missing_extensions(run_dir: RunDir) -> str:
         facts = read_json(run_dir.environment)
     except UnreadableFile:
         return ""
-    had = facts.get("extensions") if isinstance(facts, dict) else {}
-    here = {extension.package for extension in extensions.active()}
+    installed = facts.get("extensions") if isinstance(facts, dict) else {}
+    active = {extension.package for extension in extensions.active()}
     missing = (
-        [f"{package} ({origin})" for package, origin in had.items() if package not in here]
-        if isinstance(had, dict)
+        [f"{package} ({origin})" for package, origin in installed.items() if package not in active]
+        if isinstance(installed, dict)
         else []
     )
     if not missing:
@@ -67,11 +67,11 @@ def _missing_extensions(run_dir: RunDir) -> str:
     return f" The run had extensions that are not here: {', '.join(missing)}; install them, or use its own program."
 
 
-def _added(today: Invocation) -> tuple[str, ...]:
-    return tuple(override for override in today.overrides if messages.key_of(override) != "resume")
+def _added(invocation: Invocation) -> tuple[str, ...]:
+    return tuple(override for override in invocation.overrides if messages.key_of(override) != "resume")
 
 
-def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -> None:
+def check_kept_config(run_dir: RunDir, job: dict[str, Any], invocation: Invocation) -> None:
     """Check that the overrides of a run still give the config that its folder keeps.
 
     `job` comes from `resumed_job` for the same command. Keys that the present command overrides are not compared.
@@ -82,28 +82,32 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], today: Invocation) -
     """
     composed = run_dir.composed
     try:
-        before = dict(_leaves(yaml_io.load(composed)))
+        stored_values = dict(_leaves(yaml_io.load(composed)))
     except InputError as error:
-        content_to_keep(composed)  # raises if the file cannot be replaced
+        content_to_restore(composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
         return
-    added = _added(today)
+    added = _added(invocation)
     stored = yaml_io.load_list(run_dir.overrides)
-    here = dict(_leaves(composition.to_dict(composition.recompose(stored, (), today.configs)) if added else job))
-    now, told = dict(_leaves(job)), [messages.key_of(override) for override in added]
+    composed_values = dict(
+        _leaves(composition.to_dict(composition.recompose(stored, (), invocation.configs)) if added else job)
+    )
+    current_values, overridden = dict(_leaves(job)), [messages.key_of(override) for override in added]
     different = [
         key
-        for key in before | here
-        if (key not in here or key not in before or before[key] != here[key])
-        and now.get(key) == here.get(key)
+        for key in stored_values | composed_values
+        if (key not in composed_values or key not in stored_values or stored_values[key] != composed_values[key])
+        and current_values.get(key) == composed_values.get(key)
         and key not in NOT_KEPT
-        and not any(f"{key}.".startswith(f"{override_key}.") for override_key in told)
+        and not any(f"{key}.".startswith(f"{override_key}.") for override_key in overridden)
     ]
     if different:
-        shown = ", ".join(f"{key} was {before.get(key)!r} and is {here.get(key)!r}" for key in different[:SHOWN])
-        rest = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        shown = ", ".join(
+            f"{key} was {stored_values.get(key)!r} and is {composed_values.get(key)!r}" for key in different[:SHOWN]
+        )
+        more = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         raise InputError(
-            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{rest}); put back the lines "
+            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{more}); put back the lines "
             "that it lost, or say on the command line what these are to be"
         )
 

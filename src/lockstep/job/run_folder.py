@@ -73,8 +73,8 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
 def sweep_job_folder(invocation: Invocation) -> Path:
     """The run folder of a job of a sweep. Its name is the job's number and its overrides."""
     assert invocation.folder is not None
-    told = [word for word in invocation.overrides if not word.startswith(("output_root=", "data_root="))]
-    return invocation.folder / f"{invocation.number:03}-{slug(','.join(told) or 'defaults')}"
+    overrides = [word for word in invocation.overrides if not word.startswith(("output_root=", "data_root="))]
+    return invocation.folder / f"{invocation.number:03}-{slug(','.join(overrides) or 'defaults')}"
 
 
 def _check_kinds(run_dir: RunDir) -> None:

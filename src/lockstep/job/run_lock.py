@@ -36,7 +36,7 @@ class Lock:
             assert path == self.path
             return
         try:
-            while not self._opened(path):  # another job has just removed the file: try again
+            while not self._open_and_lock(path):  # another job has just removed the file: try again
                 continue
         except BlockingIOError:
             raise InputError(
@@ -50,12 +50,12 @@ class Lock:
                 "output_root=FOLDER"
             ) from error
 
-    def _opened(self, path: Path) -> bool:
+    def _open_and_lock(self, path: Path) -> bool:
         """Open and lock the file; returns whether `path` still names that file."""
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _is(file, path):
+            if not _same_file(file, path):
                 os.close(file)
                 return False
             facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -66,22 +66,22 @@ class Lock:
             raise
         self.path, self.file = path, file
         # A forked process can outlive a killed job, so it must not keep the lock.
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._close_file)
         return True
 
-    def _forget(self) -> None:
+    def _close_file(self) -> None:
         if self.file is not None:
             os.close(self.file)
             self.file = None
 
     def close(self) -> None:
         """Remove the lock file, then release the lock: a job that finds no file creates a new one."""
-        if self.file is not None and _is(self.file, self.path):
+        if self.file is not None and _same_file(self.file, self.path):
             self.path.unlink()
-        self._forget()
+        self._close_file()
 
 
-def _is(file: int, path: Path) -> bool:
+def _same_file(file: int, path: Path) -> bool:
     """Whether the open `file` is the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.lstat())

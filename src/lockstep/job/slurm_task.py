@@ -17,7 +17,7 @@ from lockstep.core.slurm import SUBMITTED
 
 # Variables that the command must not get. With the first two, which `srun` sets for a task, the command would run as
 # a rank. The last one belongs to the command that submitted the job; SLURM passes it on.
-NOT_HANDED_ON = ("SLURM_PROCID", "SLURM_LOCALID", "HYDRA_FULL_ERROR")
+REMOVED_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "HYDRA_FULL_ERROR")
 CANCELLED = ("CANCELLED", "COMPLETING")
 
 
@@ -42,7 +42,7 @@ class Task:
         is queued again here.
         """
         job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"]
-        environment = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
+        environment = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
         with Path(self.folder, "logs", f"slurm-{job}-{node}.log").open("a") as log:
             process = subprocess.Popen(
                 self.command,
@@ -76,7 +76,7 @@ class Task:
 def _is_cancelled(job: str) -> bool:
     """Whether a job has been cancelled. SLURM shows the new state a moment after it has sent the signal."""
     time.sleep(1)
-    said = subprocess.run(
+    reply = subprocess.run(
         ["squeue", "--noheader", "--jobs", job, "--states", "all", "--format", "%T"], capture_output=True, text=True
     )
-    return said.stdout.strip() in CANCELLED
+    return reply.stdout.strip() in CANCELLED

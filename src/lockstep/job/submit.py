@@ -26,9 +26,9 @@ from lockstep.launcher import Slurm
 
 # How often a job may reach its time limit; submitit requires a number.
 MOST_REQUEUES = 1_000_000
-SAID_CHARACTERS = 300
+REASON_CHARACTERS = 300
 # The folder, next to the run folders, for submitit's files: scripts, pickled tasks, and its own output.
-KEPT = ".slurm"
+SUBMITIT_FOLDER = ".slurm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Submission:
         command: the command for each machine, without the run folder.
         folder: the run folder; None for a new one below `root`.
         root: the folder for new run folders.
-        goes_on: whether the job resumes the run in `folder`; the command then names that folder.
+        resumes: whether the job resumes the run in `folder`; the command then names that folder.
     """
 
     launcher: Slurm
@@ -49,10 +49,10 @@ class Submission:
     command: tuple[str, ...]
     folder: Path | None
     root: Path
-    goes_on: bool = False
+    resumes: bool = False
 
     def task(self, folder: Path) -> Task:
-        words = () if self.goes_on else (override("hydra.run.dir", folder),)
+        words = () if self.resumes else (override("hydra.run.dir", folder),)
         return Task([*self.command, *words], str(folder))
 
 
@@ -66,20 +66,20 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
     """
     folder = lock_run_folder(dict(job), invocation, lock)
     lock.close()  # the job takes the lock when it starts
-    earlier = continued(dict(job), invocation)
-    if earlier is None:
+    resumed_folder = continued(dict(job), invocation)
+    if resumed_folder is None:
         components.build_job(job)
-    told = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
-    resume = [override("resume", earlier or Path(job["resume"]).absolute())] if job["resume"] else []
+    overrides = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
+    resume = [override("resume", resumed_folder or Path(job["resume"]).absolute())] if job["resume"] else []
     if invocation.sweep:
         folder = sweep_job_folder(invocation)
     return Submission(
         launcher=launcher,
         name=str(job["name"]),
-        command=(*_program(), *invocation.configs.words, *told, *resume),
+        command=(*_program(), *invocation.configs.words, *overrides, *resume),
         folder=folder,
         root=Path(job["output_root"]).expanduser().absolute(),
-        goes_on=earlier is not None,
+        resumes=resumed_folder is not None,
     )
 
 
@@ -93,7 +93,7 @@ def _program() -> list[str]:
 def script(submissions: Sequence[Submission]) -> str:
     """The script that SLURM would get for one job or for an array of jobs, with the commands in comments."""
     first = submissions[0]
-    executor = _executor(first.launcher, first.name, first.root / KEPT)
+    executor = _executor(first.launcher, first.name, first.root / SUBMITIT_FOLDER)
     if len(submissions) > 1:
         executor.parameters["map_count"] = len(submissions)
     text = str(executor._make_submission_file_text(executor._submitit_command_str, ""))
@@ -128,18 +128,18 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
         for submission in submissions
     ]
     try:
-        executor = _executor(first.launcher, first.name, (folder or first.root) / KEPT)
+        executor = _executor(first.launcher, first.name, (folder or first.root) / SUBMITIT_FOLDER)
         with executor.batch():
             jobs = [
                 executor.submit(submission.task(run.path)) for submission, run in zip(submissions, runs, strict=True)
             ]
     except Exception as error:
-        for run, old in zip(runs, existed, strict=True):
-            if not old:
+        for run, existed_before in zip(runs, existed, strict=True):
+            if not existed_before:
                 shutil.rmtree(run.path)
-        said = (str(error).strip() or type(error).__name__).splitlines()[-1][:SAID_CHARACTERS]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:REASON_CHARACTERS]
         raise InputError(
-            f"launcher=slurm: the job was not submitted ({said}); change it with launcher.KEY=..."
+            f"launcher=slurm: the job was not submitted ({reason}); change it with launcher.KEY=..."
         ) from (error)
     return [(str(job.job_id), run.path) for job, run in zip(jobs, runs, strict=True)]
 

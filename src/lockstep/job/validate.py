@@ -122,7 +122,7 @@ def check_folders(job: Job) -> None:
 
 def check_job(job: Job) -> None:
     """Check everything that can be checked without the data. One InputError has a line for each problem."""
-    single: list[Callable[[], None]] = [
+    checks: list[Callable[[], None]] = [
         lambda: job.strategy.check(job.launcher.world_size, job.device),
         lambda: job.strategy.check_parts(job.optimizer, job.precision, job.train.micro_batches),
         lambda: job.precision.check(job.device),
@@ -137,7 +137,7 @@ def check_job(job: Job) -> None:
         lambda: _check_compile(job),
     ]
     problems = []
-    for check in single:
+    for check in checks:
         try:
             check()
         except InputError as error:
@@ -206,8 +206,8 @@ def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None
         InputError: the run has saved checkpoints, but all of them are damaged.
     """
     # No warning about damaged checkpoints here: the ranks search again later, when there is a log for the warning.
-    own = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
-    return Path(resume) if own is None and resume is not None else own
+    newest = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
+    return Path(resume) if newest is None and resume is not None else newest
 
 
 def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: bool) -> None:

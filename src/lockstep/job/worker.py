@@ -35,7 +35,7 @@ def main(path: Path) -> None:
     with (
         log.rank_logging(run_dir, errors.rank, separate=is_launched()),
         watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as file,
-        errors.of_an_error(),
+        errors.record_exception(),
         full_disk(run_dir.path),
     ):
         run(load_job(run_dir.config), run_dir, errors, file)
@@ -50,7 +50,9 @@ def run(job: Job, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> Non
     with (
         # A rank that a launcher started exits after this. It keeps its handlers, so that a late signal has no effect.
         stop_signals(stop, restore=not is_launched()),
-        watchdog.watched(errors.rank, timeout=timeout, stop=stop, file=stacks, leave_word=errors.of_a_hang) as dog,
+        watchdog.watched(
+            errors.rank, timeout=timeout, stop=stop, file=stacks, record_error=errors.record_hang
+        ) as dog,
         process_group.join(
             device=job.device,
             backend=job.launcher.backend.value,
@@ -71,27 +73,27 @@ class RankErrorFile:
         run_dir.rank_error(rank).unlink(missing_ok=True)
 
     @contextmanager
-    def of_an_error(self) -> Iterator[None]:
+    def record_exception(self) -> Iterator[None]:
         """Write the error that the context raises."""
         try:
             yield
         except Exception as error:
-            self._leave(error)
+            self._write(error)
             raise
 
-    def of_a_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
+    def record_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
         """Write an error in the watchdog's thread, which then ends the process; show it if there is no launcher."""
         if isinstance(error, RankFailed):
             error = RankFailed(f"{error}; the stacks are in {self.run_dir.logs}/rank*.log")
         else:  # after a stop, it does not matter where each rank was
             places = {}
-        self._leave(error, places)
+        self._write(error, places)
         if LAUNCHER not in os.environ:
             error = type(error)("; ".join([str(error), *(f"rank {rank} {place}" for rank, place in places.items())]))
             self.run_dir.write_ending(error)
             program.say(error)
 
-    def _leave(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
+    def _write(self, error: Exception, places: Mapping[int, str] | None = None) -> None:
         known = as_known(error)
         facts = {
             "time": time.time(),

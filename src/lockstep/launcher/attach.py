@@ -44,29 +44,29 @@ def create_on_main(
     rank = launched().rank
     # torchrun's agent serves a store. Without an agent (srun), main serves the store, and the process group uses it
     # too.
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _store(serve=rank == 0 and not served, seconds=REACHED_S if served else WAIT_S)
-    if not served:
+    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _store(serve=rank == 0 and not agent_serves, seconds=REACHED_S if agent_serves else WAIT_S)
+    if not agent_serves:
         _find_local_ranks(store)
     key = f"lockstep/run_dir/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         try:
-            making = make()
+            context = make()
         except LockstepError as error:
             say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
-            if not served:
+            if not agent_serves:
                 _await_readers(store, key)
             raise SystemExit(error.exit_code) from error
-        with making as run_dir:
+        with context as run_dir:
             store.set(key, f"{OK} {run_dir.path}")
             yield run_dir
         return
-    status, _, word = _awaited(store, key, "main has made no run folder").partition(" ")
+    status, _, text = _wait_for_value(store, key, "main has made no run folder").partition(" ")
     if status == FAILED:
         store.add(f"{key}/read", 1)
-        raise SystemExit(int(word))
-    yield RunDir(Path(word))
+        raise SystemExit(int(text))
+    yield RunDir(Path(text))
 
 
 def _await_readers(store: TCPStore, key: str) -> None:
@@ -83,7 +83,7 @@ def _find_local_ranks(store: TCPStore) -> None:
     store.set(key.format(place.rank), network.machine())
     if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return
-    machines = [_awaited(store, key.format(rank), f"rank {rank} has not come") for rank in range(place.size)]
+    machines = [_wait_for_value(store, key.format(rank), f"rank {rank} has not come") for rank in range(place.size)]
     local_ranks = [rank for rank, machine in enumerate(machines) if machine == machines[place.rank]]
     os.environ.setdefault("LOCAL_RANK", str(local_ranks.index(place.rank)))
     os.environ["LOCAL_WORLD_SIZE"] = str(len(local_ranks))
@@ -101,7 +101,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     until = time.monotonic() + seconds
     try:
         # Poll, because signal handlers do not run while the store waits.
-        while not (serve or _answers(address, port)):
+        while not (serve or _is_listening(address, port)):
             if time.monotonic() > until:
                 raise DistNetworkError("it does not answer")
             time.sleep(POLL_S)
@@ -118,7 +118,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
         raise RankFailed(f"no store at MASTER_ADDR={address} MASTER_PORT={port}: {reason}") from error
 
 
-def _answers(address: str, port: int) -> bool:
+def _is_listening(address: str, port: int) -> bool:
     """Whether anybody listens at a port."""
     try:
         socket.create_connection((address, port), timeout=REACHED_S).close()
@@ -127,7 +127,7 @@ def _answers(address: str, port: int) -> bool:
     return True
 
 
-def _awaited(store: TCPStore, key: str, otherwise: str) -> str:
+def _wait_for_value(store: TCPStore, key: str, otherwise: str) -> str:
     """Wait until `key` is set in the store, and return its value.
 
     Polls, because signal handlers do not run while the store waits.

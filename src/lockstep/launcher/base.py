@@ -72,7 +72,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
-    errors = _left_errors(run_dir)
+    errors = _read_errors(run_dir)
     if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # stopped before they could write error files
         return Stopped(NOT_BEGUN)
     if not errors:
@@ -94,7 +94,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     return known
 
 
-def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
+def _read_errors(run_dir: RunDir) -> list[dict[str, Any]]:
     """The error files of the ranks. A file that cannot be read is left out: a full disk may have ended its rank."""
     errors = []
     for path in run_dir.logs.glob("rank*.error.json"):
@@ -103,7 +103,7 @@ def _left_errors(run_dir: RunDir) -> list[dict[str, Any]]:
     return errors
 
 
-def forget_errors(run_dir: RunDir) -> None:
+def remove_error_files(run_dir: RunDir) -> None:
     """Remove the error files of an earlier launch in this folder."""
     for path in Path(run_dir.logs).glob("rank*.error.json"):
         path.unlink()

@@ -12,25 +12,25 @@ from lockstep.core import log
 from lockstep.core.errors import LockstepError, RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher.base import first_failure, forget_errors
+from lockstep.launcher.base import first_failure, remove_error_files
 from lockstep.launcher.machines import Machines
 from lockstep.launcher.processes import LOOPBACK, POLL_S, Forwarding, failures, forwarding, starting, store
 from lockstep.launcher.spawn import Children, environment, fresh_rank
 
 
-class Everyone:
+class AllRanks:
     """The ranks of all machines."""
 
-    def __init__(self, here: Children, machines: Machines) -> None:
-        self.here = here
+    def __init__(self, local: Children, machines: Machines) -> None:
+        self.local = local
         self.machines = machines
 
     def codes(self) -> dict[int, int | None]:
         self.machines.poll()
-        return {**self.here.codes(), **self.machines.codes()}
+        return {**self.local.codes(), **self.machines.codes()}
 
     def send(self, number: int) -> None:
-        self.here.send(number)
+        self.local.send(number)
         self.machines.send(number)
 
 
@@ -55,9 +55,9 @@ class Lead:
             LockstepError: the job failed or was stopped.
         """
         restarts = self.restarts
-        while again := self._attempt(entry, run_dir, can_restart=restarts > 0):
-            log.warn(f"{again}; all ranks are started again from the last checkpoint")
-            restarts -= isinstance(again, RankFailed)
+        while reason := self._attempt(entry, run_dir, can_restart=restarts > 0):
+            log.warn(f"{reason}; all ranks are started again from the last checkpoint")
+            restarts -= isinstance(reason, RankFailed)
 
     def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> LockstepError | None:
         """Start the ranks of all machines that have joined, and wait for them.
@@ -68,14 +68,14 @@ class Lead:
         Raises:
             LockstepError: the ranks ended for a reason that ends the job.
         """
-        forget_errors(run_dir)
-        machines, here = self.machines, Children()
-        everyone = Everyone(here, machines)
-        with here, forwarding(everyone) as request:
+        remove_error_files(run_dir)
+        machines, local = self.machines, Children()
+        all_ranks = AllRanks(local, machines)
+        with local, forwarding(all_ranks) as request:
             machines.gather(run_dir, _stop_waiting(request))
-            self._start(here, entry, run_dir)
+            self._start(local, entry, run_dir)
             request.repeat()
-            failed, joined = self._wait(everyone)
+            failed, joined = self._wait(all_ranks)
             if not failed:
                 return None
             failure = first_failure(run_dir, failed)
@@ -89,7 +89,7 @@ class Lead:
                     return failure
             raise failure
 
-    def _start(self, here: Children, entry: Entry, run_dir: RunDir) -> None:
+    def _start(self, local: Children, entry: Entry, run_dir: RunDir) -> None:
         machines = self.machines
         address = machines.address if machines.members else LOOPBACK
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -98,15 +98,15 @@ class Lead:
         with starting():
             for rank in range(self.ranks):
                 variables = environment(rank, size, address, port, range(self.ranks))
-                here.ranks.append(fresh_rank(entry, run_dir, variables))
-        here.store = store(listener)
+                local.ranks.append(fresh_rank(entry, run_dir, variables))
+        local.store = store(listener)
         for number, member in enumerate(machines.members, start=1):
             first = number * self.ranks
             member.codes = dict.fromkeys(range(first, first + self.ranks))
             member.give_up_at = None
             member.send(start={"first": first, "ranks": self.ranks, "size": size, "address": address, "port": port})
 
-    def _wait(self, everyone: Everyone) -> tuple[dict[int, int], bool]:
+    def _wait(self, all_ranks: AllRanks) -> tuple[dict[int, int], bool]:
         """Wait until all ranks have ended.
 
         Returns:
@@ -114,15 +114,15 @@ class Lead:
         """
         joined = False
         while True:
-            running = [rank.sentinel for rank in everyone.here.ranks if rank.code() is None]
+            running = [rank.sentinel for rank in all_ranks.local.ranks if rank.code() is None]
             multiprocessing.connection.wait(running, POLL_S)
-            ended = None not in everyone.codes().values()  # before `failures`, so that it sees every rank that ended
-            failed = failures(everyone)
+            ended = None not in all_ranks.codes().values()  # before `failures`, so that it sees every rank that ended
+            failed = failures(all_ranks)
             if failed or ended:
                 return failed, joined
             if self.machines.newcomers and not joined:
                 joined = True
-                everyone.send(signal.SIGTERM)
+                all_ranks.send(signal.SIGTERM)
 
 
 def _stop_waiting(request: Forwarding) -> Callable[[], None]:

@@ -66,7 +66,7 @@ class Member:
         """Process its messages, or notice that it is gone."""
         try:
             for message in self.connection.receive():
-                self._take(message)
+                self._handle(message)
         except ConnectionGone as error:
             self.gone = str(error)
         if self.runs and self.give_up_at is not None and time.monotonic() > self.give_up_at:
@@ -74,7 +74,7 @@ class Member:
         if self.gone:
             self.connection.close()
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle(self, message: Mapping[str, Any]) -> None:
         match message:
             case {"host": str(host), "node_rank": int() | None as node_rank, "overrides": list(overrides)}:
                 self.host, self.node_rank, self.overrides = host, node_rank, list(map(str, overrides))
@@ -182,7 +182,7 @@ class Machines:
         self.arrived = [member for member in (*self.members, *self.arrived) if not (member.gone or member.leaving)]
         self.members = []
         patience = self.timeout if self.began else max(self.timeout, FIRST_S)
-        until, last_call, said = time.monotonic() + patience, 0.0, False
+        until, last_call, announced = time.monotonic() + patience, 0.0, False
         while True:
             self.poll()
             check()
@@ -197,9 +197,9 @@ class Machines:
                     f"{count} of {self.least} machines met at {self.place} within "
                     f"{patience:g} s; start the same command on each, and see what the others say"
                 )
-            elif not said:
+            elif not announced:
                 log.console.print(f"waiting at {self.place} for {self.least - count} of {self.least} machines")
-                said = True
+                announced = True
             time.sleep(POLL_S)
         ready.sort(key=lambda member: self.most if member.node_rank is None else member.node_rank)
         self.members = ready[: self.most - 1]

@@ -60,23 +60,23 @@ class Member:
         Raises:
             LockstepError: the job failed or was stopped.
         """
-        with closing(self._connected()) as connection, forwarding(self) as request:
+        with closing(self._connect()) as connection, forwarding(self) as request:
             try:
                 connection.send(host=socket.gethostname(), node_rank=self.node_rank, overrides=self.overrides)
-                self._obey(connection, entry, request)
+                self._follow_main(connection, entry, request)
             except ConnectionGone as error:
                 raise RankFailed(f"main's machine, {self.host}, is gone ({error})") from error
             finally:
                 self.children.__exit__()
 
-    def _connected(self) -> Connection:
+    def _connect(self) -> Connection:
         """Wait until main's launcher listens, and connect to it.
 
         Raises:
             RankFailed: it does not listen in time.
         """
         patience = max(self.timeout, FIRST_S)
-        until, said = time.monotonic() + patience, False
+        until, announced = time.monotonic() + patience, False
         while True:
             try:
                 return Connection(socket.create_connection((self.host, self.port), CONNECT_S), self.timeout)
@@ -87,18 +87,18 @@ class Member:
                         f"since {patience:g} s; start the same command on that machine, and see "
                         "what it says there"
                     ) from error
-            if not said:
+            if not announced:
                 log.console.print(f"waiting for main at {self.host}:{self.port}")
-                said = True
+                announced = True
             time.sleep(POLL_S)
 
-    def _obey(self, connection: Connection, entry: Entry, request: Forwarding) -> None:
+    def _follow_main(self, connection: Connection, entry: Entry, request: Forwarding) -> None:
         leaving = False
         while True:
             for message in connection.receive(POLL_S):
                 match message:
                     case {"folder": str(folder), "lock": str(lock)}:
-                        self._see(connection, Path(folder), lock)
+                        self._confirm_run_folder(connection, Path(folder), lock)
                     case {"start": dict(start)}:
                         self._start(entry, start)
                         request.repeat()
@@ -120,7 +120,7 @@ class Member:
             if leaving and None not in codes.values():  # main's launcher has got these exit codes
                 raise Stopped("this machine has left the job as it was asked to; what was done is saved")
 
-    def _see(self, connection: Connection, path: Path, lock: str) -> None:
+    def _confirm_run_folder(self, connection: Connection, path: Path, lock: str) -> None:
         """Wait until this machine sees the run folder, and tell main's launcher.
 
         Raises:

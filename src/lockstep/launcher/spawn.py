@@ -24,7 +24,7 @@ from lockstep.core import log
 from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher.base import Inline, first_failure, forget_errors
+from lockstep.launcher.base import Inline, first_failure, remove_error_files
 from lockstep.launcher.processes import (
     LOOPBACK,
     POLL_S,
@@ -61,7 +61,7 @@ class Spawn(Inline):
         Raises:
             LockstepError: the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
         """
-        forget_errors(run_dir)
+        remove_error_files(run_dir)
         listener = loopback_listener()
         port = listener.getsockname()[1]
         environments = [environment(rank, int(self.ranks), LOOPBACK, port) for rank in range(int(self.ranks))]

@@ -26,15 +26,15 @@ from lockstep.runtime.signals import (
     importing,
     leave,
     listen,
+    reports_stops,
     silent_about_stops,
-    speaks,
 )
 
 # Longer lines, in characters, are shortened before they are shown.
 LONGEST_LINE = 800
 
 
-class PastHydra(BaseException):
+class JobError(BaseException):
     """Carries an error of a job through Hydra, which would add its own line to an `Exception`."""
 
     def __init__(self, error: Exception) -> None:
@@ -54,15 +54,15 @@ class _StopEarly(StopRequest):
             self._leave()
         if not self.requested:
             # Not with `threading`, whose locks the interrupted code may hold.
-            _thread.start_new_thread(self._insist, ())
+            _thread.start_new_thread(self._exit_after_grace, ())
         super().__call__(number, frame)
 
-    def over(self) -> None:
+    def ignore_signals(self) -> None:
         """Ignore signals from now on: the program is ending, and a signal would only change its exit code."""
         self.leaving = True
         listen(signal.SIG_IGN)
 
-    def _insist(self) -> None:
+    def _exit_after_grace(self) -> None:
         time.sleep(GRACE_S)
         if not self.leaving:
             self._leave()
@@ -78,7 +78,7 @@ def bypass_hydra_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise PastHydra(error) from error
+        raise JobError(error) from error
 
 
 @contextmanager
@@ -102,18 +102,18 @@ def command_line() -> Iterator[None]:
             check_word(word)
         yield
     except SystemExit as raised:
-        stop.over()
+        stop.ignore_signals()
         if isinstance(raised.code, int):
             leave(raised.code)
         raise
-    except (Exception, PastHydra, StopNow) as raised:
-        stop.over()
+    except (Exception, JobError, StopNow) as raised:
+        stop.ignore_signals()
         # An interrupted library may have turned the stop into another exception.
         stopped = Stopped(STOPPED_EARLY) if stop.requested else None
-        if isinstance(raised, PastHydra):
+        if isinstance(raised, JobError):
             _end(raised.error, translate(raised.error) or stopped, full)
         _end(raised, stopped or translate(raised) or translate_before_job(raised), full)
-    stop.over()
+    stop.ignore_signals()
 
 
 def finish() -> NoReturn:
@@ -141,7 +141,7 @@ def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoRet
 
 def say(error: LockstepError) -> None:
     """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
-    if isinstance(error, Stopped) and not speaks():
+    if isinstance(error, Stopped) and not reports_stops():
         return
     try:
         if isinstance(error, RankFailed) and error.details:

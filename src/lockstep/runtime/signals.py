@@ -153,7 +153,7 @@ def listen(handler: Any) -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, handler) for number in STOP_SIGNALS}
 
 
-def speaks() -> bool:
+def reports_stops() -> bool:
     """Whether this process tells the user about a stop. torchrun stops all its ranks, and only rank 0 reports it."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -173,7 +173,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
         die_with_parent(parent)
 
     def leave_early(number: int, frame: FrameType | None) -> None:
-        if says and speaks():
+        if says and reports_stops():
             os.write(2, f"lockstep: {says}\n".encode())
         os._exit(Stopped.exit_code)
 

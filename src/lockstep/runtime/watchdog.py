@@ -23,7 +23,7 @@ from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopReque
 
 TICK_S = 0.5
 # A process that uses less than this share of a core counts as waiting.
-COMPUTES = 0.01
+BUSY_SHARE = 0.01
 # After a stop request, a rank waits this many seconds for another rank to finish its step.
 PATIENCE_S = 30.0
 # The timeout of the process group: practically none. It counts wall-clock time, so a shorter one would end a job that
@@ -31,7 +31,7 @@ PATIENCE_S = 30.0
 GROUP_TIMEOUT_S = 365 * 24 * 3600.0
 
 # Called with the error that ends this rank, and the known places of ranks in the program.
-LeaveWord = Callable[[LockstepError, Mapping[int, str]], None]
+RecordError = Callable[[LockstepError, Mapping[int, str]], None]
 
 
 @contextmanager
@@ -61,21 +61,21 @@ class Watchdog(threading.Thread):
         timeout: seconds without a sign of life. Time in which the process was suspended (Ctrl-Z) does not count.
         stop: the stop request that the main thread acts on.
         file: the file for the stacks.
-        leave_word: records why the rank was ended, and where it was.
+        record_error: records why the rank was ended, and where it was.
         pipe: the file descriptor from which the signal numbers are read.
 
     `local_peer_pids` maps each other rank of this machine to its process number. It is set when they are known.
     """
 
     def __init__(
-        self, rank: int, *, timeout: float, stop: StopRequest, file: TextIO, leave_word: LeaveWord, pipe: int
+        self, rank: int, *, timeout: float, stop: StopRequest, file: TextIO, record_error: RecordError, pipe: int
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.rank = rank
         self.timeout = timeout
         self.stop = stop
         self.file = file
-        self.leave_word = leave_word
+        self.record_error = record_error
         self.pipe = pipe
         self.local_peer_pids: Mapping[int, int] = {}
         self.signs = 0
@@ -93,13 +93,13 @@ class Watchdog(threading.Thread):
         last_signs, computed = 0, time.process_time()
         while not self.finished.wait(TICK_S):
             now = time.process_time()
-            living, computing = self.signs != last_signs, now - computed > COMPUTES * TICK_S
+            living, computing = self.signs != last_signs, now - computed > BUSY_SHARE * TICK_S
             last_signs, computed = self.signs, now
             self.longest = max(self.longest, self.quiet)
             self.quiet = 0.0 if living else self.quiet + TICK_S
             self.idle = 0.0 if living or computing else self.idle + TICK_S
             self._listen()
-            if error := self._verdict():
+            if error := self._error_to_end_with():
                 self.end(error)
 
     def _listen(self) -> None:
@@ -109,7 +109,7 @@ class Watchdog(threading.Thread):
                     self.received.take(number)
         self.since_stop += TICK_S * self.received.requested
 
-    def _verdict(self) -> LockstepError | None:
+    def _error_to_end_with(self) -> LockstepError | None:
         """The error with which the watchdog must end the process; None if it must not."""
         begun = self.stop.begun
         if self.received.force:
@@ -118,7 +118,7 @@ class Watchdog(threading.Thread):
         # yet.
         if not begun and (self.since_stop > GRACE_S or (self.since_stop and importing(_main_frame()))):
             return Stopped(NOT_BEGUN)
-        suspended = any(map(_stopped, self.local_peer_pids.values()))
+        suspended = any(map(_is_suspended, self.local_peer_pids.values()))
         patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
         if min(self.since_stop, self.idle) > min(patience, self.timeout) and not self.stop.leaving:
             return Stopped(
@@ -133,9 +133,11 @@ class Watchdog(threading.Thread):
         """Record where this rank was, have its peers on this machine write their stacks, and end the process."""
         try:
             places = {self.rank: _place()}
-            places |= {rank: "was stopped by a signal" for rank, pid in self.local_peer_pids.items() if _stopped(pid)}
+            places |= {
+                rank: "was stopped by a signal" for rank, pid in self.local_peer_pids.items() if _is_suspended(pid)
+            }
             faulthandler.dump_traceback(self.file)
-            self.leave_word(error, places)
+            self.record_error(error, places)
             for pid in self.local_peer_pids.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR2)
@@ -148,14 +150,14 @@ class Watchdog(threading.Thread):
 
 @contextmanager
 def watched(
-    rank: int, *, timeout: float, stop: StopRequest, file: TextIO, leave_word: LeaveWord
+    rank: int, *, timeout: float, stop: StopRequest, file: TextIO, record_error: RecordError
 ) -> Iterator[Watchdog]:
     """Watch this rank while the context is open. Only the main thread may do so: it sets the wakeup descriptor."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    dog = Watchdog(rank, timeout=timeout, stop=stop, file=file, leave_word=leave_word, pipe=reader)
+    dog = Watchdog(rank, timeout=timeout, stop=stop, file=file, record_error=record_error, pipe=reader)
     dog.start()
     try:
         yield dog
@@ -178,7 +180,7 @@ def _main_frame() -> FrameType:
     return sys._current_frames()[threading.main_thread().ident or 0]
 
 
-def _stopped(pid: int) -> bool:
+def _is_suspended(pid: int) -> bool:
     """Whether a process is stopped by a signal (Linux; elsewhere it is not known)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

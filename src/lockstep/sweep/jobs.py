@@ -41,9 +41,9 @@ def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invoca
         if error is None:
             sys.stderr.write(escaped(traceback.format_exc()))
             error = as_known(raised)
-        named = copy.copy(error)  # a copy keeps all attributes, such as a rank's traceback
-        named.args = (f"job {invocation.number}: {error}",)
-        program.say(named)
+        labelled = copy.copy(error)  # a copy keeps all attributes, such as a rank's traceback
+        labelled.args = (f"job {invocation.number}: {error}",)
+        program.say(labelled)
     outcome = Outcome(
         number=invocation.number,
         overrides=invocation.overrides,

@@ -29,14 +29,14 @@ def _refuse_as_rank() -> None:
 
     def refuse() -> NoReturn:
         raise InputError(
-            f"{started_by().said} would run the whole sweep in each rank; type {program_name()} -m ... instead"
+            f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )
 
     with create_on_main(refuse, program.say):
         raise AssertionError("a refusal ends every rank")
 
 
-def _forget(folder: Path, new_folders: list[Path]) -> None:
+def _remove_folders(folder: Path, new_folders: list[Path]) -> None:
     """Remove the `new_folders` of a sweep that was refused before its first job. Hydra has written a config there."""
     if folder.is_dir() and [file.name for file in folder.iterdir()] == ["multirun.yaml"]:
         (folder / "multirun.yaml").unlink()
@@ -54,14 +54,14 @@ def _ledger(folder: Path) -> list[str]:
 class Report(Callback):
     """Hydra's callbacks around a sweep: the table of its jobs, and the exit code of the first failed job."""
 
-    earlier = 0
+    earlier_lines = 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _refuse_as_rank()
         # Hydra creates the folder before it composes the jobs, and has no callback for a mistake in a job's config.
         folder = Path(config.hydra.sweep.dir).absolute()
-        self.earlier = len(_ledger(folder))  # lines of an earlier sweep in this folder
-        atexit.register(_forget, folder, [path for path in (folder, *folder.parents) if not path.exists()])
+        self.earlier_lines = len(_ledger(folder))  # lines of an earlier sweep in this folder
+        atexit.register(_remove_folders, folder, [path for path in (folder, *folder.parents) if not path.exists()])
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from rich.table import Table
@@ -70,7 +70,7 @@ class Report(Callback):
         if array.WAITING:
             with program.bypass_hydra_errors():
                 array.submit_all(folder.absolute())
-        outcomes = [Outcome(**parsed_json(line)) for line in _ledger(folder)[self.earlier :]]
+        outcomes = [Outcome(**parsed_json(line)) for line in _ledger(folder)[self.earlier_lines :]]
         if not outcomes:
             return
         table = Table("job", "overrides", "top-1 %", "ended")
