@@ -62,7 +62,7 @@ def test_a_kept_config_that_cannot_be_put_back_is_refused_in_one_sentence(run: R
         os.mkfifo(run.composed)
     done = train(f"resume={run.path}", "steps=8", "device=cpu", f"output_root={run.path.parent}")
     assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
-    assert "written anew" not in done.out
+    assert "will be replaced" not in done.out
     assert f"{run.composed} {'has 1,099,511,627,776 bytes' if fault == 'holes' else 'is a pipe'}" in done.err
 
 
@@ -75,7 +75,7 @@ def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> N
     done = train(f"resume={run.path}", "device=cpu", f"output_root={run.path.parent}")
     assert done.code == 0, done.err
     assert "is damaged (state.pt has 0 bytes, expected" in done.out
-    assert f"{run.summary} is not the summary of a run; it is written anew" in done.out
+    assert f"{run.summary} is not the summary of a run; it will be replaced" in done.out
     assert f"{run.metrics} is damaged: line 2 cannot be read, and is left out" in done.out
     assert json.loads(run.summary.read_text())["status"] == "completed"
     assert checkpoint.find_corruption(newest) == "", "its step was done again"

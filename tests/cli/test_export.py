@@ -120,7 +120,7 @@ def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("alone.safetensors",), "a file of weights has none; name some behind it: a file or a folder"),
+        (("alone.safetensors",), "a file of weights has none; name some after it: a file or a folder"),
         (("alone.safetensors", "nowhere.png"), "nowhere.png cannot be read as an image"),
         (("alone.safetensors", "--out", "nowhere/model.onnx"), "--out is nowhere/model.onnx, expected a file in"),
     ],

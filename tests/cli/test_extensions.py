@@ -123,7 +123,7 @@ def test_only_a_declared_class_of_an_extension_is_an_option(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("decorator", "field", "sentence"),
     [
-        ('@lockstep.option("modle")', "width: int = 3", "Flat declares an option of 'modle', which is no group."),
+        ('@lockstep.option("modle")', "width: int = 3", "Flat declares an option of 'modle', which is not a group."),
         ('@lockstep.option("model", "linear")', "width: int = 3", "model=linear is an option of Lockstep"),
         ('@lockstep.option("model", "resnet50d")', "width: int = 3", "model=resnet50d is an option of Lockstep"),
         ('@lockstep.option("model")', "width = 3", "Flat.width has no type, so it is no key of the config; write"),
@@ -146,7 +146,7 @@ def test_a_mistake_in_an_extension_is_one_sentence_with_its_place(
 
 def test_a_config_of_an_extension_has_a_place_and_a_name_of_its_own(tmp_path: Path) -> None:
     folder = written(tmp_path / "project")
-    mistakes = {"models/mine.yaml": "'models' is no config group", "model/linear.yaml": "is an option of Lockstep"}
+    mistakes = {"models/mine.yaml": "'models' is not a config group", "model/linear.yaml": "is an option of Lockstep"}
     for name, sentence in mistakes.items():
         file = folder / "own" / "conf" / name
         file.parent.mkdir(parents=True)

@@ -170,7 +170,7 @@ EFFECTS = [
     ),
     ("optimizer=sgd optimizer.nesterov=true optimizer.momentum=0", "optimizer.nesterov is true, but optimizer.mom"),
     ("repro=strict strategy.sync_batchnorm=false", "strategy.sync_batchnorm is false, but under repro=strict"),
-    ("repro=exact strategy=strict", "strategy=strict is what repro=strict chooses, and repro=exact is given"),
+    ("repro=exact strategy=strict", "strategy=strict belongs to repro=strict, but repro=exact is given"),
     ("dataset.root=there", "dataset.root: there is no such key in the config."),
     (
         "model=resnet18 model.pretrained=true init_from=/nowhere.safetensors",
@@ -316,9 +316,9 @@ def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
     ("word", "says"),
     [
         ("name=" + "a" * 20_000, "has 20,005 characters, expected at most 10,000"),
-        ("name=" + "[" * 1000, "has 1000 brackets in one another, expected at most 30"),
+        ("name=" + "[" * 1000, "has 1000 nested brackets, expected at most 30"),
         ("seed=" + "9" * 5000, "has a number of more than 300 digits; write a smaller one"),
-        ("name=\udc80", "is no text in Unicode; write it in UTF-8"),
+        ("name=\udc80", "is not valid Unicode; write it in UTF-8"),
     ],
 )
 def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -> None:
@@ -395,7 +395,7 @@ def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path
     conf.mkdir(parents=True)
     (conf / "mine.yaml").write_text("# @package _global_\nbatch: auto\n")
     said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
-    assert said.startswith("batch=auto keeps the batch that a job has without it, and belongs on the command line")
+    assert said.startswith("batch=auto keeps the batch that a job has without it, so it only works on the command")
 
 
 def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_what_ended_the_work_stays_the_error_and_the_others_are_said(
         raise ended_by
     assert caught.value is ended_by
     assert closed == ["failing", "last"]
-    assert "at its end the run also met this: OSError: no space left" in capsys.readouterr().out
+    assert "another error at the end of the run: OSError: no space left" in capsys.readouterr().out
 
 
 def test_an_error_of_the_end_alone_is_raised_when_all_are_closed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ def changed(run: RunDir, **values: Any) -> dict[str, str]:
 
 NAN = float("nan")
 HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
-    "no card": (None, "it does not say what its model is; weights of other programs can be trained from"),
+    "no card": (None, "it does not say what its model is; init_from= can train from weights of other programs"),
     "no JSON": ("{", "its description is not JSON"),
     "no mapping": ("[]", r"its description has format \[\], expected 1"),
     "deep": ("[" * 50 + "]" * 50, "its description is not JSON"),

@@ -102,7 +102,7 @@ def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]
     for name, entries in saved.items():
         if examples[name].keys() != entries.keys():
             here, there = (", ".join(map(str, keys)) or "nothing" for keys in (examples[name], entries))
-            raise ValueError(f"of {name} the optimizer keeps {there}, expected {here}")
+            raise ValueError(f"the optimizer's state of {name} has {there}, expected {here}")
     if new := [name for name in examples if name not in saved]:
         log.warn(f"the checkpoint has no optimizer state of {len(new)} parameters ({new[0]}, ...), which start anew")
     return {

@@ -19,10 +19,10 @@ def arguments() -> argparse.Namespace:
     _export(commands)
     demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
     _model(demo)
-    demo.add_argument("--port", type=int, default=8000, help="to listen on; 0 is any that is free [8000]")
+    demo.add_argument("--port", type=int, default=8000, help="the port to listen on; 0 chooses a free one [8000]")
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
-    new.add_argument("project", metavar="PROJECT", help="the folder to make, named like its package")
+    new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
     _lr_find(commands)
     _prove(commands)
     pack = _pack(commands)
@@ -63,14 +63,14 @@ def _evaluate(commands: Any) -> None:
 def _predict(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
-        help="say what is on image files",
-        description="Print the classes of each image. The exit code is 2 if a file is no image; the others are "
-        "printed all the same.",
+        help="predict the classes of image files",
+        description="Print the classes of each image. The exit code is 2 if a file is not an image; the other "
+        "files are printed anyway.",
     )
     _model(predict)
     predict.add_argument("files", nargs="+", metavar="FILE", help="an image, or a folder with images")
     predict.add_argument(
-        "--format", dest="form", choices=("table", "csv", "json"), default="table", help="of the output [table]"
+        "--format", dest="form", choices=("table", "csv", "json"), default="table", help="output format [table]"
     )
     predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
 
@@ -102,7 +102,7 @@ def _lr_find(commands: Any) -> None:
     )
     find.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
     find.set_defaults(rest="overrides")
-    find.add_argument("--steps", type=int, default=100, help="at the most; it ends where the loss explodes [100]")
+    find.add_argument("--steps", type=int, default=100, help="the most steps; it ends when the loss explodes [100]")
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
     find.add_argument("--out", metavar="FILE", default="lr-find.svg", help="the picture [lr-find.svg]")
@@ -111,8 +111,8 @@ def _lr_find(commands: Any) -> None:
 def _clean(commands: Any) -> None:
     clean = commands.add_parser(
         "clean",
-        help="show which checkpoints of runs can go, and remove them",
-        description="Show which checkpoints of the runs and sweeps in a folder can go, and how many bytes they have. "
+        help="show which checkpoints of runs can be removed, and remove them",
+        description="Show which checkpoints of the runs and sweeps in a folder can be removed, and their size. "
         "The newest checkpoint and the best one of each run stay, and all of a run that is running. Nothing is "
         "removed without --yes.",
     )
@@ -137,7 +137,7 @@ def _prove(commands: Any) -> None:
     )
     prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
     prove.set_defaults(rest="overrides")
-    prove.add_argument("--steps", type=int, default=20, help="of each run [20]")
+    prove.add_argument("--steps", type=int, default=20, help="steps of each run [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
 
 
@@ -152,9 +152,9 @@ def _pack(commands: Any) -> argparse.ArgumentParser:
         "cannot be written.",
     )
     pack.add_argument("source", nargs="?", metavar="SOURCE", help="the folder that holds train/ and val/")
-    pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to make")
+    pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to create")
     pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
-    pack.add_argument("--skip", type=int, metavar="N", help="the most broken images to leave out [0]")
+    pack.add_argument("--skip", type=int, metavar="N", help="how many broken images may be left out [0]")
     pack.add_argument(
         "--val-share",
         type=float,

@@ -17,6 +17,6 @@ def demo(path: str, *, port: int, device: str | None) -> None:
         InputError: the weights cannot be loaded, or the port is in use.
     """
     with DemoServer(load(path, device=device), port) as server, suppress(StopNow):
-        log.show(f"{server.url} shows what the model says of a photo; Ctrl-C ends it")
+        log.show(f"{server.url} shows the classes of a photo; Ctrl-C ends it")
         log.console.file.flush()
         server.serve_forever()

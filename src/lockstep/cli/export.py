@@ -61,7 +61,7 @@ def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> Tensor:
     if run is None:
         raise InputError(
             "an exported model is compared with its original on real images, and a file of weights has none; name "
-            "some behind it: a file or a folder"
+            "some after it: a file or a folder"
         )
     source = data_of(run, ())
     check_data(predictor, source)

@@ -42,6 +42,5 @@ def new(project: str) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(source.read_text().replace(NAME, name))
         shutil.move(Path(temporary, name), folder)
-    log.console.print(
-        f"made {folder}; go on with: {typed(['cd', folder])} && python train.py experiment=first", soft_wrap=True
-    )
+    command = f"{typed(['cd', folder])} && python train.py experiment=first"
+    log.console.print(f"created {folder}; continue with: {command}", soft_wrap=True)

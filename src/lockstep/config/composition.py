@@ -69,7 +69,7 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
         if key not in plain:
             raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
         if "${" in repr(plain[key]):  # it was escaped; the ranks read the config from a file and would resolve it
-            raise InputError(f"{key} has ${{ in its value, which a config takes for a reference; write it without")
+            raise InputError(f"{key} has ${{ in its value, which a config reads as a reference; leave it out")
     return {str(key): value for key, value in plain.items()}
 
 
@@ -84,7 +84,7 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
     for text in stored:
         check_word(text)
         if hydra_policy.is_of_hydra(text):
-            raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; take it out")
+            raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; remove it")
     added = [text for text in overrides if key_of(text) != "resume"]
     try:
         return compose(configs.name, overrides=[*configs.searchpath, *stored, *added], return_hydra_config=False)

@@ -191,7 +191,7 @@ def _configs(extension: Extension) -> list[tuple[str, Path]]:
         group, name = file.parent.relative_to(extension.folder / "conf").as_posix(), file.stem
         if group not in groups:
             known = options.known(group, groups)
-            raise InputError(f"{file}: {group!r} is no config group; put it into conf/GROUP/NAME.yaml.{known}")
+            raise InputError(f"{file}: {group!r} is not a config group; put it into conf/GROUP/NAME.yaml.{known}")
         if options.is_own(group, name):
             raise InputError(f"{file}: {group}={name} is an option of Lockstep; rename the file")
         configs.append((f"{group}={name}", file))

@@ -76,11 +76,11 @@ def check_word(text: str) -> None:
     if len(text) > LONGEST:
         raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
     if deepest > DEEPEST:
-        raise InputError(f"{shown(text)} has {deepest} brackets in one another, expected at most {DEEPEST}")
+        raise InputError(f"{shown(text)} has {deepest} nested brackets, expected at most {DEEPEST}")
     if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):
         raise InputError(f"{shown(text)} has a number of more than {MOST_DIGITS} digits; write a smaller one")
     if not text.isascii() and text.encode(errors="replace").decode() != text:
-        raise InputError(f"{shown(text)} is no text in Unicode; write it in UTF-8")
+        raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
 
 
 def translate(error: BaseException) -> LockstepError | None:

@@ -36,7 +36,8 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
         where = _place(cls)
         if group not in GROUPS:
             raise InputError(
-                f"{where}: {cls.__name__} declares an option of {group!r}, which is no group.{known(group, GROUPS)}"
+                f"{where}: {cls.__name__} declares an option of {group!r}, which is not a group."
+                f"{known(group, GROUPS)}"
             )
         option = cls if "__dataclass_fields__" in vars(cls) else dataclass(frozen=True, kw_only=True)(cls)
         option_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()

@@ -30,6 +30,6 @@ def closing(*closes: Callable[[], object]) -> Iterator[None]:
             if first is None:
                 first = error
             else:
-                log.warn(f"at its end the run also met this: {type(error).__name__}: {error}")
+                log.warn(f"another error at the end of the run: {type(error).__name__}: {error}")
     if first is not None:
         raise first

@@ -64,7 +64,7 @@ class Interrupted(LockstepError):
 
     def __init__(
         self,
-        sentence: str = "interrupted twice: stopped at once; the last checkpoint is what a resume goes on from",
+        sentence: str = "interrupted twice: stopped at once; a resume continues from the last checkpoint",
     ) -> None:
         super().__init__(sentence)
 

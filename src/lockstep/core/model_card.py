@@ -103,9 +103,7 @@ class ModelCard:
         """
         text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
         if not isinstance(text, str):
-            raise ValueError(
-                "it does not say what its model is; weights of other programs can be trained from with init_from="
-            )
+            raise ValueError("it does not say what its model is; init_from= can train from weights of other programs")
         if len(text) > LIMIT:
             raise ValueError(f"its description has {len(text):,} characters, expected at most {LIMIT:,}")
         try:

@@ -167,8 +167,8 @@ def read_yaml(path: Path) -> Any:
     if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(body):
         raise UnreadableFile(
             path,
-            "does not match the sha256 in its first line: a fault or a hand has changed it; put it back as it was, "
-            "or remove that line if the change is meant",
+            "does not match the sha256 in its first line: it was changed by a fault or by hand; restore it, or "
+            "remove that line if the change is intended",
         )
     try:
         _check_events(text)
@@ -241,7 +241,7 @@ def checked(value: Any) -> Any:
                 case int() if -WHOLE <= item < WHOLE:
                     continue
                 case _:
-                    raise ValueError(f"it has a value or key that is no number or word: {type(item).__name__}")
+                    raise ValueError(f"a value or key is neither a number nor a text: {type(item).__name__}")
         if not inside:
             return value
         level = inside

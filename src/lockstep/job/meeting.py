@@ -34,7 +34,7 @@ def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member
             "SLURM; use launcher.nodes=1 or launcher=slurm"
         )
     role = built.meet([word for word in invocation.overrides if messages.key_of(word) not in OWN_KEYS])
-    error: LockstepError | None = RankFailed("main has ended; see what it says")
+    error: LockstepError | None = RankFailed("main has ended; its output says why")
     try:
         yield role
         error = None

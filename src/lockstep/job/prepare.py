@@ -43,9 +43,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     resumed = checkpoint_to_resume(folder, named_checkpoint(built.resume))
     built = resolve(built, sweep=invocation.sweep, resumed=resumed)
     if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
-        raise InputError(
-            "strategy=strict is what repro=strict chooses, and repro=exact is given; leave out one of them"
-        )
+        raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
     check_job(built)
     if resumed_folder is not None:
         check_kept_config(RunDir(resumed_folder), job, invocation)
@@ -95,8 +93,8 @@ def _without_auto_batch(job: dict[str, Any], overrides: list[str], configs: Conf
     remaining = [word for word in overrides if messages.key_of(word) != "batch" or "auto" not in word]
     if len(remaining) == len(overrides):
         raise InputError(
-            "batch=auto keeps the batch that a job has without it, and belongs on the command line; a recipe has a "
-            "number, and train.micro_batches: auto"
+            "batch=auto keeps the batch that a job has without it, so it only works on the command line; in a "
+            "recipe, set batch to a number and train.micro_batches to auto"
         )
     if job["train"]["micro_batches"] not in (1, "auto"):
         raise InputError(
@@ -104,5 +102,8 @@ def _without_auto_batch(job: dict[str, Any], overrides: list[str], configs: Conf
         )
     batch = composition.to_dict(composition.recompose(remaining, (), configs))["batch"]
     if batch == "auto":
-        raise InputError("batch is auto without batch=auto too; a recipe has a number, and train.micro_batches: auto")
+        raise InputError(
+            "batch is auto even without batch=auto on the command line; in the recipe, set batch to a number and "
+            "train.micro_batches to auto"
+        )
     return {**job, "batch": batch, "train": {**job["train"], "micro_batches": "auto"}}

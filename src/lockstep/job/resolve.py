@@ -127,12 +127,12 @@ def _strategy(job: Job) -> Strategy:
         return job.strategy
     if type(job.strategy) is AutoStrategy and not job.strategy.sync_batchnorm:
         raise InputError(
-            "strategy.sync_batchnorm is false, but under repro=strict batch norm counts per virtual shard; leave out "
+            "strategy.sync_batchnorm is false, but under repro=strict batch norm works per virtual shard; leave out "
             "strategy.sync_batchnorm, or use repro=exact"
         )
     if type(job.strategy) not in (AutoStrategy, Single):
         raise InputError(
-            f"repro=strict adds gradients in an order of its own, which {type(job.strategy).__name__} does not keep; "
+            f"repro=strict adds gradients in a fixed order, which {type(job.strategy).__name__} does not keep; "
             "leave out strategy=..., or use repro=exact"
         )
     return Strict()

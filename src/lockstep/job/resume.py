@@ -85,7 +85,7 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], invocation: Invocati
         stored_values = dict(_leaves(yaml_io.load(composed)))
     except InputError as error:
         content_to_restore(composed)  # raises if the file cannot be replaced
-        log.warn(f"{error}; it is written anew, and the overrides of the run cannot be compared with it")
+        log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")
         return
     added = _added(invocation)
     stored = yaml_io.load_list(run_dir.overrides)
@@ -107,8 +107,8 @@ def check_kept_config(run_dir: RunDir, job: dict[str, Any], invocation: Invocati
         )
         more = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         raise InputError(
-            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{more}); put back the lines "
-            "that it lost, or say on the command line what these are to be"
+            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{more}); restore the lines "
+            "that it lost, or set these keys on the command line"
         )
 
 

@@ -94,9 +94,7 @@ def _check_kinds(run_dir: RunDir) -> None:
     for path in sorted(run_dir.path.rglob("*")):
         file_kind = kind(path.lstat().st_mode)
         if file_kind == "a symbolic link":
-            raise InputError(
-                f"{path} is a symbolic link, which a run folder must not have; put what it leads to there"
-            )
+            raise InputError(f"{path} is a symbolic link, which a run folder must not have; replace it by its target")
         if file_kind not in ("", "a folder"):
             raise InputError(f"{path} is {file_kind}, which a run folder must not have; remove it")
         if file_kind == "" and path in folders:

@@ -171,7 +171,7 @@ def _check_kernels(job: Job) -> None:
     if isinstance(job.strategy, Strict) and any(timed.values()):
         remedy = " ".join(key for key, on in timed.items() if on)
         raise InputError(
-            "repro=strict has the same bits every time, but a stopwatch would choose among kernels that round in "
+            "repro=strict has the same bits every time, but these options choose by time among kernels that round in "
             f"different ways; use {remedy}, or repro=exact"
         )
 
@@ -180,7 +180,7 @@ def _check_compile(job: Job) -> None:
     """Refuse options that do not work with a compiled model."""
     if job.model.compile and isinstance(job.strategy, Pipeline) and job.launcher.world_size > 1:
         raise InputError(
-            "model.compile is true, but under strategy=pipeline a rank runs a part of the model, which ends in its "
+            "model.compile is true, but under strategy=pipeline a rank runs a part of the model that ends in its "
             "middle; use model.compile=false, or strategy=fsdp"
         )
     if not job.model.compile or job.device != "cuda":
@@ -246,7 +246,7 @@ def _ended(run_dir: RunDir) -> bool:
     try:
         return run_dir.read_summary().get("status") == "completed"
     except UnreadableFile as error:
-        log.show_warning(f"{error}; it is written anew")
+        log.show_warning(f"{error}; it will be replaced")
         return False
 
 
@@ -257,5 +257,5 @@ def _check_data(dataset: Source) -> None:
         dataset.eval()
     except InputError as error:
         raise InputError(
-            f"{error}; a resume downloads nothing to a folder that only the run names: say it with data_root=FOLDER"
+            f"{error}; a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
         ) from error

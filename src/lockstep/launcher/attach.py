@@ -62,7 +62,7 @@ def create_on_main(
             store.set(key, f"{OK} {run_dir.path}")
             yield run_dir
         return
-    status, _, text = _wait_for_value(store, key, "main has made no run folder").partition(" ")
+    status, _, text = _wait_for_value(store, key, "main has not created the run folder").partition(" ")
     if status == FAILED:
         store.add(f"{key}/read", 1)
         raise SystemExit(int(text))
@@ -83,7 +83,7 @@ def _find_local_ranks(store: TCPStore) -> None:
     store.set(key.format(place.rank), network.machine())
     if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return
-    machines = [_wait_for_value(store, key.format(rank), f"rank {rank} has not come") for rank in range(place.size)]
+    machines = [_wait_for_value(store, key.format(rank), f"rank {rank} has not joined") for rank in range(place.size)]
     local_ranks = [rank for rank, machine in enumerate(machines) if machine == machines[place.rank]]
     os.environ.setdefault("LOCAL_RANK", str(local_ranks.index(place.rank)))
     os.environ["LOCAL_WORLD_SIZE"] = str(len(local_ranks))
@@ -139,7 +139,7 @@ def _wait_for_value(store: TCPStore, key: str, otherwise: str) -> str:
     try:
         while not store.check([key]):
             if time.monotonic() > until:
-                raise RankFailed(f"{otherwise} in {WAIT_S:g} s; see what it says")
+                raise RankFailed(f"{otherwise} within {WAIT_S:g} s; its output says why")
             time.sleep(POLL_S)
         return store.get(key).decode()
     except (DistNetworkError, DistStoreError) as error:

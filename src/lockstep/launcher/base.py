@@ -77,9 +77,11 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         return Stopped(NOT_BEGUN)
     if not errors:
         if StorageError.exit_code in exit_codes.values():
-            return StorageError(f"{run_dir.path} cannot be written, nor why; make room there, and resume the run")
+            return StorageError(
+                f"{run_dir.path} cannot be written, not even the error; make room there, and resume the run"
+            )
         words = ", ".join(f"rank {rank} left with exit code {code}" for rank, code in sorted(exit_codes.items()))
-        return RankFailed(f"{words or 'a rank left'} without a word of its own; see {run_dir.logs}")
+        return RankFailed(f"{words or 'a rank left'} and wrote no error; see {run_dir.logs}")
     errors.sort(key=lambda error: error["time"])
     first: dict[str, Any] = errors[0]
     if not first["known"]:

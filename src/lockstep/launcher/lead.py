@@ -84,7 +84,7 @@ class Lead:
             changed = joined or any(member.leaving for member in machines.members)
             if not request.requested:
                 if isinstance(failure, Stopped) and changed and machines.remaining >= machines.least:
-                    return Stopped(f"machines have come or left, and the job goes on with {machines.remaining}")
+                    return Stopped(f"machines have joined or left, and the job goes on with {machines.remaining}")
                 if isinstance(failure, RankFailed) and can_restart:
                     return failure
             raise failure
@@ -128,6 +128,6 @@ class Lead:
 def _stop_waiting(request: Forwarding) -> Callable[[], None]:
     def check() -> None:
         if request.requested:
-            raise Stopped("stopped while it waited for machines; the same command on each goes on")
+            raise Stopped("stopped while waiting for machines; start the same command on each again")
 
     return check

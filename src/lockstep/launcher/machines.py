@@ -70,7 +70,7 @@ class Member:
         except ConnectionGone as error:
             self.gone = str(error)
         if self.runs and self.give_up_at is not None and time.monotonic() > self.give_up_at:
-            self.gone = f"its ranks were to end, and no answer came in {GRACE_S:g} s"
+            self.gone = f"its ranks were told to end, and no answer came within {GRACE_S:g} s"
         if self.gone:
             self.connection.close()
 
@@ -87,7 +87,7 @@ class Member:
             case {"codes": dict(codes)}:
                 self.codes.update({int(rank): code for rank, code in codes.items()})
             case _:
-                raise ConnectionGone("it is no launcher of ours")
+                raise ConnectionGone("it is not a launcher of Lockstep")
 
 
 class Machines:
@@ -195,7 +195,7 @@ class Machines:
             elif now > until:
                 raise RankFailed(
                     f"{count} of {self.least} machines met at {self.place} within "
-                    f"{patience:g} s; start the same command on each, and see what the others say"
+                    f"{patience:g} s; start the same command on each, and see the output of the others"
                 )
             elif not announced:
                 log.console.print(f"waiting at {self.place} for {self.least - count} of {self.least} machines")

@@ -83,9 +83,8 @@ class Member:
             except OSError as error:
                 if time.monotonic() > until:
                     raise RankFailed(
-                        f"nobody listens at launcher.rendezvous={self.host}:{self.port} ({error.strerror or error}) "
-                        f"since {patience:g} s; start the same command on that machine, and see "
-                        "what it says there"
+                        f"nobody has listened at launcher.rendezvous={self.host}:{self.port} for {patience:g} s "
+                        f"({error.strerror or error}); start the same command on that machine, or see its output"
                     ) from error
             if not announced:
                 log.console.print(f"waiting for main at {self.host}:{self.port}")
@@ -109,7 +108,7 @@ class Member:
                     case {"end": int(code), "sentence": str(sentence)}:
                         raise BY_EXIT_CODE.get(code, RankFailed)(sentence)
                     case _:
-                        raise ConnectionGone("it is no launcher of ours")
+                        raise ConnectionGone("it is not a launcher of Lockstep")
             if request.requested and not leaving:
                 leaving = True
                 connection.send(leaving=True)
@@ -118,7 +117,7 @@ class Member:
                 connection.send(codes=codes)
                 self.reported = codes
             if leaving and None not in codes.values():  # main's launcher has got these exit codes
-                raise Stopped("this machine has left the job as it was asked to; what was done is saved")
+                raise Stopped("this machine was stopped and has left the job; the state of the run is saved")
 
     def _confirm_run_folder(self, connection: Connection, path: Path, lock: str) -> None:
         """Wait until this machine sees the run folder, and tell main's launcher.
@@ -131,7 +130,7 @@ class Member:
         while not _is_locked(self.run_dir, lock):
             if time.monotonic() > until or not path.parent.is_dir():
                 sentence = (
-                    f"the run folder {path}, which main on {self.host} has made, is not to be seen on "
+                    f"the run folder {path}, which main on {self.host} has created, is not visible on "
                     f"{socket.gethostname()}; put it on a file system that all machines share: output_root=FOLDER"
                 )
                 connection.send(refused=sentence)

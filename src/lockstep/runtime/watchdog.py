@@ -122,8 +122,8 @@ class Watchdog(threading.Thread):
         patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
         if min(self.since_stop, self.idle) > min(patience, self.timeout) and not self.stop.leaving:
             return Stopped(
-                f"stopped without saving, because no step was finished for {self.quiet:g} s; the last checkpoint is "
-                "what a resume goes on from"
+                f"stopped without saving, because no step was finished for {self.quiet:g} s; a resume continues "
+                "from the last checkpoint"
             )
         if (self.quiet if begun else self.idle) >= self.timeout:
             return RankFailed(f"no step was finished for {self.timeout:g} s (launcher.timeout)")
