@@ -16,10 +16,9 @@ if TYPE_CHECKING:  # importing these modules imports torch
 
 
 def main(extensions: Sequence[str] = ()) -> None:
-    """Run the training command, as `train.py` does, with your packages as extensions.
+    """Run the training command, as `train.py` does.
 
-    Args:
-        extensions: import names of packages, which need not be installed.
+    `extensions` are import names of your packages, which need not be installed.
     """
     signals.begin(says=signals.STOPPED_EARLY)
     from lockstep.cli.train import main as train_main

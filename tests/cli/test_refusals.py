@@ -539,8 +539,8 @@ def test_copies_of_a_compiled_model_are_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert refusal(tmp_path / "runs", "strategy=dp", "model.compile=true") == (
-        "strategy=dp has a copy of the model on each of 2 GPUs, and all copies would call what is compiled for the "
-        "first; use strategy=ddp or model.compile=false"
+        "strategy=dp has a copy of the model on each of 2 GPUs, and all copies would call the code that is "
+        "compiled for the first; use strategy=ddp or model.compile=false"
     )
 
 

@@ -217,7 +217,7 @@ def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None
     if not own or not saved:
         return
     if own.keys() != saved.keys() or not all(isinstance(value, (int, float)) for value in saved.values()):
-        raise ValueError("the saved state is not that of a loss scaler")
+        raise ValueError("the saved state is not the state of a loss scaler")
     # The other entries are options of how the scale grows, not state.
     scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
 

@@ -66,7 +66,7 @@ class Checkpointer:
         run_dir: the folder of the job.
         fingerprint: the values that a resumed run must also have.
         keep: how many of the newest checkpoints stay.
-        keep_best: how many of the best checkpoints, by validation top-1, stay besides.
+        keep_best: how many of the best checkpoints, by validation top-1, stay in addition.
         writes: whether this rank writes.
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
         on_saved: called with the step and the folder of a checkpoint after it is on the disk.
@@ -201,8 +201,7 @@ class Checkpointer:
             torch.save(map_tensors(state, with_own_storage), temporary / STATE)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary))
-            # After a power cut, the log must have all steps of the checkpoint, and the checkpoint must have all
-            # files.
+            # After a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
             for path in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)

@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
     pack = _pack(commands)
     options, rest = parser.parse_known_args()
     if rest and hasattr(options, "rest") and not any(word.startswith("-") for word in rest):
-        vars(options)[options.rest] += rest  # argparse gives up on those that come behind an option
+        vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "pack":
@@ -89,7 +89,7 @@ def _export(commands: Any) -> None:
         "--format", dest="kind", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]"
     )
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
-    export.add_argument("--out", metavar="PATH", help="the file to write [beside the weights]")
+    export.add_argument("--out", metavar="PATH", help="the file to write [next to the weights]")
 
 
 def _lr_find(commands: Any) -> None:

@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Column, Table
 
@@ -89,9 +88,8 @@ def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
     """The lines of `predictions.csv`. A broken image has no prediction and no probability."""
     yield _line(["sample", "label", "predicted", "probability"])
     columns = (split.labels, evaluation.whole, evaluation.predicted, evaluation.probabilities)
-    cells: Any
-    for index, cells in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        label, whole, predicted, probability = cells
+    for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        label, whole, predicted, probability = row
         result = [evaluation.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
         yield _line([sample_name(split, index), evaluation.names[label], *result])
 

@@ -23,7 +23,6 @@ from lockstep.inference.predictor import Prediction, Predictor
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
-FORMATS = ("table", "csv", "json")
 AT_ONCE = 32  # images in one batch of the model
 Results = Iterator[tuple[Path, Prediction]]
 

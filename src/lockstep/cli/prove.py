@@ -59,7 +59,7 @@ LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 EXPLANATION = (
     f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
     f"{WEIGHT_TOLERANCE:g} of the largest: in float64 that leaves room for another order of the same sums (1e-16 "
-    "at first, growing with the steps) and for nothing else. A killed run and repro=strict have to agree to the last "
+    "at first, growing with the steps) and for nothing else. A killed run and repro=strict must agree to the last "
     "bit. Samples: every example once per epoch, at the same steps, with the same augmented pixels."
 )
 

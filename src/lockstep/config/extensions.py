@@ -2,7 +2,7 @@
 
 An installed package is an extension if it has an entry point in the group `lockstep.extensions`. A program can name
 more extensions with `lockstep.main(extensions=[...])`. A config, a run folder or a file in the current folder cannot.
-Finding an extension does not import it. It is imported when a config chooses an option that may be one of its own.
+Finding an extension does not import it. It is imported when a config chooses an option that it may have.
 """
 
 from __future__ import annotations

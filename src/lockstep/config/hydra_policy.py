@@ -93,7 +93,7 @@ def _key(parsed: Override) -> Key:
 
 def _refuse_rerun(file_path: str, overrides: list[str]) -> None:
     raise InputError(
-        f"--experimental-rerun: {file_path!r} is a pickle, which can run code; go on with a run by resume=RUN_FOLDER"
+        f"--experimental-rerun: {file_path!r} is a pickle, which can run code; continue a run with resume=RUN_FOLDER"
     )
 
 

@@ -1,4 +1,4 @@
-"""How the command line asked for a job, as plain values taken from Hydra."""
+"""The command line of a job, as plain values from Hydra."""
 
 from __future__ import annotations
 
@@ -53,7 +53,17 @@ class ConfigFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """How the command line asked for a job."""
+    """The command line of a job.
+
+    Fields:
+        overrides: the overrides of the job's keys.
+        command: the whole command, quoted for a shell.
+        sweep: whether the job is part of a sweep.
+        number: the number of the job in its sweep; 0 without a sweep.
+        folder: the folder of the sweep, or the run folder that the command names; None if it names none.
+        hydra: Hydra's own config as YAML.
+        configs: the config files that the command names.
+    """
 
     overrides: tuple[str, ...]
     command: str

@@ -37,7 +37,7 @@ else:  # importing them would import torch; to OmegaConf, a group is Any
 # The folder with `config.yaml` and the options of each group.
 CONF = Path(__file__).parents[1].joinpath("conf").resolve()
 # The module with the classes of each config group. A node's `_target_` must be a public dataclass of that module: a
-# config can come from somebody else's run folder, and must not name arbitrary code.
+# config can come from somebody else's run folder, so it must not name arbitrary code.
 GROUPS: Mapping[str, str] = {
     "model": "lockstep.models",
     "dataset": "lockstep.data.datasets",

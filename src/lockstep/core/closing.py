@@ -13,7 +13,7 @@ from lockstep.core.errors import Interrupted
 def closing(*closes: Callable[[], object]) -> Iterator[None]:
     """Call each of `closes` in turn when the context ends, even if the body or some of `closes` raise.
 
-    The first error is raised, since it says why the run ended and gives the exit code. Later errors become warnings.
+    The first error is raised, because it says why the run ended and sets the exit code. Later errors become warnings.
     (An `ExitStack` would raise the last error.)
     """
     first: BaseException | None = None

@@ -53,7 +53,7 @@ def ranged(
 
 
 def ruled(default: Any, rule: Rule) -> Any:
-    """A field of a dataclass whose values have to fit `rule`."""
+    """A field of a dataclass whose values must fit `rule`."""
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata={_RULE: rule})
     return dataclasses.field(default=default, metadata={_RULE: rule})

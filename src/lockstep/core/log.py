@@ -70,11 +70,8 @@ class LogFile(logging.FileHandler):
 def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None]:
     """Send this rank's log to its files while the context is open.
 
-    Args:
-        run_dir: the folder of the job.
-        rank: this process's rank; main also writes `train.log`.
-        separate: whether the job has several processes. Then everything that a rank other than main prints goes to
-            its own file, so that only one process writes to the terminal.
+    Main also writes `train.log`. If `separate` is set, because the job has several processes, everything that another
+    rank prints goes to its own file, so that only main writes to the terminal.
 
     Raises:
         StorageError: there is no room for a file.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # importing the package has to be fast
+if TYPE_CHECKING:  # importing the package must be fast
     from lockstep.core.plan import Plan
     from lockstep.core.run_dir import RunDir
 

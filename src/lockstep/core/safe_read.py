@@ -62,9 +62,7 @@ def kind(mode: int) -> str:
 def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
     """Open a plain file for reading. Never blocks on another kind of file.
 
-    Args:
-        path: the path of the file.
-        links: whether `path` may be a symbolic link. Set it for a path that the user named, not inside a run folder.
+    `links` allows a symbolic link. Set it for a path that the user named, not for a path inside a run folder.
 
     Raises:
         UnreadableFile: the file is missing, not a plain file, or cannot be read, also while the context is open.

@@ -11,11 +11,7 @@ from lockstep.launcher import Elastic, Machines
 
 
 def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
-    """Run the job of a folder in all its ranks with its launcher, and return its objective.
-
-    Args:
-        run_dir: the folder of the job.
-        machines: the other machines, for a job on several machines.
+    """Run the job of a folder in all its ranks, here and on `machines`, and return its objective.
 
     Raises:
         LockstepError: the job failed or was stopped.

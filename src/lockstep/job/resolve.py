@@ -195,14 +195,11 @@ def _input(job: Job, dataset: Source, trained: TrainedInput | None) -> InputBloc
     channels = dataset.input_shape[0]
     known = trained.normalisation(channels) if trained is not None else None
     mean, std = known or (dataset.mean, dataset.std)
+    interpolation = job.input.interpolation
+    if interpolation == "auto":
+        interpolation = trained.interpolation if trained is not None else INTERPOLATION
     chosen = InputBlock(
-        mean=list(job.input.mean or mean),
-        std=list(job.input.std or std),
-        interpolation=job.input.interpolation
-        if job.input.interpolation != "auto"
-        else trained.interpolation
-        if trained is not None
-        else INTERPOLATION,
+        mean=list(job.input.mean or mean), std=list(job.input.std or std), interpolation=interpolation
     )
     for key, values in (("mean", chosen.mean), ("std", chosen.std)):
         if len(values or ()) != channels:

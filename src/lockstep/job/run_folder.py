@@ -51,7 +51,7 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
     """
     resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
     if resumed is not None and named is not None and named.resolve() != resumed:
-        raise InputError(f"resume goes on in {resumed}, but hydra.run.dir names {named}; leave out one of them")
+        raise InputError(f"resume continues in {resumed}, but hydra.run.dir names {named}; leave out one of them")
     if job["resume"] is not None and job["init_from"] is not None:
         raise InputError(
             "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
@@ -114,7 +114,7 @@ def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
     for problem in problems(Job, {key: job[key] for key in ("resume", "output_root")}):
         raise InputError(problem)
     if invocation.sweep:
-        raise InputError("resume goes on with one run and cannot be part of a sweep; leave out -m")
+        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
     if job["resume"] == "latest":
         newest = latest(Path(job["output_root"]))
         if newest is None:

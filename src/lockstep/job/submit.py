@@ -102,14 +102,9 @@ def script(submissions: Sequence[Submission]) -> str:
 
 
 def submit(submissions: Sequence[Submission], folder: Path | None = None) -> list[tuple[str, Path]]:
-    """Submit jobs. Several jobs become an array and must have the same launcher.
+    """Submit jobs; returns the number in SLURM and the run folder of each.
 
-    Args:
-        submissions: the jobs.
-        folder: the folder of their sweep.
-
-    Returns:
-        The number in SLURM and the run folder of each job.
+    Several jobs become an array and must have the same launcher. `folder` is the folder of their sweep.
 
     Raises:
         InputError: SLURM refuses the jobs. The folders that were created for them are removed.

@@ -73,7 +73,7 @@ def check_effects(job: Job) -> None:
         if most == 1 and (launcher.rendezvous is not None or launcher.node_rank != "auto"):
             key = "rendezvous" if launcher.rendezvous is not None else "node_rank"
             raise InputError(
-                f"launcher.{key} is {getattr(launcher, key)}, but launcher.nodes is 1, so there is nobody to meet; "
+                f"launcher.{key} is {getattr(launcher, key)}, but launcher.nodes is 1, so no machines meet; "
                 f"use launcher.nodes=2, or leave out launcher.{key}"
             )
         if least != most and isinstance(job.strategy, Strict):
@@ -194,8 +194,8 @@ def _check_compile(job: Job) -> None:
         )
     if isinstance(job.strategy, DataParallel) and (gpus := torch.cuda.device_count()) > 1:
         raise InputError(
-            f"strategy=dp has a copy of the model on each of {gpus} GPUs, and all copies would call what is compiled "
-            "for the first; use strategy=ddp or model.compile=false"
+            f"strategy=dp has a copy of the model on each of {gpus} GPUs, and all copies would call the code that is "
+            "compiled for the first; use strategy=ddp or model.compile=false"
         )
 
 

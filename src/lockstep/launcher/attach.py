@@ -42,8 +42,7 @@ def create_on_main(
             yield run_dir
         return
     rank = launched().rank
-    # torchrun's agent serves a store. Without an agent (srun), main serves the store, and the process group uses it
-    # too.
+    # torchrun's agent serves a store. Without it (srun), main serves a store, which the process group uses too.
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _store(serve=rank == 0 and not agent_serves, seconds=REACHED_S if agent_serves else WAIT_S)
     if not agent_serves:

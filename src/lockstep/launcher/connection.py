@@ -24,14 +24,12 @@ class ConnectionGone(Exception):
 class Connection:
     """Messages, one line of JSON each, to and from the launcher on another machine.
 
-    The kernel of each machine probes the other kernel every second. The answer does not depend on the processes of
-    the
-    other machine: a process that computes or is suspended does not count as gone.
+    The kernel of each machine probes the other kernel every second. The answer does not depend on the processes: a
+    machine whose launcher computes or is suspended does not count as gone.
 
     Args:
         connected: the connected socket.
-        timeout: seconds of silence after which the other machine counts as gone. A shorter interruption has no
-            effect.
+        timeout: seconds of silence after which the other machine counts as gone.
     """
 
     def __init__(self, connected: socket.socket, timeout: float) -> None:

@@ -82,8 +82,7 @@ class Elastic(Spawn):
     def meet(self, overrides: Sequence[str]) -> Machines | Member:
         """This machine's role in a job on several machines.
 
-        Args:
-            overrides: the overrides of the command that must be the same on all machines.
+        `overrides` are the overrides of the command that must be the same on all machines.
 
         Raises:
             InputError: the rendezvous or the number of this machine is wrong.

@@ -170,9 +170,7 @@ class Machines:
     def gather(self, run_dir: RunDir, check: Callable[[], None]) -> None:
         """Wait until the job can start, and choose its machines: `members`.
 
-        Args:
-            run_dir: the run folder.
-            check: called repeatedly; it can raise to end the wait.
+        `check` is called repeatedly; it can raise to end the wait.
 
         Raises:
             RankFailed: too few machines have joined in time.
