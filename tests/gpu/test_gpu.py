@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from helpers import built, command, losses, records, run_dir, run_until, train, weights
 from lockstep.core import rng
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.randaugment import randaugment
+from lockstep.models.nets import MaxPoolTo
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import DDP
 from lockstep.strategy.ddp import CommHook
@@ -209,7 +210,14 @@ def test_an_epoch_has_the_order_of_the_cpu() -> None:
     assert torch.equal(rng.permutation(3, 1, 100_000), there.cpu())
 
 
-@pytest.mark.parametrize("mixing", [(), ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9")])
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        (),
+        ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9"),
+        ("train.cuda_graph=true", "train.ema=0.9"),
+    ],
+)
 def test_no_step_waits_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: tuple[str, ...]
 ) -> None:
@@ -313,6 +321,37 @@ def test_a_resume_ends_with_the_bits_of_the_run_that_was_not_stopped(
     whole = noise(tmp_path / "whole", *STRICT, *overrides, "steps=6")
     noise(tmp_path / "resumed", *STRICT, *overrides, "steps=3")
     assert_same_bits(noise(tmp_path / "resumed", *STRICT, *overrides, "steps=6"), whole)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_step_that_is_replayed_is_the_step_that_is_launched(tmp_path: Path, optimizer: str) -> None:
+    # Two full batches and a short one in an epoch, in micro-batches, with a rate that changes at each step.
+    job = (
+        *("model=digitnet", "dataset.examples=300", "train.micro_batches=2", "train.ema=0.9", "precision=fp64"),
+        *(f"optimizer={optimizer}", "schedule=cosine", "steps=7"),
+    )
+    launched = noise(tmp_path / "launched", *job)
+    replayed = noise(tmp_path / "replayed", *job, "train.cuda_graph=true")
+    # A graph reads its rates from float32 tensors.
+    assert largest_difference(launched, replayed) < 1e-4
+
+
+def test_a_resume_of_replayed_steps_has_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    # The matrix products of a linear layer add in one order only.
+    job = ("model=linear", "dataset.examples=300", "train.ema=0.9", "train.cuda_graph=true")
+    whole = noise(tmp_path / "whole", *job, "steps=7")
+    noise(tmp_path / "resumed", *job, "steps=4")
+    assert_same_bits(noise(tmp_path / "resumed", *job, "steps=7"), whole)
+
+
+def test_a_model_that_waits_for_the_device_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = MaxPoolTo.forward
+    monkeypatch.setattr(MaxPoolTo, "forward", lambda self, x: forward(self, x) * float(x.mean() < 9))
+    job = run_dir(tmp_path / "run", "device=cuda", "train.cuda_graph=true", "steps=2")
+    with pytest.raises(InputError, match=r"cannot be recorded .*; use train\.cuda_graph=false"):
+        run_until(World.solo("cuda:0"), job, None)
 
 
 @pytest.mark.parametrize(("first", "second"), [("false", "true"), ("true", "false")])

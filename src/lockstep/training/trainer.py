@@ -116,10 +116,25 @@ class Trainer:
         return self.progress
 
     def step(self, shard: Shard) -> dict[str, Any]:
-        """One optimizer update on this rank's shard of a global batch."""
+        """One optimizer update on this rank's shard of a global batch; returns figures for a log point."""
         network = self.network
         network.freezing.begin(shard.step)
         set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
+        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
+        grad_norm = self.update(shard, measures_norm=self.plan.due("log", shard.step))
+        if grad_norm is not None:
+            scalars["optim/grad_norm"] = grad_norm
+        if network.ema is not None:
+            network.ema.update_parameters(network.model)
+        self.strategy.end_step(network, shard.step, self.plan)
+        return scalars
+
+    def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+        """Forward, backward and the optimizer's step on a shard.
+
+        Returns the L2 norm of the gradient, a scalar, where it is clipped or `measures_norm` is set.
+        """
+        network = self.network
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
         scale = self.strategy.grad_divisor(self.world) / shard.count
@@ -133,28 +148,32 @@ class Trainer:
         )
         self.strategy.reduce(network.replica, shard.step)
         network.scaler.unscale_(network.optimizer)
-        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
+        grad_norm = None
         if self.clip_norm is not None:
-            scalars["optim/grad_norm"] = clip_gradients(network.model, self.clip_norm)
-        elif self.plan.due("log", shard.step):
-            scalars["optim/grad_norm"] = gradient_norm(network.model)
+            grad_norm = clip_gradients(network.model, self.clip_norm)
+        elif measures_norm:
+            grad_norm = gradient_norm(network.model)
         network.scaler.step(network.optimizer)
         network.scaler.update()
         network.optimizer.zero_grad(set_to_none=True)
-        if network.ema is not None:
-            network.ema.update_parameters(network.model)
-        self.strategy.end_step(network, shard.step, self.plan)
-        return scalars
+        return grad_norm
 
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
         images, targets = self.pipeline.mixed(micro)
-        with self.precision.autocast(self.world.device):
-            logits = self.network.replica(images, self.network.forward_keys(micro)).to(self.precision.sums)
-            scored = micro.first(len(logits))  # of a model that is cut into stages, the last one has the logits
-            loss: Tensor = self.loss(logits, targets[: len(logits)], scored.labels)
+        loss, logits = self.loss_and_logits(images, targets, self.network.forward_keys(micro), micro.labels)
+        scored = micro.first(len(logits))  # of a model that is cut into stages, the last one has the logits
         self.telemetry.record(loss.detach(), logits.detach(), scored, images[: len(logits)])
         return loss
+
+    def loss_and_logits(
+        self, images: Tensor, targets: Tensor, keys: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of a micro-batch, a scalar, and its logits (b, classes)."""
+        with self.precision.autocast(self.world.device):
+            logits: Tensor = self.network.replica(images, keys).to(self.precision.sums)
+            loss: Tensor = self.loss(logits, targets[: len(logits)], labels[: len(logits)])
+        return loss, logits
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """Write the figures since the last log point. The one place in a step that waits for the device."""
