@@ -9,7 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
-from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.randaugment import randaugment
 from lockstep.models.nets import MaxPoolTo
 from lockstep.stochastic import KeyedModel, key_draws
@@ -218,22 +217,24 @@ def test_an_epoch_has_the_order_of_the_cpu() -> None:
         ("train.cuda_graph=true", "train.ema=0.9"),
     ],
 )
-def test_no_step_waits_for_the_device(
+def test_neither_a_step_nor_a_log_point_waits_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: tuple[str, ...]
 ) -> None:
-    def watched(self: Trainer, shard: Shard) -> dict[str, Any]:
-        # The first steps allocate; from then on until the end of the run, where all is written, nothing may wait.
-        torch.cuda.set_sync_debug_mode("error" if shard.step > 5 and not self.plan.due("log", shard.step) else 0)
-        return step(self, shard)
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(trainer: Trainer, *arguments: Any) -> Any:
+            # The first steps allocate, and the evaluation at the end of an epoch waits.
+            torch.cuda.set_sync_debug_mode("error" if trainer.progress.step > 5 else "default")
+            try:
+                return method(trainer, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    step = Trainer.step
-    monkeypatch.setattr(Trainer, "step", watched)
-    every = ("telemetry.interval=100%", "train.eval_every=100%", "checkpoint.every=100%")
-    job = run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing)
-    try:
-        run_until(World.solo("cuda:0"), job, None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        return call
+
+    for name in ("step", "log"):
+        monkeypatch.setattr(Trainer, name, watched(getattr(Trainer, name)))
+    every = ("telemetry.interval=4", "train.eval_every=100%", "checkpoint.every=100%")
+    run_until(World.solo("cuda:0"), run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing), None)
 
 
 def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:

@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from helpers import losses, run_dir, run_until, weights
+from helpers import losses, train_here, weights
 from lockstep.core.errors import InputError
-from lockstep.core.world import World
 from lockstep.models.nets import MaxPoolTo
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training import experiment, graph_trainer, trainer
@@ -88,10 +87,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 
 def run(folder: Path, *overrides: str, stop_at: int | None = None) -> Path:
-    # An epoch of 1,442 examples has three full batches and one of 242.
-    job = ("batch=400", "precision=fp64", "telemetry.interval=1", "train.eval_every=100%", "train.cuda_graph=true")
-    run_until(World.solo(), run_dir(folder, *job, *overrides), stop_at)
-    return folder
+    # An epoch has three full batches and one of six examples.
+    job = (
+        *("dataset=fake", "dataset.size=8", "dataset.classes=10", "dataset.examples=30", "batch=8", "precision=fp64"),
+        *("telemetry.interval=1", "train.eval_every=100%", "train.cuda_graph=true"),
+    )
+    return train_here(folder, *job, *overrides, stop_at=stop_at).path
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -109,7 +110,7 @@ MIXED = ("train.micro_batches=3", "train.clip_norm=0.5", "train.mixup=0.4", "tra
         (("model.dropout=0.3", "train.ema=0.9", "steps=5"), [4]),
         (("optimizer=sgd", "optimizer.nesterov=true", "optimizer.lr=0.01", "steps=2", *MIXED), [2]),
         (("optimizer.head_lr=0.01", "train.freeze=[backbone]", "train.freeze_until=1", "steps=3"), [1, 2]),
-        (("model=test_resnet", "dataset.input_size=32", "model.drop_path_rate=0.2", "steps=2"), [2]),
+        (("model=test_resnet", "dataset.size=32", "model.drop_path_rate=0.2", "steps=2"), [2]),
     ],
     ids=["adamw-dropout-ema", "sgd-micro-batches-mixing", "thawing", "batch-norm-drop-path"],
 )

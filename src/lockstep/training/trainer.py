@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import Checkpointer
@@ -21,10 +22,10 @@ from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.telemetry import Telemetry, WindowState
+from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Network
-from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas
+from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
 
 
 @dataclass
@@ -176,22 +177,32 @@ class Trainer:
         return loss, logits
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Write the figures since the last log point. The one place in a step that waits for the device."""
-        if self.network.scaler.is_enabled():
-            scalars["optim/scale"] = self.network.scaler.get_scale()
-        window = self.telemetry.flush(step, scalars)
-        # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
-        tolerated = self.network.scaler.is_enabled() and scalars["optim/scale"] >= 1
-        if window.first_bad_step is not None and not tolerated:
-            raise NumericalError(
-                f"the loss is {window.loss:.4g} between steps {window.first} and {step}, first at step "
-                f"{window.first_bad_step}; {REMEDIES}",
-                step=window.first_bad_step,
-            )
-        check_replicas(self.network.model, self.world, step)
+        """End the window of a log point. A GPU is not waited for: its figures are read at the next log point."""
+        scaler = self.network.scaler
+        if scaler.is_enabled():
+            scalars["optim/scale"] = scaler.scale(torch.ones((), device=self.world.device))  # get_scale() would wait
+        self.check(self.telemetry.end_window(step, scalars, checksums(self.network.model, self.world)))
+
+    def check(self, windows: list[Window]) -> None:
+        """Check the losses and the weights of windows.
+
+        Raises:
+            NumericalError, LockstepError: a loss is not finite, or the weights of the ranks differ.
+        """
+        for window in windows:
+            # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
+            tolerated = window.scalars.get("optim/scale", 0) >= 1
+            if window.first_bad_step is not None and not tolerated:
+                raise NumericalError(
+                    f"the loss is {window.loss:.4g} between steps {window.first} and {window.last}, first at step "
+                    f"{window.first_bad_step}; {REMEDIES}",
+                    step=window.first_bad_step,
+                )
+            compare_weights(window.checksums, window.last)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
+        self.check(self.telemetry.write_windows())
         with self.telemetry.pause():
             ema = self.network.ema
             model = self._evaluate(self.network.model, decides=ema is None)
@@ -278,8 +289,9 @@ class Trainer:
         Raises:
             NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
         """
+        self.check(self.telemetry.write_windows())
         with self.telemetry.pause():
-            if not self.plan.due("log", self.progress.step):  # a log point has just compared them
+            if not self.plan.due("log", self.progress.step):  # a log point has compared them
                 check_replicas(self.network.model, self.world, self.progress.step)
             check_finite(self.network.model, self.world, self.progress.step)
             self.progress.window = self.telemetry.open_window()
