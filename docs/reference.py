@@ -4,7 +4,7 @@
     python docs/reference.py --check    exits with 1 and names each file that is out of date
 
 The meaning of an option is the comment at the top of conf/GROUP/NAME.yaml. The meaning of a key is the comment above
-the key or behind it on its line. The default of a key is its value in that file, and its type is that of the class's
+the key or after it on its line. The default of a key is its value in that file, and its type is that of the class's
 field.
 """
 
