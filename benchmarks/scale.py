@@ -2,13 +2,13 @@
 
     python benchmarks/scale.py --json scale.json
 
-Order: the shards of one rank among 1 to 1,024, and a proof that 1,024 of them in one process cover an epoch. Host:
-what a rank does at a step, a log point, a save and a round of the evaluation besides training, in a process group
-that only pretends (torch's `fake` backend: no message is sent, so this is our own work and not the network's). Store:
-real clients of a real store, as torchrun's or ours, up to 1,024. Mesh: real processes that join a real gloo group
-over the loopback interface, up to 64.
+Order: the shards of one rank among 1 to 1,024, and a check that the shards of 1,024 ranks cover an epoch. Host: the
+work of a rank besides training, at a step, a log point, a save and a round of the evaluation, in a process group
+that only pretends to send (torch's `fake` backend), so that only our own work is measured and not the network.
+Store: up to 1,024 real clients of a real store, as in torchrun's launches and ours. Mesh: up to 64 real processes
+that join a real gloo group over the loopback interface.
 
-What the figures add up to is in docs/scale.md.
+docs/scale.md says what follows from the figures.
 """
 
 from __future__ import annotations
