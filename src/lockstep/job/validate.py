@@ -201,7 +201,7 @@ def _check_compile(job: Job) -> None:
 
 
 def _check_graph(job: Job) -> None:
-    """Refuse what cannot be recorded together with a whole step (`train.cuda_graph`)."""
+    """Refuse options with which a step cannot be recorded as one CUDA graph (`train.cuda_graph`)."""
     if not job.train.cuda_graph:
         return
     strategy, optimizer = (type(part).__name__.lower() for part in (job.strategy, job.optimizer))
