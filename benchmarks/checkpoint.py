@@ -110,7 +110,7 @@ def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rep
     }
     stopped = in_turns(cases, repeats)
     keeper.close()
-    on_disk = {name: sorted(found)[len(found) // 2] for name, found in durable.items()}
+    on_disk = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in durable.items()}
     return {"stands still": scaled(stopped, 1000), "until it is on the disk": scaled(on_disk, 1000)}
 
 
@@ -119,9 +119,9 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def plain(mmap: bool) -> None:
-        found = torch.load(folder / "torch.save, fsync", mmap=mmap)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
+        saved = torch.load(folder / "torch.save, fsync", mmap=mmap)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
 
     def tensors() -> None:
         load_file(folder / "safetensors, fsync")
@@ -178,8 +178,8 @@ def resuming(repeats: int) -> Figures:
             # The lines behind the newest checkpoint are written anew: the first new step is the one after these.
             newest = checkpoint.candidates(Path(folder, "run", "checkpoints"))[0]
             lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]
-            Path(folder, "run", "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
+            earlier = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]
+            Path(folder, "run", "metrics.jsonl").write_text("".join(f"{line}\n" for line in earlier))
             return first_step(Path(folder), int(newest.name[5:]))
 
     return in_turns({"from nothing": cold, "behind a kill": behind_a_kill}, repeats)

@@ -228,8 +228,8 @@ class Reference:
     def _pair(self, images: Tensor) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)  # one layout, one compilation
         # A CUDA graph writes all its logits to one place: each product is made before the next call.
-        found: Tensor = 0.5 * self.model(images) + 0.5 * self.model(images.flip(-1))
-        return found
+        logits: Tensor = 0.5 * self.model(images) + 0.5 * self.model(images.flip(-1))
+        return logits
 
     def _unit(self, images: Tensor) -> Tensor:
         return (images.to(self.dtype) / 255).contiguous(memory_format=torch.channels_last)

@@ -61,7 +61,7 @@ class Lockstep:
         watch = Stopwatch(self.device)
         build, initialise = WhiteNet.build, WhiteNet.initialise
 
-        def kept(recipe: WhiteNet, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        def build_once(recipe: WhiteNet, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
             fresh = build(recipe, classes, input_shape)
             if self.network is None:
                 self.network = fresh
@@ -86,7 +86,7 @@ class Lockstep:
         with (
             tempfile.TemporaryDirectory() as folder,
             redirect_stdout(io.StringIO()),
-            patch.object(WhiteNet, "build", kept),
+            patch.object(WhiteNet, "build", build_once),
             patch.object(WhiteNet, "initialise", whitened),
             patch.object(experiment, "Trainer", Timed),
         ):
@@ -98,7 +98,7 @@ class Lockstep:
 
 def words(arguments: argparse.Namespace) -> list[str]:
     """Lockstep's job."""
-    found = [
+    overrides = [
         "experiment=cifar10_speedrun",
         "name=speedrun",
         f"device={arguments.device}",
@@ -108,15 +108,19 @@ def words(arguments: argparse.Namespace) -> list[str]:
         f"data_root={arguments.data_root}",
     ]
     if arguments.compile:
-        found += [f"model.compile_mode={arguments.compile_mode}"]
+        overrides += [f"model.compile_mode={arguments.compile_mode}"]
     if arguments.device == "cpu":
-        found += ["precision=fp32"]
+        overrides += ["precision=fp32"]
     if arguments.folder is not None:
-        found += ["dataset=folder", f"dataset.path={arguments.folder}", f"dataset.val_folder={arguments.val_folder}"]
-        found += ["dataset.decode_size=32"]
+        overrides += [
+            "dataset=folder",
+            f"dataset.path={arguments.folder}",
+            f"dataset.val_folder={arguments.val_folder}",
+        ]
+        overrides += ["dataset.decode_size=32"]
     if arguments.fake is not None:
-        found += ["dataset=fake", f"dataset.examples={arguments.fake}", "dataset.classes=10", "dataset.size=32"]
-    return found
+        overrides += ["dataset=fake", f"dataset.examples={arguments.fake}", "dataset.classes=10", "dataset.size=32"]
+    return overrides
 
 
 def on_device(split: Any, device: str) -> Split:

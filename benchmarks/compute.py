@@ -64,18 +64,18 @@ def step_in_process(keep: bool) -> None:
 
 def memory(repeats: int) -> Rows:
     """Seconds of a step of 1,000 images in bfloat16."""
-    found: dict[str, list[float]] = {}
+    kernel_seconds: dict[str, list[float]] = {}
 
     def run(*words: str) -> float:
         done = subprocess.run(
             [sys.executable, __file__, "--step", *words], env=ENVIRONMENT, stdout=subprocess.PIPE, check=True
         )
         user, kernel = json.loads(done.stdout.splitlines()[-1])
-        found.setdefault(" ".join(words), []).append(kernel)
+        kernel_seconds.setdefault(" ".join(words), []).append(kernel)
         return float(user + kernel)
 
     both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
-    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in found.items()}
+    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in kernel_seconds.items()}
     return {
         "processor time": both,
         "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},

@@ -218,10 +218,10 @@ def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) ->
         world.barrier()
         return timed(lambda: check_replicas(model, world, 1))
 
-    found = in_turns({"consensus": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
+    seconds = in_turns({"consensus": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
     consensus.close()
-    found["check_replicas, per step"] = found["check_replicas, 25.6 M"] / LOG_INTERVAL
-    return found
+    seconds["check_replicas, per step"] = seconds["check_replicas, 25.6 M"] / LOG_INTERVAL
+    return seconds
 
 
 def exit_as_rank(folder: Path) -> None:

@@ -177,8 +177,8 @@ def main() -> None:
     blocks = re.findall(r"^```python\n# mine/(\S+)\n(.*?)^```", EXTENDING.read_text(), re.MULTILINE | re.DOTALL)
     ours = dict(blocks)
     print(f"{'':24}{'Lockstep':>10}{'Lightning':>11}")
-    for what, file in OURS.items():
-        print(f"{what:24}{lines(ours[file]):10}{lines(THEIRS[what]):11}")
+    for part, file in OURS.items():
+        print(f"{part:24}{lines(ours[file]):10}{lines(THEIRS[part]):11}")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ TOP1: Mapping[str, Callable[[str], float]] = {
 }
 
 
-def gone(name: str, way: Way) -> tuple[dict[str, float], float]:
+def time_way(name: str, way: Way) -> tuple[dict[str, float], float]:
     """The seconds of each line of a way, gone once, and the top-1 that it ends with."""
     seconds, top1 = {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -149,22 +149,26 @@ def main() -> None:
     options.add_argument("--photos", type=Path, required=True)
     options.add_argument("--timm", type=Path, metavar="SCRIPTS")
     options.add_argument("--epochs", type=int, default=5)
-    given = options.parse_args()
-    photos = given.photos.resolve()
+    arguments = options.parse_args()
+    photos = arguments.photos.resolve()
     classes = sum(entry.is_dir() for entry in (photos / "train").iterdir())
 
     def ways(photos: str, scripts: str, seed: int) -> dict[str, Way]:
-        made = {LOCKSTEP: lockstep(photos, given.epochs, seed)}
-        return made if given.timm is None else made | {TIMM: timm(photos, scripts, given.epochs, seed, classes)}
+        by_name = {LOCKSTEP: lockstep(photos, arguments.epochs, seed)}
+        return (
+            by_name
+            if arguments.timm is None
+            else by_name | {TIMM: timm(photos, scripts, arguments.epochs, seed, classes)}
+        )
 
     short = ways("P", "S", 0)
     steps = short[LOCKSTEP]
     seconds: dict[tuple[str, str], list[float]] = {}
     top1: dict[str, list[float]] = {name: [] for name in short}
-    scripts = shlex.quote(str(given.timm.resolve())) if given.timm is not None else ""
-    for seed in range(given.repeats):
+    scripts = shlex.quote(str(arguments.timm.resolve())) if arguments.timm is not None else ""
+    for seed in range(arguments.repeats):
         for name, way in ways(shlex.quote(str(photos)), scripts, seed).items():
-            lasted, accuracy = gone(name, way)
+            lasted, accuracy = time_way(name, way)
             top1[name].append(accuracy)
             for step, duration in lasted.items():
                 seconds.setdefault((step, name), []).append(duration)
@@ -175,12 +179,12 @@ def main() -> None:
         },
         "seconds": {step: {name: medians[step, name] for name in short if (step, name) in medians} for step in steps},
         "top-1 on val, %": {
-            f"seed {seed}": {name: top1[name][seed] for name in top1} for seed in range(given.repeats)
+            f"seed {seed}": {name: top1[name][seed] for name in top1} for seed in range(arguments.repeats)
         },
     }
     for title, rows in tables.items():
         show(title, rows)
-    write(given.json, tables)
+    write(arguments.json, tables)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 TRAIN = Path(__file__).parents[1] / "train.py"
 CONF = TRAIN.parent / "conf"
 STARTS_S, HANGS_S = 600.0, 120.0  # of the imports, and of one case
-FOUND = "found.jsonl"
+RESULTS = "results.jsonl"
 ROOM = 2.0**28  # bytes of memory that the cases believe to have
 
 NUMBERS = [
@@ -191,21 +191,21 @@ def option_keys() -> list[tuple[str, str]]:
 
     from lockstep.config import schema
 
-    found = [(field.name, "") for field in dataclasses.fields(schema.Job)]
+    keys = [(field.name, "") for field in dataclasses.fields(schema.Job)]
     for name, block in (
         ("train", schema.TrainBlock),
         ("checkpoint", schema.CheckpointBlock),
         ("telemetry", schema.TelemetryBlock),
     ):
-        found += [(f"{name}.{field.name}", "") for field in dataclasses.fields(block)]
+        keys += [(f"{name}.{field.name}", "") for field in dataclasses.fields(block)]
     for group in schema.GROUPS:
         for path in sorted((CONF / group).glob("*.yaml")):
-            found += [(f"{group}.{key}", f"{group}={path.stem}") for key in yaml.safe_load(path.read_text())]
-    found += [
+            keys += [(f"{group}.{key}", f"{group}={path.stem}") for key in yaml.safe_load(path.read_text())]
+    keys += [
         (f"model.{key}", "model=resnet18") for key in ("name", "pretrained", "drop_rate", "drop_path_rate", "options")
     ]
-    found += [("model.options.x", "model=resnet18"), ("optimizer.options.x.y", "optimizer=timm")]
-    return found + [(key, "") for key in HYDRA]
+    keys += [("model.options.x", "model=resnet18"), ("optimizer.options.x.y", "optimizer=timm")]
+    return keys + [(key, "") for key in HYDRA]
 
 
 def command_lines() -> Any:
@@ -287,11 +287,11 @@ def attempt(words: list[str], folder: Path) -> tuple[int, str]:
     """The exit code of a command line, and what is wrong with how it ended (empty: nothing)."""
     from lockstep.data.datasets import builtin
 
-    environment, said = dict(os.environ), io.StringIO()
+    environment, stderr = dict(os.environ), io.StringIO()
     sys.argv = ["train.py", *words]
     code: Any = 0
     problem = ""
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
             runpy.run_path(str(TRAIN), run_name="__main__")
         except SystemExit as left:
@@ -302,12 +302,12 @@ def attempt(words: list[str], folder: Path) -> tuple[int, str]:
     os.environ.clear()
     os.environ.update(environment)
     builtin._random.cache_clear()
-    if "Traceback" in said.getvalue() or code not in (0, 2):
-        problem = said.getvalue().strip() or f"exit code {code}"
+    if "Traceback" in stderr.getvalue() or code not in (0, 2):
+        problem = stderr.getvalue().strip() or f"exit code {code}"
     elif code == 2 and left_behind(folder):
-        problem = f"refused, and left {left_behind(folder)}: {said.getvalue()}"
-    elif code == 2 and max(map(len, said.getvalue().splitlines())) > 1000:
-        problem = f"a long sentence: {said.getvalue()}"
+        problem = f"refused, and left {left_behind(folder)}: {stderr.getvalue()}"
+    elif code == 2 and max(map(len, stderr.getvalue().splitlines())) > 1000:
+        problem = f"a long sentence: {stderr.getvalue()}"
     for name in left_behind(folder):
         path = folder / name
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -315,7 +315,7 @@ def attempt(words: list[str], folder: Path) -> tuple[int, str]:
 
 
 def child(folder: Path, overrides: int, seed: int) -> None:
-    """Try command lines until so many overrides were; a line of `FOUND` before each and behind it."""
+    """Try command lines until so many overrides were; write a line of `RESULTS` before and after each one."""
     import torch
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
@@ -326,7 +326,7 @@ def child(folder: Path, overrides: int, seed: int) -> None:
     os.chdir(where)
     places(where)
     tried = 0
-    with (folder / FOUND).open("a", buffering=1) as found, short_of_training():
+    with (folder / RESULTS).open("a", buffering=1) as results, short_of_training():
 
         @seeded(seed)
         @settings(
@@ -341,9 +341,9 @@ def child(folder: Path, overrides: int, seed: int) -> None:
             nonlocal tried
             if tried >= overrides:
                 return
-            found.write(json.dumps({"words": words}) + "\n")
+            results.write(json.dumps({"words": words}) + "\n")
             code, problem = attempt(words, where)
-            found.write(json.dumps({"code": code, "problem": problem}) + "\n")
+            results.write(json.dumps({"code": code, "problem": problem}) + "\n")
             tried += len(words)
 
         case()
@@ -365,7 +365,7 @@ def watched(folder: Path, overrides: int, seed: int) -> str:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             return "" if code == 0 else f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        grown = (folder / FOUND).stat().st_size
+        grown = (folder / RESULTS).stat().st_size
         size, since = grown, since if grown == size else time.monotonic()
         if time.monotonic() - since > (limit := HANGS_S if grown else STARTS_S):
             os.kill(pid, signal.SIGKILL)
@@ -381,9 +381,9 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:
-        (Path(folder) / FOUND).touch()
+        (Path(folder) / RESULTS).touch()
         crash = watched(Path(folder), arguments.overrides, arguments.seed)
-        lines = [json.loads(line) for line in (Path(folder) / FOUND).read_text().splitlines()]
+        lines = [json.loads(line) for line in (Path(folder) / RESULTS).read_text().splitlines()]
     words, ends = [line["words"] for line in lines[::2]], lines[1::2]
     problems = [(case, end["problem"]) for case, end in zip(words, ends, strict=False) if end["problem"]]
     problems += [(words[-1] if words else [], crash)] if crash else []

@@ -85,7 +85,7 @@ def lockstep(words: list[str]) -> float:
         return statistics.median([line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line][2:])
 
 
-def words(arguments: argparse.Namespace, size: int, precision: str, *others: str) -> list[str]:
+def words(arguments: argparse.Namespace, size: int, precision: str, *extra: str) -> list[str]:
     """The job of a row."""
     return [
         f"model={arguments.model}",
@@ -106,7 +106,7 @@ def words(arguments: argparse.Namespace, size: int, precision: str, *others: str
         "train.eval_every=100%",
         "checkpoint.every=100%",
         "launcher.ranks=1",
-        *others,
+        *extra,
     ]
 
 
@@ -145,13 +145,13 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
         if not micro_batch_search.is_out_of_memory(error):
             raise
         return {}
-    found = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}
-    found["ratio"] = rates["lockstep"] / rates["raw"]
+    figures = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}
+    figures["ratio"] = rates["lockstep"] / rates["raw"]
     if peak := peak_flops(device, job.precision.dtype, tf32=job.precision.matmul == "high"):
         assert isinstance(job.model, Timm)
         model = timm.create_model(job.model.name, num_classes=CLASSES)
-        found["MFU, %"] = 100 * rates["lockstep"] * training_flops(model, job.dataset.input_shape) / peak
-    return found
+        figures["MFU, %"] = 100 * rates["lockstep"] * training_flops(model, job.dataset.input_shape) / peak
+    return figures
 
 
 def synthetic(arguments: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
@@ -187,8 +187,8 @@ def real(arguments: argparse.Namespace) -> Rows:
         "random, img/s": lambda: lockstep(words(arguments, size, precision, *fast)),
         "streamed, img/s": lambda: lockstep(streamed),
     }
-    found = in_turns(cases, arguments.repeats)
-    return {precision: {**found, "ratio": found["streamed, img/s"] / found["random, img/s"]}}
+    rates = in_turns(cases, arguments.repeats)
+    return {precision: {**rates, "ratio": rates["streamed, img/s"] / rates["random, img/s"]}}
 
 
 def main() -> int:

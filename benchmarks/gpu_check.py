@@ -71,7 +71,7 @@ class Verdict:
     """How a step ended, and what was found."""
 
     verdict: str
-    found: str
+    finding: str
     figures: Rows = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -97,19 +97,19 @@ STEPS = {
 def verdict(step: Step, place: Place) -> Verdict:
     """Run a step in this process."""
     try:
-        found = step.call(place)
+        outcome = step.call(place)
     except Failed as sentence:
         return Verdict("FAILED", str(sentence))
     except Exception as error:  # one step's error must not hide what the others find
         traceback.print_exc()
         return Verdict("FAILED", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    if isinstance(found, str):
-        return Verdict("passed", found)
+    if isinstance(outcome, str):
+        return Verdict("passed", outcome)
     rows = (
         f"{name}: " + ", ".join(f"{column} {short(figure)}" for column, figure in figures.items())
-        for name, figures in found.items()
+        for name, figures in outcome.items()
     )
-    return Verdict("figures", "; ".join(rows), found)
+    return Verdict("figures", "; ".join(rows), outcome)
 
 
 def short(figure: float) -> str:
@@ -151,7 +151,7 @@ def apart(name: str, device: str, left_s: float) -> Verdict:
             console.print(
                 f"the end of what {name} wrote:", *output.read_text().splitlines()[-SHOWN:], sep="\n", markup=False
             )
-    return Verdict(ended.verdict, ended.found, ended.figures, round(time.perf_counter() - began, 1))
+    return Verdict(ended.verdict, ended.finding, ended.figures, round(time.perf_counter() - began, 1))
 
 
 def show(verdicts: dict[str, Verdict]) -> None:
@@ -159,7 +159,7 @@ def show(verdicts: dict[str, Verdict]) -> None:
     table = Table("step", "verdict", "seconds", "found", title="gpu_check", title_justify="left")
     for name, step in verdicts.items():
         coloured = f"[{COLOURS[step.verdict]}]{step.verdict}[/]"
-        table.add_row(f"{name}: {STEPS[name].title}", coloured, f"{step.seconds:.1f}", escape(step.found))
+        table.add_row(f"{name}: {STEPS[name].title}", coloured, f"{step.seconds:.1f}", escape(step.finding))
     console.print(table)
 
 

@@ -104,11 +104,11 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> None:
     expect(process.returncode == code, f"train.py ended with {process.returncode}, expected {code}: {last}")
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
+def wait_for(condition: Callable[[], bool], event: str) -> None:
     """Poll until `condition` holds, and raise Failed if it does not for too long."""
     began = time.monotonic()
     while not condition():
-        expect(time.monotonic() < began + PATIENCE_S, f"{what}: not so within {PATIENCE_S:.0f} s")
+        expect(time.monotonic() < began + PATIENCE_S, f"{event}: not so within {PATIENCE_S:.0f} s")
         time.sleep(0.05)
 
 
@@ -151,24 +151,24 @@ def newest(run: RunDir) -> checkpoint.LoadedCheckpoint:
     return checkpoint.load(path)
 
 
-def expect_same_bits(found: RunDir, expected: RunDir, what: str) -> None:
+def expect_same_bits(actual: RunDir, expected: RunDir, title: str) -> None:
     """Raise Failed, with the first difference, unless two runs ended with the same state."""
-    ours, theirs = state(found), state(expected)
+    ours, theirs = state(actual), state(expected)
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    expect(not different, f"{what}: {len(different)} of {len(theirs)} tensors differ, e.g. {different[:1]}")
+    expect(not different, f"{title}: {len(different)} of {len(theirs)} tensors differ, e.g. {different[:1]}")
 
 
-def largest_loss_difference(found: RunDir, expected: RunDir) -> float:
+def largest_loss_difference(actual: RunDir, expected: RunDir) -> float:
     """Of the losses of the same steps, relative to the expected ones; infinite if one of them is not finite."""
-    pairs = list(zip(losses(found), losses(expected), strict=True))
-    if not all(math.isfinite(tensor) for pair in pairs for tensor in pair):
+    pairs = list(zip(losses(actual), losses(expected), strict=True))
+    if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
-    return max(abs(one - other) / abs(other) for one, other in pairs)
+    return max(abs(loss - reference) / abs(reference) for loss, reference in pairs)
 
 
-def largest_weight_difference(found: RunDir, expected: RunDir) -> float:
+def largest_weight_difference(actual: RunDir, expected: RunDir) -> float:
     """Of all tensors of the model, relative to the largest number in each."""
-    ours, theirs = newest(found).model, newest(expected).model
+    ours, theirs = newest(actual).model, newest(expected).model
     return max(
         float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
         for name, tensor in floats(theirs)

@@ -63,8 +63,8 @@ def speedrun(place: Place) -> Rows:
     words = ["--folder", str(folder), "--val-folder", "val", "--device", place.device, "--epochs", epochs]
     code = subprocess.call([*script, *words, "--seeds", "0", "--json", str(figures)], cwd=ROOT)
     expect(code == 0, f"cifar10_speedrun.py ended with {code}")
-    found = json.loads(figures.read_text())
-    tables = (table for title, table in found.items() if title.endswith("epochs"))
+    report = json.loads(figures.read_text())
+    tables = (table for title, table in report.items() if title.endswith("epochs"))
     return {name: row for table in tables for name, row in table.items()}
 
 

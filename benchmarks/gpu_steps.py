@@ -138,8 +138,8 @@ def compare_gradients(hook: CommHook, passes: list[list[Tensor]], expected: list
     """Raise Failed unless every pass gave the gradient as exactly as the hook sends it."""
     eps = {CommHook.fp16: 2.0**-11, CommHook.bf16: 2.0**-8}.get(hook, 1e-5)
     whole = torch.cat([tensor.flatten() for tensor in expected])
-    for number, found in enumerate(passes, 1):
-        sent = torch.cat([tensor.flatten() for tensor in found])
+    for number, gradients_of_pass in enumerate(passes, 1):
+        sent = torch.cat([tensor.flatten() for tensor in gradients_of_pass])
         if hook is CommHook.powersgd and number > 10:
             cosine = float(torch.nn.functional.cosine_similarity(sent, whole, dim=0))
             expect(
@@ -164,10 +164,10 @@ def parts(place: Place) -> str:
     try:
         FSDP().cut(model, world, FP32())
         expect(has_shards(model), "no parameter is cut")
-        found = torch.cat([whole(gradient).flatten() for gradient in gradients(model, images)])
+        actual = torch.cat([whole(gradient).flatten() for gradient in gradients(model, images)])
     finally:
         dist.destroy_process_group()
-    difference = float((found - expected).abs().max() / expected.abs().max())
+    difference = float((actual - expected).abs().max() / expected.abs().max())
     expect(difference < 1e-5, f"a gradient is {difference:.1e} off that of the bare model, expected 1e-5")
     return f"{backend}: the gradients are within {difference:.1e} of those of the bare model"
 
@@ -302,11 +302,11 @@ def nvml(place: Place) -> str:
             torch.mm(factor, factor, out=product)
             torch.cuda.synchronize()
         assert smi.stdout is not None
-        told = smi.stdout.read()
+        answer = smi.stdout.read()
     pynvml.nvmlInit()
     here = sample(pynvml.nvmlDeviceGetHandleByUUID(uuid))
     pynvml.nvmlShutdown()
-    used, reserved, busy, watts, limit, celsius = (float(word) for word in told.split(","))
+    used, reserved, busy, watts, limit, celsius = (float(word) for word in answer.split(","))
     # nvidia-smi counts what the driver keeps for itself apart.
     gigabytes = (used + reserved) * 2**20 / 1e9
     expect(here["mem_gb"] > held.numel() / 1e9, f"{here['mem_gb']:.2f} GB are in use, with more than that allocated")

@@ -245,14 +245,14 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
     split, _ = spread(
         Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size), number
     )
-    wanted = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
+    index_lists = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
     loader: DataLoader[Any] = DataLoader(
-        _Batches(split), batch_sampler=wanted, collate_fn=_as_is, num_workers=2, persistent_workers=True
+        _Batches(split), batch_sampler=index_lists, collate_fn=_as_is, num_workers=2, persistent_workers=True
     )
     next(iter(loader))
 
     def threads(number: int) -> Iterator[Any]:
-        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(indices)) for indices in wanted)
+        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(indices)) for indices in index_lists)
 
     cases: Cases = {
         "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
@@ -260,7 +260,7 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
         "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
     if torch.cuda.is_available():
-        files = [[Path(str(split.paths[at])) for at in indices] for indices in wanted]
+        files = [[Path(str(split.paths[at])) for at in indices] for indices in index_lists]
         cases["GPU"] = partial(per_second, partial(_at_once, files, "cuda"), len(split), time.perf_counter)
     return cases
 
@@ -294,9 +294,9 @@ def main() -> None:
     options.add_argument("--large", type=Path, help="class folders of larger JPEG files, e.g. imagenet/val")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as made:
-        few = arguments.small or photographs(Path(made, "small", "train"), 4096, 32, 32)
-        many = arguments.large or photographs(Path(made, "large", "train"), 160, 375, 500)
+    with tempfile.TemporaryDirectory() as folder:
+        few = arguments.small or photographs(Path(folder, "small", "train"), 4096, 32, 32)
+        many = arguments.large or photographs(Path(folder, "large", "train"), 160, 375, 500)
         few, many = few.absolute(), many.absolute()
         tables: dict[str, Rows] = {}
         parts: dict[str, dict[str, Callable[[], Cases]]] = {

@@ -28,11 +28,11 @@ Rows = dict[str, Figures]
 
 def parser(doc: str | None, *, repeats: int | None = None, of: str = "turns") -> argparse.ArgumentParser:
     """The options that benchmarks have: how often, where that is asked for, and where the figures go."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repeats is not None:
-        made.add_argument("--repeats", type=int, default=repeats, help=f"{of} [{repeats}]")
-    made.add_argument("--json", type=Path, help="where the figures go")
-    return made
+        options.add_argument("--repeats", type=int, default=repeats, help=f"{of} [{repeats}]")
+    options.add_argument("--json", type=Path, help="where the figures go")
+    return options
 
 
 def living(text: str) -> list[int]:
@@ -91,11 +91,11 @@ class Stopwatch:
 
 def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
     """The median of what each case measures: called in turns, so that what else runs here slows all alike."""
-    found: dict[str, list[float]] = {name: [] for name in cases}
+    values: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, measure in cases.items():
-            found[name].append(measure())
-    return {name: statistics.median(figures) for name, figures in found.items()}
+            values[name].append(measure())
+    return {name: statistics.median(figures) for name, figures in values.items()}
 
 
 def step_ms(*job: str) -> float:

@@ -64,7 +64,7 @@ def resident() -> int:
 
 def rank_entry(folder: Path) -> None:
     """What each rank does; the first one leaves the figures in GB."""
-    name, width = json.loads(Path(folder, "asked.json").read_text())
+    name, width = json.loads(Path(folder, "request.json").read_text())
     strategy: Strategy = components.build_option("strategy", name)
     with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
         batch = BATCH // strategy.data_world(world).size
@@ -85,7 +85,7 @@ def rank_entry(folder: Path) -> None:
         figures = world.gather((counted / 1e9, (resident() - before) / 1e9))
         if world.is_main:
             most = [max(column) for column in zip(*figures, strict=True)]
-            Path(folder, "found.json").write_text(json.dumps(most))
+            Path(folder, "figures.json").write_text(json.dumps(most))
 
 
 def exit_as_rank(folder: Path) -> None:
@@ -96,14 +96,14 @@ def exit_as_rank(folder: Path) -> None:
 
 def measured(ranks: int, width: int) -> Rows:
     """GB of each strategy on so many ranks: counted, and at the peak."""
-    found: Rows = {}
+    rows: Rows = {}
     for name in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "asked.json").write_text(json.dumps([name, width]))
+            Path(folder, "request.json").write_text(json.dumps([name, width]))
             Spawn(ranks=ranks, threads=1).run(rank_entry, RunDir.at(Path(folder)))
-            counted, peak = json.loads(Path(folder, "found.json").read_text())
-        found[name] = {"counted": counted, "peak": peak}
-    return found
+            counted, peak = json.loads(Path(folder, "figures.json").read_text())
+        rows[name] = {"counted": counted, "peak": peak}
+    return rows
 
 
 def main() -> None:

@@ -192,10 +192,10 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
 
 def bits(folder: Path) -> str:
     """A hash of everything in the newest checkpoint."""
-    found = checkpoint.latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
-    if found is None:
+    newest = checkpoint.latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
+    if newest is None:
         return "none"
-    loaded = checkpoint.load(found)
+    loaded = checkpoint.load(newest)
     digest = hashlib.sha256()
     for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
         digest.update(part)
@@ -204,7 +204,7 @@ def bits(folder: Path) -> str:
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:
     """Everything in a folder: its kind and, of a file, its size and content."""
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         status, content = path.lstat(), ""
         if stat.S_ISLNK(status.st_mode):
@@ -213,9 +213,9 @@ def tree(folder: Path) -> dict[str, tuple[int, str]]:
             # Of a file of holes the beginning.
             with path.open("rb") as file:
                 content = f"{status.st_size} {hashlib.sha256(file.read(2**24)).hexdigest()}"
-        found[str(path.relative_to(folder))] = (stat.S_IFMT(status.st_mode), content)
-    found.pop(".lock", None)
-    return found
+        entries[str(path.relative_to(folder))] = (stat.S_IFMT(status.st_mode), content)
+    entries.pop(".lock", None)
+    return entries
 
 
 def files(folder: Path) -> list[Path]:
@@ -239,11 +239,11 @@ def splice(path: Path, dice: random.Random, insert: bytes | None) -> None:
 
 def lines(path: Path, dice: random.Random, times: int) -> None:
     """Drop one line of a file (`times` 0), or repeat it."""
-    found = path.read_bytes().splitlines(keepends=True)
-    if found:
-        at = dice.randrange(len(found))
-        found[at : at + 1] = found[at : at + 1] * times
-    path.write_bytes(b"".join(found))
+    content = path.read_bytes().splitlines(keepends=True)
+    if content:
+        at = dice.randrange(len(content))
+        content[at : at + 1] = content[at : at + 1] * times
+    path.write_bytes(b"".join(content))
 
 
 def instead(path: Path, make: Callable[[Path], object]) -> None:
@@ -260,8 +260,8 @@ def each_of(paths: list[Path], change: Callable[[Path], object]) -> None:
 def bound(path: Path) -> None:
     place = Path.cwd()
     os.chdir(path.parent)  # the name of a socket has 107 bytes at most
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
     os.chdir(place)
 
 
@@ -276,11 +276,11 @@ def holes(path: Path) -> None:
         file.truncate(2**40)
 
 
-def swapped(one: Path, other: Path) -> None:
-    aside = one.with_name(".aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+def swapped(first: Path, second: Path) -> None:
+    aside = first.with_name(".aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
 
 
 def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
@@ -292,9 +292,10 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
 
     def twin(path: Path) -> None:
         """The same file of another checkpoint, or another file."""
-        others = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
+        candidates = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
         swapped(
-            path, dice.choice(others if path.parent in steps else [file for file in files(folder) if file != path])
+            path,
+            dice.choice(candidates if path.parent in steps else [file for file in files(folder) if file != path]),
         )
 
     yield "bit flipped", any_file(), lambda path: flip(path, dice, 1)
@@ -353,8 +354,8 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     """Resume so many mutated copies of one run; what came of them, by the kind of the mutation."""
     dice = random.Random(seed)
     original, undamaged = root / "original", root / "undamaged"
-    if (made := forked(lambda: stopped_halfway(original), original)).code:
-        raise SystemExit(f"the job to mutate could not be made: {made.err}")
+    if (job := forked(lambda: stopped_halfway(original), original)).code:
+        raise SystemExit(f"the job to mutate could not be made: {job.err}")
     shutil.copytree(original, undamaged)
     composed = composition.composed(["name=resume"])
     if (done := resumed(undamaged, composed)).code:

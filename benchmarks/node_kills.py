@@ -73,20 +73,20 @@ class Tally:
 class TwoMachines:
     """A run on two machines, of which the other than main's is killed."""
 
-    def __init__(self, run: RunDir, main: Machine, other: Machine, restarts: int) -> None:
-        self.run, self.other = run, other
+    def __init__(self, run: RunDir, main: Machine, second: Machine, restarts: int) -> None:
+        self.run, self.second = run, second
         self.overrides = (
             *("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1", "launcher.timeout=2min"),
             *(f"launcher.rendezvous={main.address}:29500", f"launcher.restarts={restarts}"),
         )
         self.processes = [start(run, *self.overrides, shell=main.shell)]
         self.ranks_began = 0.0  # when the rank of this attempt was seen
-        self.start_other()
+        self.start_second()
 
-    def start_other(self) -> None:
-        self.processes.append(start(self.run, *self.overrides, shell=self.other.shell))
+    def start_second(self) -> None:
+        self.processes.append(start(self.run, *self.overrides, shell=self.second.shell))
 
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], event: str) -> None:
         """Wait until `condition` holds.
 
         Raises:
@@ -96,12 +96,12 @@ class TwoMachines:
         while not condition():
             code = self.processes[0].poll()
             if code is not None or time.monotonic() > until:
-                raise Failed(f"no {what}; main's machine has exit code {code}")
+                raise Failed(f"no {event}; main's machine has exit code {code}")
             time.sleep(0.001)
 
     def await_rank(self) -> None:
         """Wait until the other machine has a rank."""
-        self.wait_for(lambda: any(RANK in words_of(pid) for pid in self.other.pids()), "rank on the other machine")
+        self.wait_for(lambda: any(RANK in words_of(pid) for pid in self.second.pids()), "rank on the other machine")
         self.ranks_began = time.time()
 
     def await_phase(self, phase: str, chance: random.Random) -> None:
@@ -130,18 +130,18 @@ class TwoMachines:
             return "start-up"
         return "evaluation" if new[-1]["step"] % EVAL_EVERY == 0 and "loss/val" not in new[-1] else "step"
 
-    def kill_other(self, phase: str, chance: random.Random) -> str:
+    def kill_second(self, phase: str, chance: random.Random) -> str:
         """Kill the other machine in a phase, and bring it back; returns the phase that it met."""
         self.await_rank()
-        pids = self.other.pids()  # asked before the moment: asking takes longer than a save
+        pids = self.second.pids()  # asked before the moment: asking takes longer than a save
         self.await_phase(phase, chance)
         met = self.phase()
-        for pid in (*pids, *self.other.pids()):
+        for pid in (*pids, *self.second.pids()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.processes[-1].wait()
         time.sleep(chance.uniform(0, LONGEST_AWAY_S))
-        self.start_other()
+        self.start_second()
         return met
 
     def await_end(self) -> None:
@@ -197,7 +197,7 @@ def attempt(tally: Tally, run: RunDir, machines: tuple[Machine, Machine], kills:
     phases = chance.sample(PHASES, kills)
     with closing(TwoMachines(run, *machines, restarts=kills)) as job:
         for phase in phases:
-            met = job.kill_other(phase, chance)
+            met = job.kill_second(phase, chance)
             tally.met[phase, met] += 1
             job.await_rank()
             tally.survived[phase] += 1
@@ -218,7 +218,7 @@ def compare(tally: Tally, run: RunDir, expected: Record) -> None:
 def show(tally: Tally) -> None:
     table = Table("meant for", "kills", *(f"met {phase}" for phase in PHASES), "survived")
     for phase in PHASES:
-        met = [tally.met[phase, other] for other in PHASES]
+        met = [tally.met[phase, met_phase] for met_phase in PHASES]
         table.add_row(phase, *map(str, (sum(met), *met, tally.survived[phase])))
     console.print(table)
     kills, survived = tally.met.total(), tally.survived.total()

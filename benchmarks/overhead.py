@@ -141,10 +141,10 @@ def accelerate(name: str, batches: Batches) -> Epoch:
 
 def fabric(name: str, batches: Batches) -> Epoch:
     """Lightning Fabric wraps both too."""
-    made = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
+    wrapper = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
     model = network(name)
-    wrapped, optimizer = made.setup(model, adamw(model))
-    return loop(batches, wrapped, optimizer, made.backward)
+    wrapped, optimizer = wrapper.setup(model, adamw(model))
+    return loop(batches, wrapped, optimizer, wrapper.backward)
 
 
 def lightning(name: str, *, logs: bool) -> Epoch:
@@ -156,7 +156,7 @@ def lightning(name: str, *, logs: bool) -> Epoch:
         def __init__(self) -> None:
             super().__init__()
             self.network = network(name)
-            self.took = 0.0
+            self.seconds = 0.0
 
         def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
             loss = F.cross_entropy(self.network(batch[0]), batch[1])
@@ -168,10 +168,10 @@ def lightning(name: str, *, logs: bool) -> Epoch:
             return adamw(self)
 
         def on_train_epoch_start(self) -> None:
-            self.took = -time.perf_counter()
+            self.seconds = -time.perf_counter()
 
         def on_train_epoch_end(self) -> None:
-            self.took += time.perf_counter()
+            self.seconds += time.perf_counter()
 
     def epoch() -> float:
         off = {} if logs else {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -179,7 +179,7 @@ def lightning(name: str, *, logs: bool) -> Epoch:
             module = Module()
             options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False, **off}
             peer.Trainer(default_root_dir=folder, **options).fit(module, batches)
-            return module.took
+            return module.seconds
 
     return epoch
 
@@ -211,13 +211,13 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
             return self.images[indices], self.labels[indices]
 
     class Clock(peer.TrainerCallback):  # type: ignore[name-defined]
-        took = 0.0
+        seconds = 0.0
 
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            self.took = -time.perf_counter()
+            self.seconds = -time.perf_counter()
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            self.took += time.perf_counter()
+            self.seconds += time.perf_counter()
 
     examples = Examples()
 
@@ -225,7 +225,7 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
         off = {} if logs else {"logging_strategy": "no", "save_strategy": "no"}
         with tempfile.TemporaryDirectory() as folder:
             clock = Clock()
-            asked = peer.TrainingArguments(
+            arguments = peer.TrainingArguments(
                 folder,
                 num_train_epochs=1,
                 per_device_train_batch_size=BATCH,
@@ -237,12 +237,12 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
             )
             peer.Trainer(
                 model=Module(),
-                args=asked,
+                args=arguments,
                 train_dataset=examples,
                 data_collator=lambda both: {"images": both[0], "labels": both[1]},
                 callbacks=[clock],
             ).train()
-            return clock.took
+            return clock.seconds
 
     return epoch
 
@@ -339,9 +339,9 @@ def main() -> None:
         for epoch in epochs.values():
             epoch()
         seconds = in_turns(epochs, arguments.repeats)
-    found = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
+    costs = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
     rows: Rows = {
-        name: {"us per step": figures, "of bare": figures / found["bare"]} for name, figures in found.items()
+        name: {"us per step": figures, "of bare": figures / costs["bare"]} for name, figures in costs.items()
     }
     title = f"{arguments.model}, batch {BATCH}"
     show(title, rows, ratios=False)

@@ -49,7 +49,7 @@ IMAGENET = 1_281_167
 PER_RANK = 32  # examples of a rank's shard
 LOG_EVERY = 20
 CLIENTS_OF_A_PROCESS = 128
-ASKED = 2000  # requests
+REQUESTS = 2000  # that one client sends to time the store
 PROCESSES = (2, 8, 32, 64)
 
 
@@ -185,8 +185,12 @@ def serve(clients: int) -> Figures:
     server.set("run_dir", "outputs/run")
     ended(pids)
     joined = time.perf_counter() - began
-    seconds = timed(lambda: [server.check(["run_dir"]) for _ in range(ASKED)])
-    return {"all have joined, s": joined, "requests a second": ASKED / seconds, "of them polling": clients / POLL_S}
+    seconds = timed(lambda: [server.check(["run_dir"]) for _ in range(REQUESTS)])
+    return {
+        "all have joined, s": joined,
+        "requests a second": REQUESTS / seconds,
+        "of them polling": clients / POLL_S,
+    }
 
 
 def join_store(port: int, clients: int, first: int) -> None:

@@ -95,9 +95,9 @@ class Record:
 
     @classmethod
     def of(cls, run: RunDir) -> Record:
-        found = checkpoint.latest_valid(run.checkpoints)
-        assert found is not None, f"{run.path} has no checkpoint"
-        loaded = checkpoint.load(found)
+        newest = checkpoint.latest_valid(run.checkpoints)
+        assert newest is not None, f"{run.path} has no checkpoint"
+        loaded = checkpoint.load(newest)
         parts = (loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])
         digest = hashlib.sha256()
         for part in leaves(parts):
@@ -116,20 +116,20 @@ class Record:
     def losses(self) -> list[tuple[str, int, object]]:
         return [figure for figure in self.figures["metrics.jsonl"] if figure[0].startswith("loss/")]
 
-    def differences(self, other: Record) -> Iterator[str]:
+    def differences(self, reference: Record) -> Iterator[str]:
         """What in the files is not as in those of `other`."""
         if self.status != "completed":
             yield f"summary.json says {self.status}"
-        if self.weights != other.weights:
+        if self.weights != reference.weights:
             yield "model.safetensors differs"
         for name, figures in self.figures.items():
             times = Counter((tag, step) for tag, step, _ in figures)
-            expected = Counter((tag, step) for tag, step, _ in other.figures[name])
+            expected = Counter((tag, step) for tag, step, _ in reference.figures[name])
             if several := [example for example, count in times.items() if count > 1]:
                 yield f"{name} has {len(several)} figures more than once, such as {several[0]}"
             if odd := times.keys() ^ expected.keys():
                 yield f"{name} misses, or has besides, {len(odd)} figures, such as {min(odd)}"
-            if changed := set(untimed(figures)) ^ set(untimed(other.figures[name])):
+            if changed := set(untimed(figures)) ^ set(untimed(reference.figures[name])):
                 yield f"{name} has {len(changed)} other values, such as {min(changed, key=repr)}"
 
 
@@ -178,7 +178,7 @@ def processes(folder: Path) -> list[int]:
 
 def shared_memory() -> set[str]:
     """The files in shared memory that no process has: those of other jobs on this machine are theirs."""
-    found = list(Path("/dev/shm").glob("*"))
+    files = list(Path("/dev/shm").glob("*"))
     held = ""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -186,7 +186,7 @@ def shared_memory() -> set[str]:
             held += "".join(f"{path.readlink()}\n" for path in (entry / "fd").iterdir())
         except OSError:  # it ended just now, or is someone else's
             continue
-    return {path.name for path in found if str(path) not in held and path.exists()}
+    return {path.name for path in files if str(path) not in held and path.exists()}
 
 
 def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -253,11 +253,11 @@ def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Ran
 
 def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Random) -> int | None:
     """Start a run, or go on with it; its exit code, or None if it was killed on its way."""
-    found = checkpoint.candidates(run.checkpoints)
+    checkpoints = checkpoint.candidates(run.checkpoints)
     if run.path.exists():
-        tally.resumes["from a checkpoint" if found else "from scratch"] += 1
-        tally.faults += [f"{path}: {reason}" for path in found if (reason := checkpoint.find_corruption(path))]
-    over = bool(found) and checkpoint.read_facts(found[0])["progress"]["step"] == steps
+        tally.resumes["from a checkpoint" if checkpoints else "from scratch"] += 1
+        tally.faults += [f"{path}: {reason}" for path in checkpoints if (reason := checkpoint.find_corruption(path))]
+    over = bool(checkpoints) and checkpoint.read_facts(checkpoints[0])["progress"]["step"] == steps
     started = time.time()
     process = start(run.path, tally.ranks, steps)
     patience = chance.uniform(SOONEST_S, max(SOONEST_S, tally.seconds)) if tally.kills.total() < kills else None
@@ -281,11 +281,11 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
 
 def compare(tally: Tally, run: RunDir, expected: Record) -> None:
     """Count in what a run that came to its end is equal to the one that nobody killed."""
-    found = Record.of(run)
-    same_state = found.fingerprint == expected.fingerprint
-    different = list(found.differences(expected))
+    record = Record.of(run)
+    same_state = record.fingerprint == expected.fingerprint
+    different = list(record.differences(expected))
     tally.hash_equal += same_state
-    tally.losses_equal += found.losses() == expected.losses()
+    tally.losses_equal += record.losses() == expected.losses()
     tally.files_whole += not different
     different += [] if same_state else ["the newest checkpoint is another"]
     tally.faults += [f"run {run.path.name}: {difference}" for difference in different]

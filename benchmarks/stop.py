@@ -135,14 +135,14 @@ def attempt(phase: Phase, folder: Path, chance: random.Random) -> None:
         phase.faults.append(f"{folder.name}: ended with {process.returncode} before it was asked to, see {out}")
         return
     process.terminate()
-    asked = time.monotonic()
-    while (left := processes(folder)) and time.monotonic() < asked + PATIENCE_S:
+    stop_time = time.monotonic()
+    while (left := processes(folder)) and time.monotonic() < stop_time + PATIENCE_S:
         time.sleep(0.02)
-    phase.seconds.append(time.monotonic() - asked)
+    phase.seconds.append(time.monotonic() - stop_time)
     for pid in left:
         os.kill(pid, 9)
-    code, said = process.wait(), out.read_text()
-    if left or code != STOPPED or "Traceback" in said or "stopped" not in said:
+    code, printed = process.wait(), out.read_text()
+    if left or code != STOPPED or "Traceback" in printed or "stopped" not in printed:
         # Python itself has not begun: the signal kills it.
         if code == -15 and phase.begins is started and delay < 1:
             return

@@ -53,10 +53,10 @@ class Browser:
     def until(self, script: str, *arguments: Any, timeout: float = 60) -> Any:
         """What a script returns once it is true."""
         end = time.monotonic() + timeout
-        while not (found := self.run(script, *arguments)):
+        while not (result := self.run(script, *arguments)):
             assert time.monotonic() < end, f"waited {timeout} s for {script}"
             time.sleep(0.05)
-        return found
+        return result
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("/screenshot")))
@@ -74,7 +74,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         try:
             assert driver.stdout is not None
             port = next(
-                found[1] for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
+                match[1] for line in driver.stdout if (match := re.search(r"successfully on port (\d+)", line))
             )
             opened = Browser(f"http://127.0.0.1:{port}", profile)
             try:

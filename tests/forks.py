@@ -96,15 +96,15 @@ class Forks:
     """An interpreter that is copied, and has imported the modules that are named."""
 
     def __init__(self, *modules: str) -> None:
-        self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-        with other:
+        with child_end:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(other.fileno()), *modules],
+                [sys.executable, __file__, str(child_end.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 # Ranks and tests share few cores here: a thread that waits must not spin.
                 env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-                pass_fds=[other.fileno()],
+                pass_fds=[child_end.fileno()],
             )
 
     def start(self, *words: str, cwd: Path | None = None, **environment: str) -> Fork:
@@ -113,13 +113,13 @@ class Forks:
         It is `SCRIPT ...`, `lockstep ...`, `-c CODE ...`, or `MODULE:FUNCTION ...`, which calls it with these words.
         """
         pipes = [os.pipe() for _ in range(3)]
-        told = {
+        request = {
             "words": words,
             "cwd": str(cwd or ROOT),
             "environment": {**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
             "path": sys.path,
         }
-        socket.send_fds(self.socket, [json.dumps(told).encode()], [end for _, end in pipes])
+        socket.send_fds(self.socket, [json.dumps(request).encode()], [end for _, end in pipes])
         for _, end in pipes:
             os.close(end)
         return Fork(words, int(self.socket.recv(16)), *(end for end, _ in pipes))

@@ -54,13 +54,13 @@ def built(*overrides: str) -> Job:
 
 def run_dir(path: Path, *overrides: str) -> RunDir:
     """A run folder with a resolved config in it, ready for its ranks."""
-    made = RunDir.at(path)
-    told = [*QUICK, f"output_root={path.parent}", *overrides]
-    job = composed(*told)
-    made.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
-    (made.hydra / "config.yaml").write_text(yaml_io.dump(job))
-    made.overrides.write_text(yaml_io.dump_list(told))
-    return made
+    run = RunDir.at(path)
+    words = [*QUICK, f"output_root={path.parent}", *overrides]
+    job = composed(*words)
+    run.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
+    (run.hydra / "config.yaml").write_text(yaml_io.dump(job))
+    run.overrides.write_text(yaml_io.dump_list(words))
+    return run
 
 
 def train_here(path: Path, *overrides: str, stop_at: int | None = None, stop_in: int | None = None) -> RunDir:
@@ -238,10 +238,10 @@ def as_ranks(*words: str, ranks: int = 2) -> list[Done]:
     """`train.py` as each of the ranks that torchrun would start, of which rank 0 serves the store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
+    store_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
-        forks().start(str(ROOT / "train.py"), *words, **place, **meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+        forks().start(str(ROOT / "train.py"), *words, **sizes, **store_address, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(ranks)
     ]
     return [result(process) for process in started]

@@ -86,18 +86,18 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     number = os.getpid() % 2**14  # two runs of the tests at a time have a network each
     network = f"10.{64 + number // 256}.{number % 256}"
     one, two = (Machine(f"lockstep{number}-{end}", f"{network}.{end}", f"ls{number}-{end}") for end in (1, 2))
-    made: list[Machine] = []
+    created: list[Machine] = []
     try:
         try:
             for machine in (one, two):
                 _ip("netns", "add", machine.name)
-                made.append(machine)
+                created.append(machine)
             _ip("link", "add", one.device, "netns", one.name, "type", "veth", "peer", two.device, "netns", two.name)
         except subprocess.CalledProcessError as error:
             raise Unavailable(
                 f"needs to make network namespaces, which this machine refuses: {error.stderr.strip()}"
             ) from error
-        for machine in made:
+        for machine in created:
             # Neither has a name server, and torch asks for the name of each machine that connects.
             files = Path("/etc/netns", machine.name)
             files.mkdir(parents=True)
@@ -112,7 +112,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
             _ip("-n", machine.name, "link", "set", machine.device, "up")
         yield one, two
     finally:
-        for machine in made:
+        for machine in created:
             _ip("netns", "del", machine.name)
             shutil.rmtree(Path("/etc/netns", machine.name), ignore_errors=True)
 

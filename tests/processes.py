@@ -109,7 +109,7 @@ def steps_done(folder: Path) -> int:
 
 def processes(folder: Path) -> set[int]:
     """The living processes of the job at `folder`, its loaders' too: by its session, or by what it hands down."""
-    found = set()
+    pids = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
@@ -117,8 +117,8 @@ def processes(folder: Path) -> set[int]:
         except OSError:
             continue
         if state not in "ZX" and (f"{MARK}={folder}" in environment or int(session) in SESSIONS.get(folder, ())):
-            found.add(int(entry.name))
-    return found
+            pids.add(int(entry.name))
+    return pids
 
 
 def children(parent: int) -> list[int]:
@@ -129,13 +129,13 @@ def children(parent: int) -> list[int]:
 def ranks(folder: Path, process: Process) -> list[int]:
     """The process numbers of the ranks, in order, under `spawn` and `elastic`."""
     helper = "resource_tracker"
-    found = children(process.pid)
-    return sorted(pid for pid in found if helper not in Path(f"/proc/{pid}/cmdline").read_text())
+    pids = children(process.pid)
+    return sorted(pid for pid in pids if helper not in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def summary(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
-    return found
+    content: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return content
 
 
 def logged(folder: Path) -> str:

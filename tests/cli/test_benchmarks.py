@@ -160,7 +160,7 @@ def test_the_gpu_check_ends_a_step_and_all_its_processes_when_its_time_is_over(t
     done = benchmark("gpu_check", *short, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err
     steps = json.loads(kept.read_text())["steps"]
-    assert {name: step["found"] for name, step in steps.items()} == {
+    assert {name: step["finding"] for name, step in steps.items()} == {
         "default": "--budget ended it after 5 s",
         "stop": "the 5 s of --budget are over",
     }

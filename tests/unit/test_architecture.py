@@ -40,8 +40,8 @@ ASKS_FOR_MAIN: dict[str, str] = {
 
 
 def sources(*roots: Path) -> list[Path]:
-    found = sorted(path for root in roots for path in root.rglob("*.py"))
-    return [path for path in found if PACKAGE / "template" not in path.parents]
+    paths = sorted(path for root in roots for path in root.rglob("*.py"))
+    return [path for path in paths if PACKAGE / "template" not in path.parents]
 
 
 def module(path: Path) -> str:
@@ -143,7 +143,7 @@ def test_the_tour_of_the_source_names_ten_files_that_there_are() -> None:
     assert not [file for file in files if not (ROOT / file).is_file()]
 
 
-def test_only_those_who_write_or_show_ask_who_is_main() -> None:
+def test_only_modules_that_write_or_show_ask_who_is_main() -> None:
     asking = {name for name, path in MODULES.items() if asks_for_main(ast.parse(path.read_text()))}
     assert asking == ASKS_FOR_MAIN.keys()
 

@@ -30,7 +30,7 @@ def test_every_class_comes_equally_often_and_no_example_twice_before_all_of_its_
 def test_the_order_is_that_of_the_seed_and_the_epoch() -> None:
     orders = [balanced_order(*place, LABELS) for place in ((1, 0), (1, 1), (2, 0), (1, 0))]
     assert torch.equal(orders[0], orders[3])
-    assert not any(torch.equal(orders[0], other) for other in orders[1:3])
+    assert not any(torch.equal(orders[0], order) for order in orders[1:3])
     large = [set((order % len(LABELS))[LABELS[order % len(LABELS)] == 1].tolist()) for order in orders[:2]]
     assert large[0] != large[1]
 

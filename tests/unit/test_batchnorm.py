@@ -47,30 +47,30 @@ def values(*shape: int) -> Tensor:
     return 3 + 2 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def passed(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+def train_twice(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Two training passes: the output, the gradients of the second and what the layer keeps."""
     layer.train()
     for _ in range(2):
         layer.zero_grad()
-        entering = x.clone().requires_grad_()
-        output = layer(entering)
+        inputs = x.clone().requires_grad_()
+        output = layer(inputs)
         (output * torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin()).sum().backward()
-    assert entering.grad is not None
+    assert inputs.grad is not None
     gradients = {
         f"gradient of {name}": parameter.grad
         for name, parameter in layer.named_parameters()
         if parameter.grad is not None
     }
-    return {"output": output.detach(), "gradient": entering.grad, **gradients, **layer.state_dict()}
+    return {"output": output.detach(), "gradient": inputs.grad, **gradients, **layer.state_dict()}
 
 
 def assert_alike(norm: nn.Module, x: Tensor) -> None:
     reference, ours = pair(norm)
     assert isinstance(ours, SyncBatchNorm)
-    expected, found = passed(reference, x), passed(ours, x)
-    assert expected.keys() == found.keys()
+    expected, actual = train_twice(reference, x), train_twice(ours, x)
+    assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
     torch.testing.assert_close(ours.eval()(x), reference.eval()(x), rtol=1e-12, atol=1e-12)
 
 
@@ -110,8 +110,8 @@ def test_its_gradient_is_the_derivative_of_its_output() -> None:
 
 def test_an_empty_input_passes_and_changes_no_statistics() -> None:
     layer = SyncBatchNorm(3).train()
-    entering = torch.empty(0, 3, 4, 4, requires_grad=True)
-    output = layer(entering)
+    inputs = torch.empty(0, 3, 4, 4, requires_grad=True)
+    output = layer(inputs)
     output.sum().backward()
     assert output.shape == (0, 3, 4, 4)
     assert torch.equal(layer.running_mean, torch.zeros(3))
@@ -119,7 +119,7 @@ def test_an_empty_input_passes_and_changes_no_statistics() -> None:
     assert torch.equal(layer.weight.grad, torch.zeros(3))
 
 
-def test_short_activations_are_counted_in_the_precision_of_the_layer() -> None:
+def test_statistics_of_bfloat16_activations_are_computed_in_float32() -> None:
     layer = SyncBatchNorm(3).train()
     x = values(64, 3, 8, 8)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
@@ -141,9 +141,9 @@ def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
     twin = BatchNormAct2d(3, act_layer=nn.SiLU).double()
     converted = convert_sync_batchnorm(nn.Sequential(twin))[0]
     assert isinstance(converted, SyncBatchNormAct)
-    expected, found = passed(fused, values(5, 3, 4, 4)), passed(converted, values(5, 3, 4, 4))
+    expected, actual = train_twice(fused, values(5, 3, 4, 4)), train_twice(converted, values(5, 3, 4, 4))
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "efficientnet_b0"])
@@ -168,7 +168,7 @@ def test_a_converted_model_gives_the_same_logits() -> None:
     torch.testing.assert_close(convert_sync_batchnorm(model)(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def patch_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's four kernels for CUDA as their source says what they compute, in plain operations on the CPU."""
 
     def wide(vector: Tensor, x: Tensor) -> Tensor:
@@ -182,8 +182,10 @@ def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
         output = (x - wide(mean, x)) * wide(invstd, x)
         return output if weight is None else output * wide(weight, x) + wide(bias, x)
 
-    def reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *wanted: bool) -> tuple[Any, ...]:
-        assert wanted == (True, False, False)
+    def reduce(
+        dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *grads_needed: bool
+    ) -> tuple[Any, ...]:
+        assert grads_needed == (True, False, False)
         dims = [0, *range(2, x.dim())]
         return dy.sum(dims), (dy * (x - wide(mean, x))).sum(dims), None, None
 
@@ -214,10 +216,10 @@ def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(5, 3, 4, 6), (8, 3)])
-def test_it_gives_the_kernels_of_cuda_what_they_take(
+def test_the_cuda_kernels_get_the_arguments_that_they_expect(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], affine: bool
 ) -> None:
-    by_torchs_names(monkeypatch)
+    patch_cuda_kernels(monkeypatch)
     assert_alike((nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3, affine=affine), values(*shape))
 
 
@@ -226,11 +228,11 @@ def test_the_compiler_traces_it_without_a_break() -> None:
         return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3, momentum=None)))
 
     plain, traced = layers().double(), layers().double()
-    expected = passed(plain, values(5, 3, 4, 4))
+    expected = train_twice(plain, values(5, 3, 4, 4))
     # The tracer alone, without the code that Inductor would make of the graph.
-    found = passed(torch.compile(traced, backend="aot_eager", fullgraph=True), values(5, 3, 4, 4))
+    actual = train_twice(torch.compile(traced, backend="aot_eager", fullgraph=True), values(5, 3, 4, 4))
     for name in ("output", "gradient"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(traced.state_dict()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 

@@ -192,25 +192,29 @@ def cifar_files(source: type[CIFAR10]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("source", [CIFAR10, CIFAR100])
-@pytest.mark.parametrize("kept", ["archive", "unpacked", "directly", "in a folder"])
-def test_cifar_is_read_packed_or_not_wherever_people_put_it(tmp_path: Path, source: type[CIFAR10], kept: str) -> None:
+@pytest.mark.parametrize("placement", ["archive", "unpacked", "directly", "in a folder"])
+def test_cifar_is_read_packed_or_not_wherever_people_put_it(
+    tmp_path: Path, source: type[CIFAR10], placement: str
+) -> None:
     files = cifar_files(source)
-    folder = {"directly": tmp_path, "in a folder": tmp_path / source.factory}.get(kept, tmp_path / source.unpacked)
+    folder = {"directly": tmp_path, "in a folder": tmp_path / source.factory}.get(
+        placement, tmp_path / source.unpacked
+    )
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    if kept == "archive":
+    if placement == "archive":
         with tarfile.open(tmp_path / source.archive, "w:gz") as tar:
             tar.add(folder, source.unpacked)
         shutil.rmtree(folder)
-    made = source(root=str(tmp_path))
-    made.prepare()
-    assert made.train().images.shape == (3 * len(source.train_files), 3, 32, 32)
-    assert made.train().labels.tolist() == [0, 1, 2] * len(source.train_files)
+    dataset = source(root=str(tmp_path))
+    dataset.prepare()
+    assert dataset.train().images.shape == (3 * len(source.train_files), 3, 32, 32)
+    assert dataset.train().labels.tolist() == [0, 1, 2] * len(source.train_files)
     first = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8).reshape(3, 3, 32, 32)
-    assert torch.equal(made.train().images[:3], torch.from_numpy(first))
-    assert made.train().images.is_contiguous()
-    assert made.eval().images.shape == (3, 3, 32, 32)
+    assert torch.equal(dataset.train().images[:3], torch.from_numpy(first))
+    assert dataset.train().images.is_contiguous()
+    assert dataset.eval().images.shape == (3, 3, 32, 32)
 
 
 def test_a_pickle_of_cifar_that_asks_for_code_runs_none(tmp_path: Path) -> None:
@@ -247,14 +251,14 @@ class Mirror:
 
     def __init__(self, arrivals: Path, expected: int) -> None:
         self.files = {f"{name}-ubyte.gz": gzip.compress(idx(array)) for name, array in small_mnist().items()}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         mirror = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 name = self.path.rpartition("/")[2]
                 if self.headers.get("Method") != "HEAD":  # torchvision's question whether it is sent elsewhere
-                    mirror.asked.append(name)
+                    mirror.requests.append(name)
                 end = time.monotonic() + 240
                 while len(list(arrivals.iterdir())) < expected and time.monotonic() < end:
                     time.sleep(0.02)
@@ -284,9 +288,9 @@ class Mirror:
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[Mirror]:
     (tmp_path / "arrivals").mkdir()
-    served = Mirror(tmp_path / "arrivals", expected=2)
-    yield served
-    served.close()
+    server = Mirror(tmp_path / "arrivals", expected=2)
+    yield server
+    server.close()
 
 
 def point_at(url: str, resources: list[tuple[str, str]]) -> None:
@@ -312,7 +316,7 @@ def test_two_processes_that_want_a_missing_data_set_at_once_download_it_once(tmp
         for number in range(2)
     ]
     assert [result(process).code for process in processes] == [0, 0]
-    assert sorted(mirror.asked) == sorted(mirror.files)
+    assert sorted(mirror.requests) == sorted(mirror.files)
 
 
 def test_a_data_set_that_cannot_be_downloaded_is_an_error_that_names_the_folder(

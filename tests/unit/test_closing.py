@@ -26,7 +26,7 @@ def test_all_are_closed_in_turn_when_nothing_fails() -> None:
 
 
 @pytest.mark.parametrize("ended_by", [NumericalError("the loss is nan", step=3), Interrupted(), KeyboardInterrupt()])
-def test_what_ended_the_work_stays_the_error_and_the_others_are_said(
+def test_the_first_error_is_raised_and_later_ones_are_printed(
     ended_by: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed: list[str] = []

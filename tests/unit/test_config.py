@@ -163,13 +163,13 @@ def test_hydras_own_keys_mean_nothing_in_a_node(key: str) -> None:
         components.build("model", {"_target_": "lockstep.models.BasicNet", key: True})
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     job = composed("optimizer.lr=-1", "augment=shift", "augment.flip=2")
     job["model"] = {"_target_": "os.system", "command": "true"}
     with pytest.raises(InputError) as caught:
         components.build_job(job)
-    said = str(caught.value).splitlines()
-    assert [line.split()[0] for line in said] == ["model._target_", "augment.flip", "optimizer.lr"]
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["model._target_", "augment.flip", "optimizer.lr"]
 
 
 def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
@@ -208,7 +208,7 @@ def test_what_hydra_refuses_becomes_one_sentence_about_the_override(override: st
         assert words in str(error)
 
 
-def test_what_is_no_mistake_of_the_user_is_not_translated() -> None:
+def test_an_error_that_is_not_the_users_is_not_translated() -> None:
     assert messages.translate(ValueError("odd")) is None
     refused = InputError("no")
     assert messages.translate(refused) is refused

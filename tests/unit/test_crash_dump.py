@@ -17,7 +17,7 @@ from lockstep.telemetry import Telemetry, sinks
 DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
 
 
-def test_an_incident_that_the_disk_has_no_room_for_is_a_warning_and_leaves_no_half_of_it(
+def test_a_crash_dump_without_room_on_the_disk_is_a_warning_and_leaves_nothing(
     tmp_path: Path,
     full_disk: Callable[[int], AbstractContextManager[None]],
     capsys: pytest.CaptureFixture[str],

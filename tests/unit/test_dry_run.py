@@ -43,8 +43,8 @@ def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_k
     job = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
     job = (*job, "augment=standard", "batch=4", "steps=5", "model.dropout=0.5", "optimizer=sgd")
     tried = train_here(tmp_path / "tried", *job)
-    asked = train_here(tmp_path / "asked", *job, "loader=streaming", "loader.workers=0")
-    assert losses(tried) == losses(asked)
+    configured = train_here(tmp_path / "configured", *job, "loader=streaming", "loader.workers=0")
+    assert losses(tried) == losses(configured)
     loader = yaml.safe_load(tried.config.read_text())["loader"]
     assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
     assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}

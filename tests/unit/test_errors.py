@@ -32,7 +32,7 @@ def test_a_failed_rank_brings_its_traceback() -> None:
     assert error.details == "Traceback ..."
 
 
-def test_a_misspelt_word_is_met_with_those_close_to_it() -> None:
+def test_a_misspelt_word_gets_suggestions() -> None:
     options = ["momentum", "moment", "weight_decay", "lr"]
     assert did_you_mean("momentun", options) == " Did you mean 'momentum', 'moment'?"
     assert did_you_mean("ADAM-W", ["adam", "adam_w", "adam_wide"]).startswith(" Did you mean 'adam_w', 'adam_wide'")

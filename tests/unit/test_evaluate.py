@@ -93,10 +93,10 @@ def test_the_scores_are_those_of_one_plain_pass() -> None:
     with torch.no_grad():
         logits = model.eval()(pixels)
     ranked = logits.argsort(1, descending=True) == split.labels[:, None]
-    found = scores(model.train(), Digits())
-    assert found["loss"] == pytest.approx(F.cross_entropy(logits, split.labels).item(), rel=1e-12)
-    assert found["top1"] == pytest.approx(100 * ranked[:, 0].double().mean().item())
-    assert found["top5"] == pytest.approx(100 * ranked[:, :5].any(1).double().mean().item())
+    actual = scores(model.train(), Digits())
+    assert actual["loss"] == pytest.approx(F.cross_entropy(logits, split.labels).item(), rel=1e-12)
+    assert actual["top1"] == pytest.approx(100 * ranked[:, 0].double().mean().item())
+    assert actual["top5"] == pytest.approx(100 * ranked[:, :5].any(1).double().mean().item())
 
 
 @pytest.mark.parametrize("block", [1, 7, 355, 1000])
@@ -165,12 +165,12 @@ def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     for name in ("a/3.png", "b/5.png"):
         (tmp_path / "val" / name).write_bytes(b"no image")
     fewer = Folder(path=str(tmp_path), decode_size=8, skip=2)
-    found = scores(Mean(), fewer, kind=kind, block=5)
+    actual = scores(Mean(), fewer, kind=kind, block=5)
     for name in ("a/3.png", "b/5.png"):
         (tmp_path / "val" / name).unlink()
     listing.LISTINGS.clear()
-    assert found["top1"] == pytest.approx(90)
-    assert found == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
+    assert actual["top1"] == pytest.approx(90)
+    assert actual == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
 
 
 def test_a_split_of_broken_images_alone_is_refused(tmp_path: Path) -> None:

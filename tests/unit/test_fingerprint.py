@@ -65,8 +65,8 @@ def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_of_timm_are_two() -> None:
-    one, other = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
-    assert (one["optimizer"], other["optimizer"]) == ("lamb", "lion")
+    lamb, lion = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
+    assert (lamb["optimizer"], lion["optimizer"]) == ("lamb", "lion")
 
 
 def test_the_plan_of_a_job_is_in_steps() -> None:

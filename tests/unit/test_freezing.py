@@ -99,7 +99,7 @@ def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained:
         (["backbone", "fc"], "which leaves nothing to train"),
     ],
 )
-def test_a_pattern_that_cannot_be_is_refused(patterns: list[str], says: str) -> None:
+def test_an_invalid_pattern_is_refused(patterns: list[str], says: str) -> None:
     with pytest.raises(InputError, match=says):
         frozen_names(timm.create_model("resnet18"), patterns)
 
@@ -138,7 +138,7 @@ def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(resumed).items())
 
 
-def test_only_what_is_not_frozen_moves(tmp_path: Path) -> None:
+def test_only_layers_that_are_not_frozen_are_trained(tmp_path: Path) -> None:
     start = train_here(tmp_path / "start", *RUN, "steps=1")
     tuned = train_here(tmp_path / "tuned", *RUN, "steps=3", f"init_from={start.path}", "train.freeze=[backbone]")
     before, after = weights(start), weights(tuned)

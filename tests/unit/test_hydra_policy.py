@@ -88,19 +88,19 @@ def test_every_way_through_hydra_composes_with_our_loader() -> None:
 
 
 def test_a_job_is_composed_once_to_what_hydra_composes_twice() -> None:
-    asked, told = ["seed=1", "hydra.run.dir=here"], ["seed=1", "hydra.run.dir=here", "hydra.mode=RUN"]
+    overrides, job_overrides = ["seed=1", "hydra.run.dir=here"], ["seed=1", "hydra.run.dir=here", "hydra.mode=RUN"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
-        first = loader.load_configuration("config", asked, RunMode.MULTIRUN, validate_sweep_overrides=False)
-        assert loader.load_configuration("config", told, RunMode.RUN) is first
-        again = loader.load_configuration("config", told, RunMode.RUN)
+        first = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        assert loader.load_configuration("config", job_overrides, RunMode.RUN) is first
+        again = loader.load_configuration("config", job_overrides, RunMode.RUN)
     assert again is not first
     assert OmegaConf.to_container(first, resolve=False) == OmegaConf.to_container(again, resolve=False)
 
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
-    said = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
-    values = {key: value for key, value in hydra_keys.leaves(said) if not hydra_keys.is_below(key, hydra_keys.FREE)}
+    node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
+    values = {key: value for key, value in hydra_keys.leaves(node) if not hydra_keys.is_below(key, hydra_keys.FREE)}
     assert values == hydra_keys.OURS
 
 
@@ -147,7 +147,7 @@ def test_the_command_line_names_no_code_and_breaks_no_hydra(word: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["hydra.run.dir=here", "epochs=3"]])
-def test_what_every_file_may_set_is_composed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_command_line_is_composed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hydra_policy, "_without_files", None)
     composed(*words)
 

@@ -149,9 +149,9 @@ def test_a_saved_table_is_read(saved: Path, tmp_path: Path) -> None:
     changed = datasets.load_from_disk(saved)
     changed["train"] = changed["train"].map(lambda row: {"image": Image.effect_noise((9, 7), 50)})
     changed.save_to_disk(tmp_path / "changed")
-    other = HF(path=str(tmp_path / "changed")).fingerprint()
-    assert other["train"] != source.fingerprint()["train"], "other images under the same labels"
-    assert other["val"] == source.fingerprint()["val"]
+    fingerprint = HF(path=str(tmp_path / "changed")).fingerprint()
+    assert fingerprint["train"] != source.fingerprint()["train"], "other images under the same labels"
+    assert fingerprint["val"] == source.fingerprint()["val"]
 
 
 def test_a_saved_table_without_a_split_for_it_is_evaluated_on_a_share(saved: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_a_saved_table_does_not_have_is_named(saved: Path, keys: dict[str, 
         HF(path=str(saved), **keys).prepare()  # type: ignore[arg-type]
 
 
-def test_what_is_no_saved_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_a_saved_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     with pytest.raises(InputError, match=r"expected a folder that save_to_disk"):
         HF(path=str(tmp_path)).prepare()

@@ -53,7 +53,7 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
 
     images, targets = [], []
     for index, following in zip(batch, [*batch[1:], batch[0]], strict=True):
-        image, other = augmented(index), augmented(following)
+        image, partner = augmented(index), augmented(following)
         key = sample_keys(SEED, epoch, index, MIX)
         cuts = uniform(key, 1) < 0.5 if mix.mixup and mix.cutmix else bool(mix.cutmix)
         share = beta(uniform(key, 0), mix.cutmix if cuts else mix.mixup)
@@ -63,9 +63,9 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
             rows, columns = (slice(max(0, at - side), min(8, at + side)) for at in (row, column))
             share = torch.tensor(1 - (rows.stop - rows.start) * (columns.stop - columns.start) / 64)
             image = image.clone()
-            image[:, rows, columns] = other[:, rows, columns]
+            image[:, rows, columns] = partner[:, rows, columns]
         else:
-            image = share.to(precision.sums) * image + (1 - share.to(precision.sums)) * other
+            image = share.to(precision.sums) * image + (1 - share.to(precision.sums)) * partner
         one, two = (F.one_hot(split.labels[position], 10).to(precision.sums) for position in (index, following))
         images.append(image)
         targets.append(share.to(precision.sums) * one + (1 - share.to(precision.sums)) * two)
@@ -76,7 +76,7 @@ def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) 
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
     feed = loader.feed(split, world)
-    made = Loader(
+    data_loader = Loader(
         world=world,
         plan=PLAN,
         seed=SEED,
@@ -88,7 +88,7 @@ def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) 
         partners=True,
         stride=3,
     )
-    return list(path.train(made.train(after=0)))
+    return list(path.train(data_loader.train(after=0)))
 
 
 @pytest.mark.parametrize("precision", [FP32(), FP64()], ids=repr)
@@ -149,14 +149,14 @@ def test_an_alpha_of_zero_keeps_the_own_image() -> None:
 def test_boxes_have_their_area_and_lie_everywhere() -> None:
     keys = sample_keys(0, 0, torch.arange(20_000), MIX)
     share = torch.full((20_000,), 0.75)
-    made = box(share, keys, 20, 30)
-    areas = made.sum((1, 2))
+    boxes = box(share, keys, 20, 30)
+    areas = boxes.sum((1, 2))
     # Half of each side: 10 by 14 (an even number on both sides of the centre), less where the border cuts.
     assert areas.max() == 10 * 14
     assert areas.min() >= 5 * 7
     assert (areas == 140).double().mean().item() == pytest.approx(11 / 20 * 17 / 30, abs=0.02)
     # The centre is uniform, so that a pixel is covered as often as its neighbourhood has centres.
-    covered = made.double().mean(0)
+    covered = boxes.double().mean(0)
     assert covered[10, 15].item() == pytest.approx(10 / 20 * 14 / 30, abs=0.02)
     assert covered[0, 0].item() == pytest.approx(6 / 20 * 8 / 30, abs=0.02)
 

@@ -57,13 +57,13 @@ def test_a_map_is_pooled_as_by_an_adaptive_pool_to_the_bit(cells: int, shape: tu
     weights = torch.rand(3, 4, cells, cells, generator=torch.Generator().manual_seed(1))
     results = []
     for pool in (nn.AdaptiveMaxPool2d(cells), MaxPoolTo(cells)):
-        entering = features.clone().requires_grad_()
-        pooled = pool(entering)
+        inputs = features.clone().requires_grad_()
+        pooled = pool(inputs)
         (pooled * weights).sum().backward()
-        results.append((pooled, entering.grad))
-    (expected, gradient), (pooled, found) = results
+        results.append((pooled, inputs.grad))
+    (expected, expected_gradient), (pooled, gradient) = results
     assert torch.equal(pooled, expected)
-    assert torch.equal(found, gradient)
+    assert torch.equal(gradient, expected_gradient)
 
 
 def test_digitnet_has_as_many_channels_as_its_width_says() -> None:

@@ -12,7 +12,7 @@ SHOW = "import os, lockstep.core.native_threads as t; t.configure_native_threads
 
 
 @pytest.mark.parametrize(
-    ("given", "left"),
+    ("variables", "expected"),
     [
         ({}, ["5000", None, "1"]),
         ({"OMP_WAIT_POLICY": "active"}, [None, "active", "1"]),
@@ -22,9 +22,11 @@ SHOW = "import os, lockstep.core.native_threads as t; t.configure_native_threads
     ids=str,
 )
 def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
-    given: dict[str, str], left: list[str | None]
+    variables: dict[str, str], expected: list[str | None]
 ) -> None:
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
     clean = {key: value for key, value in os.environ.items() if key not in (*names, "LOCKSTEP_OPENBLAS")}
-    done = subprocess.run([sys.executable, "-c", SHOW], env=clean | given, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(left)
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW], env=clean | variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(expected)

@@ -139,7 +139,7 @@ def test_threads_do_not_change_a_byte(folder: Folder, target: Path, tmp_path: Pa
         assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path) -> None:
+def test_broken_images_are_left_out_up_to_the_allowed_number(tmp_path: Path) -> None:
     source = fill(tmp_path / "images")
     for path in ("train/ant/03.jpg", "val/zebra/00.png"):
         (tmp_path / "images" / path).write_bytes(b"no image")
@@ -148,12 +148,12 @@ def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path)
     with pytest.raises(InputError, match=r"image 6, .*zebra/00\.png, cannot be decoded"):
         pack(Folder(path=source.path, decode_size=8, skip=1), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
-    found = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
-    assert [line.partition(",")[0] for line in found] == ["image 3", "image 6"]
+    broken = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
+    assert [line.partition(",")[0] for line in broken] == ["image 3", "image 6"]
     ours, theirs = Packed(path=str(tmp_path / "target")).train(), source.train()
-    kept = [index for index in range(150) if index != 3]
-    assert torch.equal(ours.images, theirs.fetch(kept))
-    assert torch.equal(ours.labels, theirs.labels[kept])
+    whole = [index for index in range(150) if index != 3]
+    assert torch.equal(ours.images, theirs.fetch(whole))
+    assert torch.equal(ours.labels, theirs.labels[whole])
 
 
 def test_a_split_without_a_single_image_is_refused(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         lambda manifest: manifest["splits"]["train"]["sha256"].pop("labels"),
     ],
 )
-def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, change: Callable[[Any], Any]) -> None:
+def test_a_manifest_with_wrong_fields_is_refused(target: Path, tmp_path: Path, change: Callable[[Any], Any]) -> None:
     path = copied(target, tmp_path) / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -241,7 +241,7 @@ def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, chan
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
-def test_a_manifest_that_is_none_is_refused(target: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_is_refused(target: Path, tmp_path: Path, text: str) -> None:
     path = copied(target, tmp_path)
     (path / "manifest.json").write_text(text)
     with pytest.raises(InputError, match="is not a whole packed data set"):
@@ -270,19 +270,22 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
         packing.check(path, lambda n: None)
 
 
-def typed(*arguments: str) -> Done:
+def pack_command(*arguments: str) -> Done:
     return forked("lockstep", "pack", *arguments)
 
 
 def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
-    made = typed(folder.path, str(tmp_path / "new"), "--size", "8")
-    assert made.code == 0, made.err
-    assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in made.out
+    done = pack_command(folder.path, str(tmp_path / "new"), "--size", "8")
+    assert done.code == 0, done.err
+    assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in done.out
     assert (tmp_path / "new" / "train.images").read_bytes() == (target / "train.images").read_bytes()
-    assert typed("--check", str(tmp_path / "new")).out == f"{tmp_path}/new is whole: every file matches its sha256\n"
-    again = typed(folder.path, str(tmp_path / "new"))
+    assert (
+        pack_command("--check", str(tmp_path / "new")).out
+        == f"{tmp_path}/new is whole: every file matches its sha256\n"
+    )
+    again = pack_command(folder.path, str(tmp_path / "new"))
     assert (again.code, again.err.count("\n")) == (2, 1)
-    wrong = typed(str(tmp_path), str(tmp_path / "other"))
+    wrong = pack_command(str(tmp_path), str(tmp_path / "other"))
     assert wrong.code == 2
     assert wrong.err == (
         f"lockstep: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
@@ -295,7 +298,7 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     "arguments", [("source",), (), ("source", "--check", "target"), ("--check", "t", "--size", "3")]
 )
 def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple[str, ...]) -> None:
-    done = typed(*arguments)
+    done = pack_command(*arguments)
     assert done.code == 2
     assert "expected SOURCE and TARGET, or --check TARGET alone" in done.err
 

@@ -220,25 +220,25 @@ def test_a_box_is_cut_from_the_upright_photo_at_every_scale(tmp_path: Path, orie
     whole = by_pillow(tmp_path / "a.jpg")
     file = ImageFile.read(tmp_path / "a.jpg")
     for size in (16, 60):
-        found = torch.from_numpy(file.box((40, 80, 120, 96), (size, size)))
+        pixels = torch.from_numpy(file.box((40, 80, 120, 96), (size, size)))
         expected = torch.nn.functional.interpolate(
             whole[None, :, 40:160, 80:176], (size, size), mode="bilinear", antialias=True
         )[0]
-        assert (found.int() - expected.int()).abs().float().mean() < 3
+        assert (pixels.int() - expected.int()).abs().float().mean() < 3
 
 
 def test_the_boxes_of_a_turned_photo_are_drawn_for_its_upright_size(tmp_path: Path) -> None:
-    asked = []
+    seen_sizes = []
 
     def boxes(rng: object, sizes: Tensor) -> Tensor:
-        asked.append(sizes)
+        seen_sizes.append(sizes)
         return RandomResizedCrop().boxes(rng, sizes)  # type: ignore[arg-type]
 
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     COLOURS.resize((48, 32)).save(tmp_path / "a.jpg", exif=exif)
     FileSplit([tmp_path / "a.jpg"], torch.tensor([0]), 8, crop=Crop(boxes, 0, (8, 8))).fetch([0])
-    assert asked[0].tolist() == [[48, 32]]
+    assert seen_sizes[0].tolist() == [[48, 32]]
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -287,9 +287,9 @@ def test_real_photos_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
     assert files
     for path in files:
         file, expected = ImageFile.read(path), by_pillow(path)
-        found = file._decoded(1.0, file.height)[0].transpose(2, 0, 1)
-        assert found.shape == expected.shape
-        assert np.abs(found.astype(int) - expected.numpy()).mean() < 1
+        pixels = file._decoded(1.0, file.height)[0].transpose(2, 0, 1)
+        assert pixels.shape == expected.shape
+        assert np.abs(pixels.astype(int) - expected.numpy()).mean() < 1
 
 
 @pytest.mark.parametrize("kind", ["eps", "ico", "pcx", "tga"])

@@ -149,7 +149,7 @@ def test_a_photograph_becomes_grey_for_a_model_of_grey_images(digits: RunDir) ->
     ],
     ids=["missing", "no image", "floats", "two dimensions", "two channels"],
 )
-def test_what_is_no_image_is_one_sentence(digits: RunDir, image: Any, sentence: str) -> None:
+def test_an_invalid_image_is_one_sentence(digits: RunDir, image: Any, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         lockstep.load(digits.path, device="cpu").predict(image)
 
@@ -186,9 +186,9 @@ def test_a_model_with_published_weights_is_not_downloaded_again(
         tmp_path / "run", "model=timm", "model.name=resnet10t", "dataset.input_size=32", "steps=1", "device=cpu"
     )
     monkeypatch.setattr("timm.models._builder.load_pretrained", refused)
-    told = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}
-    told["model"]["pretrained"] = True
-    save_file(load_file(run.weights), run.weights, ModelCard(**told).metadata())
+    card = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}
+    card["model"]["pretrained"] = True
+    save_file(load_file(run.weights), run.weights, ModelCard(**card).metadata())
     assert lockstep.load(run.path).predict(np.zeros((8, 8), np.uint8))
 
 
@@ -321,11 +321,11 @@ def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) ->
 def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", NARROW, "steps=4", "loss=bce", "metric=calibration")
     predictor, split = lockstep.load(run.path, device="cpu"), Digits().eval()
-    found = evaluate_split(predictor, split)
+    evaluation = evaluate_split(predictor, split)
     logged = next(line for line in records(run) if "loss/val" in line)
-    assert found.loss == logged["loss/val"]
+    assert evaluation.loss == logged["loss/val"]
     # This loss judges each class by itself, and so do the probabilities, wherever they are shown.
     assert predictor.card.probabilities == "sigmoid"
-    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), found.probabilities)
-    assert torch.equal(predictor.predict(split.images[:1])[0].probabilities.max(), found.probabilities[0])
-    assert logged["metric/calibration"] == pytest.approx(found.calibration_error / 100, abs=1e-5)
+    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), evaluation.probabilities)
+    assert torch.equal(predictor.predict(split.images[:1])[0].probabilities.max(), evaluation.probabilities[0])
+    assert logged["metric/calibration"] == pytest.approx(evaluation.calibration_error / 100, abs=1e-5)

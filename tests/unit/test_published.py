@@ -61,7 +61,7 @@ def test_weights_in_the_cache_of_the_hub_need_no_network(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "127.0.0.1: ")])
-def test_weights_that_cannot_be_had_are_one_sentence_at_once(
+def test_unavailable_weights_are_one_sentence_at_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, says: str
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
@@ -71,7 +71,7 @@ def test_weights_that_cannot_be_had_are_one_sentence_at_once(
     assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
 
 
-def test_a_resume_and_the_use_of_a_model_need_the_weights_no_more_that_it_started_from(
+def test_a_resume_and_inference_do_not_need_the_published_weights(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -90,7 +90,7 @@ def test_a_resume_and_the_use_of_a_model_need_the_weights_no_more_that_it_starte
         assert len(lockstep.load(again.path, device="cpu").names) == 3
 
 
-def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_answer_is_given_up_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "REACH_S", 0.1)
     monkeypatch.setattr(published, "getproxies", dict)
     answered = threading.Event()

@@ -63,8 +63,8 @@ def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     stored = images((3, 16, 16))[:1].expand(28, -1, -1, -1)
     op, up = torch.arange(28) % 14, torch.arange(28) < 14
     ours = operate(stored, op, up, 9)
-    for image, name, sign, found in zip(stored, NAMES * 2, up.tolist(), ours, strict=True):
-        assert torch.equal(found, theirs(image, name, sign, 9)), name
+    for image, name, sign, result in zip(stored, NAMES * 2, up.tolist(), ours, strict=True):
+        assert torch.equal(result, theirs(image, name, sign, 9)), name
     assert torch.equal(stored, images((3, 16, 16))[:1].expand(28, -1, -1, -1)), "the images themselves stay"
 
 
@@ -72,8 +72,8 @@ def test_a_gpu_computes_every_operation_for_every_sample_and_gets_the_same(monke
     stored = images((3, 20, 20)).repeat(40, 1, 1, 1)
     expected = randaugment.randaugment(stored, draws(240), ops=2, magnitude=12)
 
-    def everywhere(chosen: Tensor, change: Callable[..., Tensor], others: Tensor, *arguments: Tensor) -> Tensor:
-        return torch.where(chosen.view(-1, *[1] * (others.dim() - 1)), change(*arguments), others)
+    def everywhere(chosen: Tensor, change: Callable[..., Tensor], unchanged: Tensor, *arguments: Tensor) -> Tensor:
+        return torch.where(chosen.view(-1, *[1] * (unchanged.dim() - 1)), change(*arguments), unchanged)
 
     monkeypatch.setattr(randaugment, "_where", everywhere)
     assert torch.equal(randaugment.randaugment(stored, draws(240), ops=2, magnitude=12), expected)

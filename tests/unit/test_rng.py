@@ -94,8 +94,8 @@ def test_every_place_of_the_order_is_open_to_every_sample() -> None:
 
 def test_streams_of_one_key_do_not_follow_each_other() -> None:
     keys = rng.sample_keys(0, 0, torch.arange(50_000))
-    for n, other in ((0, 1), (1, 2), (0, 4)):
-        assert abs(correlation(rng.uniform(keys, n), rng.uniform(keys, other))) < 0.02
+    for n, m in ((0, 1), (1, 2), (0, 4)):
+        assert abs(correlation(rng.uniform(keys, n), rng.uniform(keys, m))) < 0.02
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(1, 0), (0, 1)])

@@ -28,8 +28,8 @@ from lockstep.core.safe_read import (
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
 
 
 def _device(path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_link_that_the_user_named_is_followed_and_what_it_leads_to_is_looked_a
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "plain/below"])
-def test_a_path_that_cannot_be_is_unreadable(tmp_path: Path, path: str) -> None:
+def test_an_invalid_path_is_unreadable(tmp_path: Path, path: str) -> None:
     (tmp_path / "plain").write_text("")
     with pytest.raises(UnreadableFile):
         read_text(tmp_path / path)
@@ -126,7 +126,7 @@ JSON = [
 
 
 @pytest.mark.parametrize("content", JSON, ids=lambda content: str(content[:20]))
-def test_json_that_is_none_or_too_much_is_unreadable(tmp_path: Path, content: bytes) -> None:
+def test_invalid_or_huge_json_is_unreadable(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(UnreadableFile, match=r"file is not (JSON|UTF-8 text)"):
         read_json(tmp_path / "file")
@@ -184,9 +184,9 @@ def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFac
 def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "file"
     words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
-    kept = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
-    path.write_text(yaml_io.dump(kept))
-    assert yaml_io.load(path) == kept
+    config = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
+    path.write_text(yaml_io.dump(config))
+    assert yaml_io.load(path) == config
     overrides = ["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"]
     path.write_text(yaml_io.dump_list(overrides))
     assert yaml_io.load_list(path) == overrides

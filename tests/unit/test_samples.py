@@ -24,8 +24,8 @@ def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_ord
     assert torch.equal(fingerprints(images.contiguous(memory_format=torch.channels_last)), whole)
     changed = images.clone()
     changed[:, 2, 4, 3] = torch.nextafter(changed[:, 2, 4, 3], torch.tensor(2.0, dtype=dtype))
-    for other in (images.flip(-1), images.roll(1, 2), changed):
-        assert not (fingerprints(other) == whole).any()
+    for altered in (images.flip(-1), images.roll(1, 2), changed):
+        assert not (fingerprints(altered) == whole).any()
 
 
 @pytest.mark.parametrize("mixup", [0.0, 0.2])

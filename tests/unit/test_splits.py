@@ -144,7 +144,7 @@ def bomb(path: Path, side: int = 50_000) -> Path:
     return path
 
 
-def test_a_strip_that_would_become_a_field_is_refused(tmp_path: Path) -> None:
+def test_a_strip_that_resizing_would_make_huge_is_refused(tmp_path: Path) -> None:
     Image.new("RGB", (1, 60_000)).save(tmp_path / "strip.png")
     assert FileSplit([tmp_path / "strip.png"], torch.tensor([0]), 4).fetch([0]).shape == (1, 3, 4, 4)
     with pytest.raises(InputError, match="its header says 1x60000, expected at most"):

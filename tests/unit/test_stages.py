@@ -79,13 +79,13 @@ def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
 ) -> None:
     model = timm.create_model(name, num_classes=10)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    found = cut(model, torch.zeros(1, 3, 32, 32) if "res" in name else torch.zeros(1, 3, 160, 160), stages, None)
-    assert found.entries == entries
-    assert found.classes == 10
+    plan = cut(model, torch.zeros(1, 3, 32, 32) if "res" in name else torch.zeros(1, 3, 160, 160), stages, None)
+    assert plan.entries == entries
+    assert plan.classes == 10
     assert model.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-    assert set(found.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert sorted(set(found.homes.values())) == list(range(stages))
+    assert set(plan.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert sorted(set(plan.homes.values())) == list(range(stages))
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,17 @@ def state() -> dict[str, Any]:
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(tree, lambda tensor: found.append(tensor) or tensor)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tree, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    assert found["lr"] == expected["lr"]
-    for one, other in zip(leaves(found), leaves(expected), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-        assert one.is_contiguous()
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert actual["lr"] == expected["lr"]
+    for copied, original in zip(leaves(actual), leaves(expected), strict=True):
+        assert copied.dtype == original.dtype
+        assert torch.equal(copied, original)
+        assert copied.is_contiguous()
 
 
 @pytest.mark.usefixtures("_staged")

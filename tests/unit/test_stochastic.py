@@ -94,8 +94,8 @@ def images(indices: Tensor) -> Tensor:
 
 
 def outputs(model: KeyedModel, draws: ForwardDraws, micro: Micro) -> Tensor:
-    found: Tensor = model(images(micro.indices), draws.of(micro))
-    return found
+    output: Tensor = model(images(micro.indices), draws.of(micro))
+    return output
 
 
 INDICES = torch.tensor([5, 9, 100, 3, 77, 8, 4])
@@ -130,10 +130,10 @@ def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
     with torch.no_grad():
         theirs, ours = plain.double()(seen.expand(600, *SHAPE)), model(seen.expand(600, *SHAPE), keys)
     for moment in (1, 2):
-        one, other = (x.double() ** moment for x in (theirs, ours))
+        expected, actual = (x.double() ** moment for x in (theirs, ours))
         # Both means scatter by std / sqrt(n); of some thousand elements none is 6.5 standard errors off.
-        error = ((one.var(0) + other.var(0)) / 600).sqrt()
-        assert ((one.mean(0) - other.mean(0)).abs() <= 6.5 * error + 1e-12).all()
+        error = ((expected.var(0) + actual.var(0)) / 600).sqrt()
+        assert ((expected.mean(0) - actual.mean(0)).abs() <= 6.5 * error + 1e-12).all()
 
 
 @pytest.mark.parametrize(
@@ -212,17 +212,17 @@ def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: to
     reference = model(torch.ones(7, 3, 8, 8), keys) == 0
     ones = torch.ones(7, 3, 8, 8, dtype=dtype)
     assert torch.equal(model(ones, keys) == 0, reference)
-    found = model(ones.to(memory_format=torch.channels_last), keys)
-    assert torch.equal(found == 0, reference)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
+    masked = model(ones.to(memory_format=torch.channels_last), keys)
+    assert torch.equal(masked == 0, reference)
+    assert masked.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(masked.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("p", "expected"), [(0.0, 1.0), (1.0, 0.0)])
 def test_nothing_and_everything_can_be_dropped(p: float, expected: float) -> None:
     draws = key_draws(drop := nn.Dropout(p).train(), torch.zeros(1, 3, 8, 8), 0)
-    found = KeyedModel(drop, draws)(torch.ones(7, 3, 8, 8), draws.of(Micro(INDICES)))
-    assert (found == expected).all()
+    masked = KeyedModel(drop, draws)(torch.ones(7, 3, 8, 8), draws.of(Micro(INDICES)))
+    assert (masked == expected).all()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -270,9 +270,9 @@ def test_a_compiled_model_draws_the_same_masks_in_one_graph() -> None:
     expected = [keyed_model(seen, keys).detach() for keys in epochs]
     model.compile(dynamic=False, fullgraph=True)
     for keys, plain in zip(epochs, expected, strict=True):
-        found = keyed_model(seen, keys).detach()
-        assert torch.equal(found == 0, plain == 0)
-        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+        compiled = keyed_model(seen, keys).detach()
+        assert torch.equal(compiled == 0, plain == 0)
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_an_averaged_copy_and_evaluation_draw_nothing() -> None:
@@ -314,7 +314,7 @@ def test_a_model_that_draws_nothing_is_left_alone(model: Any) -> None:
         (lambda x: x + torch.rand(x.shape, generator=torch.default_generator), "own"),
     ],
 )
-def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Tensor], word: str) -> None:
+def test_an_unknown_random_call_is_named_for_the_user(draw: Callable[[Tensor], Tensor], word: str) -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return draw(x)
@@ -328,7 +328,7 @@ def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Ten
     assert "on another number of ranks or micro-batches they differ" in note
 
 
-def test_what_draws_otherwise_draws_the_same_again_behind_a_resume() -> None:
+def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     model, draws = keyed(Calls(lambda x, _: x + F.gumbel_softmax(x)))
     first = outputs(model, draws, Micro(INDICES, step=3, number=1))
     torch.rand(5)

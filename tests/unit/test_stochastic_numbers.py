@@ -81,7 +81,7 @@ def test_normal_numbers_have_the_moments_of_normal_numbers() -> None:
         assert (drawn**power).mean().item() == pytest.approx(moment, abs=0.03)
 
 
-def test_a_probability_is_met_to_2_to_the_minus_32() -> None:
+def test_a_probability_is_exact_to_2_to_the_minus_32() -> None:
     lowest, highest = torch.tensor([-(2**31)], dtype=torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32)
     assert below(lowest, 2.0**-32).item()
     assert not below(lowest, 0.0).item()

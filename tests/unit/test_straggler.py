@@ -15,8 +15,8 @@ def sentences(busy: list[list[float]], step_s: float) -> list[str]:
     """What is said at the log points of a run, one after every `STEPS` of its steps' busy times by rank."""
     stragglers = Stragglers(World.solo())
     points = [torch.tensor(busy[at : at + STEPS]).double().T for at in range(0, len(busy), STEPS)]
-    said = [stragglers.judge(torch.stack([torch.full_like(times, step_s), times], 2)) for times in points]
-    return [sentence for sentence in said if sentence]
+    judged = [stragglers.judge(torch.stack([torch.full_like(times, step_s), times], 2)) for times in points]
+    return [sentence for sentence in judged if sentence]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 1000])

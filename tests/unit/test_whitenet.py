@@ -36,18 +36,18 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
 @pytest.mark.parametrize(("side", "sampled"), [(12, 5000), (64, 1250), (4096, 1)])
 def test_the_network_starts_with_the_whitening_of_its_training_images(side: int, sampled: int) -> None:
     images = photographs()
-    asked: list[int] = []
+    counts: list[int] = []
     larger = images[:, :, :1, :1].expand(-1, -1, side, side)  # of which only the size is looked at
     network = WhiteNet(widths=[8, 8, 8])
     model = network.build(10, (3, 12, 12))
 
-    def given(number: int) -> torch.Tensor:
-        asked.append(number)
-        return larger if len(asked) == 1 else images
+    def first_images(number: int) -> torch.Tensor:
+        counts.append(number)
+        return larger if len(counts) == 1 else images
 
-    network.initialise(model, given)
+    network.initialise(model, first_images)
     assert torch.equal(model[0].weight, whitening_filters(images).float())
-    assert asked == [1, sampled]
+    assert counts == [1, sampled]
 
 
 def test_filters_of_the_first_layer_and_factors_of_the_norms_are_frozen() -> None:
