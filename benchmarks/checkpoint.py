@@ -1,12 +1,12 @@
-"""What checkpoints cost: a save, a load, and a resume, on resnet50d with AdamW (307 MB) and its real command.
+"""The cost of a save, a load and a resume, for resnet50d with AdamW (307 MB) and the real command.
 
     python benchmarks/checkpoint.py --json checkpoint.json
 
-Save: how long training stands still, and how long until all of it is on the disk (for Lockstep hashed, too), against
-torch.save and safetensors with fsync in line, and torch.distributed.checkpoint's async_save, which does not fsync.
-Load: from a file to model and optimizer, against torch.load and load_state_dict; Lockstep's also checks the sha256 of
-every file. Resume: from the start of the command to its first new step, behind a kill and from nothing. Figures are
-medians; CPU, one thread; files are read from the system's memory.
+Save: how long training stands still, and how long until the whole checkpoint is on the disk (Lockstep also hashes
+it). Compared with torch.save and safetensors, both with fsync in the training thread, and with async_save of
+torch.distributed.checkpoint, which does not fsync. Load: from a file to model and optimizer, compared with torch.load
+and load_state_dict; Lockstep also checks the sha256 of every file. Resume: from the start of the command to its first
+new step, after a kill and without a checkpoint. Figures are medians; CPU, one thread; files are in the page cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parts() -> Parts:
 
 
 def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Both as safetensors wants them."""
+    """Weights and optimizer state as one flat dict, which safetensors needs."""
     moments = {
         f"{number}.{name}": tensor
         for number, state in optimizer.state_dict()["state"].items()
@@ -65,7 +65,7 @@ def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> dict[str, Figures]:
     """Milliseconds that training stands still, and until a save is on the disk."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    # Every step is the best one and takes the place of the one before it, as in a run that gets better.
+    # Each checkpoint replaces the one before it, as in a run that improves at every evaluation.
     keeper = Checkpointer(run_dir=RunDir.at(folder / "run"), fingerprint={}, keep=1, keep_best=0, writes=True)
     durable: dict[str, list[float]] = {}
     steps = iter(range(1, 1000))
@@ -141,7 +141,7 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
 
 
 def first_step(folder: Path, after: int) -> float:
-    """Seconds from the start of the command to the first line of a step behind `after`; the command is killed."""
+    """Seconds from the start of the command to the log line of the first step after `after`; then it is killed."""
     run = folder / "run"
     words = [*JOB, *QUIET, "checkpoint.every=2", f"hydra.run.dir={run}", f"output_root={folder}"]
     began = time.perf_counter()
@@ -175,7 +175,7 @@ def resuming(repeats: int) -> Figures:
     def behind_a_kill() -> float:
         with tempfile.TemporaryDirectory() as folder:
             first_step(Path(folder), 0)
-            # The lines behind the newest checkpoint are written anew: the first new step is the one after these.
+            # A resume repeats the steps after the newest checkpoint: drop their lines, so that only new ones count.
             newest = checkpoint.candidates(Path(folder, "run", "checkpoints"))[0]
             lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
             earlier = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]

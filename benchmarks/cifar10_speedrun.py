@@ -1,4 +1,4 @@
-"""The CIFAR-10 speed recipe against a plain loop of the record that it is after: accuracy and seconds, same bytes.
+"""The CIFAR-10 speed recipe and a plain loop of the record that it follows: accuracy and seconds on the same images.
 
     python benchmarks/cifar10_speedrun.py --json cifar10_speedrun.json                   # the data set in data/
     python benchmarks/cifar10_speedrun.py --folder cifar10_jpeg --val-folder test        # images in class folders
@@ -6,14 +6,13 @@
     python benchmarks/cifar10_speedrun.py --device cpu --fake 400 --batch 100 --epochs 1 # that it runs
 
 The reference, `cifar10_reference.py`, is airbench94_muon (Jordan 2024, arXiv 2404.00498) in PyTorch alone. It shares
-the decoded images with Lockstep and nothing else. Both train with each seed, in turns, so that the spread over seeds
-is known. For both the clock runs over what the record's runs over: the whitening, the augmentation, all steps, and
-the one evaluation with six views. The device is waited for where it starts and stops. What is outside: decoding, and
-all that is made before training. On a GPU, and wherever something is compiled, both first train once without being
-counted; what is compiled while a clock runs all the same is shown. Lockstep runs as `train.py` does, with its
-telemetry; its checkpoint is written behind the clock.
+only the decoded images with Lockstep. Both train with each seed, in turns, to show the spread over seeds. Both are
+timed as the record is: whitening, augmentation, all steps, and one evaluation with six views. The device is
+synchronised when the clock starts and stops. Decoding and set-up are not timed. On a GPU, and wherever something is
+compiled, both first train once without being timed; compilations that happen later all the same are counted and
+shown. Lockstep runs as `train.py` does, with its telemetry; its checkpoint is written after the clock has stopped.
 
-On a GPU both are compiled, the reference as the record is. On a CPU nothing is, and both train in float32.
+On a GPU both networks are compiled, as in the record. On a CPU nothing is compiled, and both train in float32.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ ROOT = Path(__file__).parent.parent
 
 
 class Lockstep:
-    """Real runs, each in a folder of its own.
+    """Real runs, each in its own folder.
 
-    Their network is one object, as the reference's is, so what the first run compiles serves all. Its weights are
-    those that a network of the run's own would begin with.
+    All runs use one network object, as the reference does, so that it is compiled only once. At the start of each run
+    it gets the initial weights of a newly built network.
     """
 
     def __init__(self, words: Sequence[str], device: torch.device) -> None:
@@ -97,7 +96,7 @@ class Lockstep:
 
 
 def words(arguments: argparse.Namespace) -> list[str]:
-    """Lockstep's job."""
+    """The overrides of Lockstep's job."""
     overrides = [
         "experiment=cifar10_speedrun",
         "name=speedrun",
@@ -144,7 +143,7 @@ def reference(job: Job, arguments: argparse.Namespace) -> Reference:
 
 
 def compared(figures: dict[str, list[Figures]]) -> Rows:
-    """Means over the seeds, their ratios, and the deviation from seed to seed."""
+    """Means over the seeds, their ratios, and the standard deviation over the seeds."""
     rows: Rows = {}
     for name in ("top1", "seconds", "compilations"):
         columns = {contender: [run[name] for run in runs] for contender, runs in figures.items()}
@@ -177,7 +176,7 @@ def main() -> None:
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"
     job = resolve.resolve(components.build_job(composition.composed(words(arguments))), sweep=False)
-    job.precision.configure()  # here already: what is compiled under another setting would be compiled again
+    job.precision.configure()  # now: a later change of this setting would compile the network again
     contenders: dict[str, Callable[[int], Figures]] = {
         "reference": reference(job, arguments),
         "lockstep": Lockstep(words(arguments), torch.device(job.device)),

@@ -1,13 +1,13 @@
-"""What a step's arithmetic costs besides the network's own: memory, compilation, averaged weights.
+"""The cost of a step besides the network's arithmetic: memory allocation, compilation, averaged weights.
 
     python benchmarks/compute.py --json compute.json
 
-Memory: a training step of the speed recipe's network on the CPU, in processes of their own, with the C library as it
-comes and with freed memory kept, as a run has it. In seconds of processor time, the kernel's part apart, because what
-else runs on the machine changes the wall clock more. Averaged weights: one update of those of a resnet50d, by torch's
-`AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of the real command on
-random images, with and without `model.compile`. Compiling: the seconds that the real command says it took,
-for a small job and each of its shapes of batches, with an empty cache and with that of the command before.
+Memory: a training step of the speed recipe's network on the CPU, in separate processes, with the C library's default
+settings and with freed memory kept in the process, as in a run. Measured in seconds of processor time, and in those
+spent in the kernel, because other work on the machine changes the wall clock more. Averaged weights: one update of
+the average of a resnet50d, by torch's `AveragedModel` and by ours, which computes the same numbers. Compiled:
+milliseconds per step of the real command on random images, with and without `model.compile`. Compiling: the seconds
+that the real command reports, for a small job with several batch shapes, with an empty cache and with a filled one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 def step_in_process(keep: bool) -> None:
-    """Print the processor time of a step, user's and kernel's, in seconds."""
+    """Print the processor time of a step, in user mode and in the kernel, in seconds."""
     if keep:
         keep_freed_memory(World.solo(), keep=True)
     model = WhiteNet().build(10, (3, 32, 32)).to(memory_format=torch.channels_last)

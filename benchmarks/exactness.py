@@ -1,14 +1,13 @@
-"""What exactness costs: each part of the promise against the same work without it, in turns, on this machine.
+"""The cost of exactness: each part of the promise, compared with the same work without it, in turns, on this machine.
 
     python benchmarks/exactness.py --json exactness.json
 
-Augmentation: random numbers that are derived from each sample's key, against the same arithmetic on numbers of a
-plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
-against torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the
-examples, against torch's own. Strict: the real command on one and two ranks. Besides training:
-the consensus and the watchdog's sign of life of each step, and the comparison of the replicas at each
-log point, on two ranks. Figures are medians; CPU, one thread per rank. What a save costs is
-`benchmarks/checkpoint.py`.
+Augmentation: random numbers derived from each sample's key, compared with the same arithmetic on numbers of a plain
+generator, and with torchvision's transforms called for each sample. Order: a rank's shards of an epoch, compared with
+torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the examples, compared with torch's own.
+Strict: the real command on one and two ranks. Besides training: the consensus and the watchdog's heartbeat at each
+step, and the comparison of the replicas at each log point, on two ranks. Figures are medians; CPU, one thread per
+rank. `benchmarks/checkpoint.py` measures the cost of a save.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, ti
 
 ROOT = Path(__file__).parent.parent
 BATCH = 256
-STEP_S = 0.005  # of other work between two votes
-LOG_INTERVAL = 20  # telemetry.interval, as it is by default: the replicas are compared at log points
+STEP_S = 0.005  # seconds of other work between two rounds of the consensus
+LOG_INTERVAL = 20  # the default of telemetry.interval: the replicas are compared at log points
 
 
 def augmentation() -> Rows:
-    """Microseconds per sample of a batch; first of five random numbers for each alone."""
+    """Microseconds per sample of a batch. The first row draws only five random numbers per sample."""
     generator = torch.Generator()
 
     class Drawn(SampleRNG):
-        """Numbers of a plain generator."""
+        """The same interface, with numbers of a plain generator."""
 
         def uniform(self, n: int) -> Tensor:
             return torch.rand(len(self.indices), generator=generator)
@@ -103,12 +102,12 @@ def augmentation() -> Rows:
 
 
 def order() -> Rows:
-    """Milliseconds for one rank's part of an epoch, the second of two."""
+    """Milliseconds for the part of an epoch of the second of two ranks."""
 
     def theirs(examples: int) -> None:
         dataset = TensorDataset(torch.empty(examples))
         sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=2, rank=1)
-        # torch types a sampler by what its data set holds.
+        # In torch's types a sampler yields elements of the data set; in fact it yields indices.
         for indices in BatchSampler(sampler, BATCH // 2, drop_last=False):  # type: ignore[arg-type]
             torch.tensor(indices)
 
@@ -184,7 +183,7 @@ def each_step() -> Rows:
 
 
 def rank_entry(folder: Path) -> None:
-    """What a rank of `each_step` does; the first one leaves the figures."""
+    """Measure as one rank of `each_step`; main writes the figures."""
     with (
         join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
         Path(folder, f"{world.rank}.stacks").open("w") as stacks,
@@ -197,14 +196,14 @@ def rank_entry(folder: Path) -> None:
 
 
 def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) -> Figures:
-    """Seconds of what a step, or a log point, has besides training."""
+    """Seconds of the work of a step, or of a log point, besides training."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
     consensus = StopConsensus(world)
 
     def voted() -> float:
-        time.sleep(STEP_S)  # the sum of the step before goes on meanwhile
+        time.sleep(STEP_S)  # meanwhile the reduction of the step before completes
         return timed(lambda: consensus.agree(False, False, busy=STEP_S))
 
     def lived() -> float:
@@ -225,7 +224,7 @@ def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) ->
 
 
 def exit_as_rank(folder: Path) -> None:
-    """How the spawn launcher calls a rank."""
+    """The entry point that the spawn launcher calls in a rank."""
     rank_entry(folder)
     sys.exit(0)
 

@@ -1,11 +1,10 @@
-"""How many lines the five things take that people write first: as options of Lockstep, and for Lightning.
+"""Lines of code of five common extensions, as options of Lockstep and for Lightning.
 
     python benchmarks/extending_lines.py          counts
     python benchmarks/extending_lines.py --run    also trains with Lightning's parts, to show that they work
 
-Ours are the blocks of docs/extending.md, which a test runs. Lightning's are below, as its documentation shows them,
-with what the same asks for: chosen and given its values on the command line. Lines of code are counted, not blank
-lines, comments, docstrings and imports.
+Ours are the blocks of docs/extending.md, which a test runs. Lightning's are below, in the style of its documentation.
+Both can be chosen and configured on the command line. Blank lines, comments, docstrings and imports are not counted.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def run_theirs() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the lines of what people write first.")
+    parser = argparse.ArgumentParser(description="Count the lines of five common extensions.")
     parser.add_argument("--run", action="store_true", help="train with Lightning's parts, which has to be installed")
     if parser.parse_args().run:
         run_theirs()

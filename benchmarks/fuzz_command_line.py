@@ -1,12 +1,12 @@
-"""Command lines that nobody would type: whatever is asked for, train.py starts or says in a sentence why not.
+"""Random command lines: train.py must start each of them, or refuse it with one sentence.
 
     python benchmarks/fuzz_command_line.py
     python benchmarks/fuzz_command_line.py --overrides 500 --seed 3
 
-Each case is the whole route of `python train.py OVERRIDES`, in a process that stays, up to where the ranks would be
-launched. It has to end with 0 or 2, without a traceback, and leave nothing where it was refused. Keys come from the
-schema and from every option of every group; values are numbers at and beyond the ends of every range, other types,
-texts, paths and nestings. The cases run in a child that is watched: one that crashes it or hangs is found.
+Each case runs the code of `python train.py OVERRIDES` up to the launch of the ranks; all cases share one process. A
+case must end with exit code 0 or 2, without a traceback, and a refused one must leave no file. Keys come from the
+schema and from every option of every group. Values are numbers at and beyond the ends of every range, other types,
+texts, paths and nested values. The cases run in a child process; a crash or a hang of the child is reported.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from typing import Any
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 CONF = TRAIN.parent / "conf"
-STARTS_S, HANGS_S = 600.0, 120.0  # of the imports, and of one case
+STARTS_S, HANGS_S = 600.0, 120.0  # time limits: for the imports, and for one case
 RESULTS = "results.jsonl"
-ROOM = 2.0**28  # bytes of memory that the cases believe to have
+ROOM = 2.0**28  # bytes of memory that a case is told to be available
 
 NUMBERS = [
     *(
@@ -186,7 +186,7 @@ HYDRA += ["hydra.searchpath", "hydra.run", "hydra.job", "hydra", "hydra.runtime.
 
 
 def option_keys() -> list[tuple[str, str]]:
-    """Every key with what has to be given before it for it to be one: an option of its group, or nothing."""
+    """Every key, with the override that chooses its option first (empty if the key always exists)."""
     import yaml
 
     from lockstep.config import schema
@@ -209,7 +209,7 @@ def option_keys() -> list[tuple[str, str]]:
 
 
 def command_lines() -> Any:
-    """A strategy for the words behind `python train.py`."""
+    """A Hypothesis strategy for the words after `python train.py`."""
     from hypothesis import strategies as st
 
     from lockstep.config import schema
@@ -244,7 +244,7 @@ def command_lines() -> Any:
 
 
 def places(folder: Path) -> None:
-    """What the values in `PATHS` name: a file, a pipe, a loop of links, photos."""
+    """Create the files that the values in `PATHS` name: a file, a pipe, a link to itself, photos."""
     import torch
     from torchvision.io import write_jpeg
 
@@ -263,9 +263,9 @@ def left_behind(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def short_of_training() -> Iterator[None]:
-    """Have jobs end where their ranks would be launched, on a machine without a network and with little memory.
+    """Make jobs end before their ranks are launched, and pretend to have no network and little memory.
 
-    A command then leaves by an exception: this process stays for the next one.
+    A command then ends with an exception instead of ending this process.
     """
     from lockstep.data.datasets.published import Published
     from lockstep.job import machine_limits
@@ -284,7 +284,7 @@ def short_of_training() -> Iterator[None]:
 
 
 def attempt(words: list[str], folder: Path) -> tuple[int, str]:
-    """The exit code of a command line, and what is wrong with how it ended (empty: nothing)."""
+    """Run a command line; returns its exit code and a problem with its end (empty if there is none)."""
     from lockstep.data.datasets import builtin
 
     environment, stderr = dict(os.environ), io.StringIO()
@@ -350,7 +350,7 @@ def child(folder: Path, overrides: int, seed: int) -> None:
 
 
 def watched(folder: Path, overrides: int, seed: int) -> str:
-    """Run `child` in a process of its own and wait for it; says what ended it, where that was not its own end."""
+    """Run `child` in a new process and wait for it; returns what ended it, or an empty text if it finished."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -377,7 +377,7 @@ def watched(folder: Path, overrides: int, seed: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overrides", type=int, default=10_000, help="how many are tried, a few at a time [10000]")
-    parser.add_argument("--seed", type=int, default=0, help="of what is tried [0]")
+    parser.add_argument("--seed", type=int, default=0, help="of the random cases [0]")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:

@@ -1,15 +1,15 @@
-"""What a GPU does with Lockstep and with a raw loop over the same model: images/s, MFU and peak memory.
+"""Lockstep and a raw loop over the same model on a GPU: images/s, MFU and peak memory.
 
     python benchmarks/gpu.py --json gpu.json                                                # resnet50d at 224 and 336
     python benchmarks/gpu.py --folder imagenet_small                                        # also real images
     python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1      # it runs
 
-For each size, precision, memory order and with or without `torch.compile`: the raw loop trains timm's model on one
-batch that lies on the device, with fused SGD and nothing else; Lockstep runs as `train.py` does, on random images
-that are resident on the device, gathered, normalised, counted and logged. Both wait for the device every `--interval`
-steps; the figure is the median over these windows without the first two. The two take turns, and what does not fit
-into memory is left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are streamed, augmented
-as for ImageNet, next to the same on random ones.
+There is a row for each size, precision and memory format, with and without `torch.compile`. The raw loop trains
+timm's model on one batch on the device, with fused SGD and nothing else. Lockstep runs as `train.py` does, on random
+images that are resident on the device, gathered, normalised, counted and logged. Both wait for the device every
+`--interval` steps; the figure is the median over these windows without the first two. The two take turns. Rows that
+do not fit into memory are left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are streamed,
+with ImageNet's augmentation, and compared with random resident images.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Measure = Callable[[], float]
 
 
 def raw(job: Job, steps: int, interval: int) -> float:
-    """Images per second of the least that trains the job's model."""
+    """Images per second of the smallest loop that trains the job's model."""
     device, storage = torch.device(job.device), job.precision.storage
     layout = job.model.memory_format
     assert isinstance(job.model, Timm)
@@ -76,7 +76,7 @@ def raw(job: Job, steps: int, interval: int) -> float:
 
 
 def lockstep(words: list[str]) -> float:
-    """The same of the real run."""
+    """Images per second of the real run."""
     with tempfile.TemporaryDirectory() as folder:
         job, run = prepared(Path(folder) / "run", words)
         with console.capture():
@@ -86,7 +86,7 @@ def lockstep(words: list[str]) -> float:
 
 
 def words(arguments: argparse.Namespace, size: int, precision: str, *extra: str) -> list[str]:
-    """The job of a row."""
+    """The overrides of a row's job."""
     return [
         f"model={arguments.model}",
         f"precision={precision}",
@@ -120,7 +120,7 @@ def built(overrides: list[str]) -> Job:
 
 
 def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
-    """Rates of both, their ratio, and what they mean; empty where a step does not fit into memory."""
+    """Rates of both, their ratio, memory and MFU; empty if a step does not fit into memory."""
     job = built(overrides)
     device = torch.device(job.device)
     gigabytes: Figures = {}
@@ -172,7 +172,7 @@ def synthetic(arguments: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 
 def real(arguments: argparse.Namespace) -> Rows:
-    """Images per second on random images that are resident, and on the folder's, decoded while the GPU trains."""
+    """Images per second on resident random images, and on the folder's images, decoded while the GPU trains."""
     size, precision = arguments.sizes[0], arguments.precisions[-1]
     fast = ["model.channels_last=true", f"model.compile={str(not arguments.no_compile).lower()}"]
     streamed = [
@@ -196,10 +196,10 @@ def main() -> int:
     options.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--model", default="resnet50d", help="a name of timm")
     options.add_argument("--sizes", type=int, nargs="+", default=[224, 336])
-    options.add_argument("--precisions", nargs="+", default=None, help="fp32 tf32 fp16 bf16 as it comes")
+    options.add_argument("--precisions", nargs="+", default=None, help="[fp32 tf32 fp16 bf16; on a CPU fp32 bf16]")
     options.add_argument("--batch", type=int, default=256)
     options.add_argument("--steps", type=int, default=100)
-    options.add_argument("--interval", type=int, default=10, help="steps of a window")
+    options.add_argument("--interval", type=int, default=10, help="steps per window")
     options.add_argument("--no-compile", action="store_true", help="leave the compiled rows out")
     options.add_argument("--folder", type=Path, help="real images to stream")
     arguments = options.parse_args()

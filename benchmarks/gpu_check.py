@@ -1,25 +1,25 @@
-"""The proof in ten minutes: what Lockstep promises, tried on this machine's GPU by one command.
+"""One command that checks Lockstep's promises on this machine's GPU, in about ten minutes.
 
     python benchmarks/gpu_check.py --json gpu_check.json            # all steps
     python benchmarks/gpu_check.py --only strict,resume             # some of them
-    python benchmarks/gpu_check.py --device cpu                     # what can be tried without a GPU, in small
+    python benchmarks/gpu_check.py --device cpu                     # the steps that need no GPU, with small jobs
 
-Made for a machine with one card, torch 2.11 or newer and no network. On another machine, with a network, fetch the
-wheels that it lacks; the versions are those of pyproject.toml. 3.12 stands for its Python:
+Made for a machine with one GPU, torch 2.11 or newer and no network. Fetch the missing wheels on a machine with a
+network; the versions are those of pyproject.toml. Replace 3.12 by the Python version of the GPU machine:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
         --platform manylinux_2_17_x86_64 --dest wheels "hydra-core<1.4" "omegaconf<2.4" "simplejpeg<2"
     pip wheel --no-deps --wheel-dir wheels antlr4-python3-runtime==4.9.3
 
 and in the same way, where they are missing, "timm<1.1" "tensorboard<2.22" "nvidia-ml-py<14" "scikit-learn<1.10"
-"safetensors<0.9" "rich<16" "filelock<5". Then, on the machine with the card and in the checkout:
+"safetensors<0.9" "rich<16" "filelock<5". Then, in the checkout on the GPU machine:
 
     python -m pip install --no-index --no-deps --target packages wheels/*.whl
     PYTHONPATH=$PWD/packages:$PWD/src python benchmarks/gpu_check.py --json gpu_check.json
 
-Each step is a process of its own with a limit of time, so that a hang or a crash of one leaves the others alone. The
-verdict is `passed`, `FAILED`, `left out` (it needs what is not here) or `figures` (it measures and judges nothing).
-The exit code is 1 if a step failed.
+Each step runs in its own process with a time limit, so that a hang or a crash does not affect the others. The verdict
+is `passed`, `FAILED`, `left out` (the step cannot run here) or `figures` (the step only measures). The exit code is 1
+if a step failed.
 """
 
 from __future__ import annotations
@@ -48,16 +48,20 @@ from gpu_jobs import MARK, ROOT, Failed, Place, kill, marked
 from lockstep.core.safe_write import write_atomic
 from measure import Rows, console, parser, write
 
-# The last lines of a failed step's output that are shown.
+# The number of lines that are shown from the end of a failed step's output.
 SHOWN = 30
 COLOURS = {"passed": "green", "FAILED": "red", "left out": "yellow", "figures": "cyan"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step: what it looks at, its limit in seconds, and a function that returns a sentence or figures.
+    """A step of the check.
 
-    `gpu_only` is the reason why it cannot be run on a CPU, if it cannot.
+    Fields:
+        title: what the step checks.
+        limit_s: its time limit in seconds.
+        call: runs the step; returns a sentence, or figures if it only measures.
+        gpu_only: why the step cannot run on a CPU; empty if it can.
     """
 
     title: str
@@ -68,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a step ended, and what was found."""
+    """How a step ended: `finding` is its sentence, or its figures as text."""
 
     verdict: str
     finding: str
@@ -113,12 +117,12 @@ def verdict(step: Step, place: Place) -> Verdict:
 
 
 def short(figure: float) -> str:
-    """Four digits of it, or all before the point."""
+    """A figure with four digits, or as a whole number from 1,000 on."""
     return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
 
 
 def apart(name: str, device: str, left_s: float) -> Verdict:
-    """Run a step in a process group of its own, for `left_s` seconds at most, and end all that is left of it."""
+    """Run a step in its own process group, for `left_s` seconds at most, and then kill what is left of it."""
     began = time.perf_counter()
     limit_s = STEPS[name].limit_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as text:
@@ -149,7 +153,7 @@ def apart(name: str, device: str, left_s: float) -> Verdict:
             ended = Verdict(**json.loads(result.read_text()))
         if ended.verdict == "FAILED":
             console.print(
-                f"the end of what {name} wrote:", *output.read_text().splitlines()[-SHOWN:], sep="\n", markup=False
+                f"the end of the output of {name}:", *output.read_text().splitlines()[-SHOWN:], sep="\n", markup=False
             )
     return Verdict(ended.verdict, ended.finding, ended.figures, round(time.perf_counter() - began, 1))
 
@@ -174,12 +178,12 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--only", type=names, default=list(STEPS), metavar="STEP[,STEP]", help=", ".join(STEPS))
     options.add_argument("--device", choices=["cpu", "cuda"], help="[cuda, where there is one]")
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="leave out what is not done within them")
+    options.add_argument("--budget", type=float, metavar="SECONDS", help="leave out steps that are not done by then")
     options.add_argument("--step-in", type=Path, help=argparse.SUPPRESS)  # be the process of one step
     arguments = options.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        print("torch finds no CUDA GPU here; --device cpu tries what can be tried without", file=sys.stderr)
+        print("torch finds no CUDA GPU here; --device cpu runs the steps that need none", file=sys.stderr)
         return 2
     if arguments.step_in is not None:
         (name,) = arguments.only

@@ -4,12 +4,12 @@
     python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
-per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
-weights in every eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one.
-`DDP` is DistributedDataParallel as it comes,
-`tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
-The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
-all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.
+per rank, in turns. `alone` sends nothing, so no contender can be faster. `local_sgd` averages the weights at every
+eighth step. `pipeline` cuts the batch into `PIPELINED` micro-batches, the others into one. `DDP` is
+DistributedDataParallel with its defaults; `tuned` has the settings of a careful user: gradients as bucket views, a
+static graph, no buffers sent in forward. The others are Lockstep's strategies. For all of them batch norm is per
+rank. The batch is the global batch, so with more ranks each has less work. With fewer cores than ranks the figures
+show the cost of communication, and no speed-up.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def mlp(width: int, layers: int, size: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-2], CLASSES))
 
 
-# By name: how the network is made, the shape of an image, and the steps of a turn.
+# By name: how the network is built, the shape of an image, and the steps per turn.
 NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = {
     "basicnet": (lambda: BasicNet().build(CLASSES, (1, 28, 28)), (1, 28, 28), 2),
     "mlp-102": (lambda: mlp(64, 51, 64), (1, 8, 8), 20),
@@ -76,7 +76,7 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = 
 
 
 class Stepper:
-    """Steps of one contender; each call is a turn, and gives the seconds of a step."""
+    """Steps of one contender; each call is one turn, and returns the seconds per step."""
 
     def __init__(
         self, net: str, world: World, strategy: Strategy, replicate: Callable[[nn.Module], nn.Module]
@@ -123,7 +123,7 @@ class Stepper:
 
 
 def contenders(net: str, world: World) -> dict[str, Stepper]:
-    """Everyone who takes turns on a network."""
+    """All contenders for a network."""
     example = torch.zeros(2, *NETS[net][1])
     stepper = partial(Stepper, net, world)
 
@@ -149,7 +149,7 @@ def contenders(net: str, world: World) -> dict[str, Stepper]:
 
 
 def rank_entry(folder: Path) -> None:
-    """What each rank does; the first one leaves the figures."""
+    """Measure as one rank; main writes the figures."""
     request = json.loads(Path(folder, "request.json").read_text())
     rows: Rows = {}
     with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
@@ -164,13 +164,13 @@ def rank_entry(folder: Path) -> None:
 
 
 def exit_as_rank(folder: Path) -> None:
-    """How the spawn launcher calls a rank."""
+    """The entry point that the spawn launcher calls in a rank."""
     rank_entry(folder)
     sys.exit(0)
 
 
 def measured(ranks: int, nets: list[str], repeats: int) -> Rows:
-    """The figures of so many ranks, in milliseconds per step, by network and contender."""
+    """Milliseconds per step on `ranks` ranks, by network and contender."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "request.json").write_text(json.dumps({"nets": nets, "repeats": repeats}))
         Spawn(ranks=ranks, threads=1).run(rank_entry, RunDir.at(Path(folder)))

@@ -15,13 +15,13 @@ from lockstep.config import composition
 
 @pytest.fixture(autouse=True, scope="session")
 def _schema() -> None:
-    """The schema of the config, which `train.py` registers for itself."""
+    """Register the schema of the config, as `train.py` does."""
     composition.register()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _copies() -> Iterator[None]:
-    """The interpreter that commands are copies of ends with the tests."""
+    """End the interpreter that commands are forked from when the tests end."""
     yield
     if helpers.forks.cache_info().currsize:
         helpers.forks().close()
@@ -29,7 +29,7 @@ def _copies() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """No test changes the threads or the environment of the next, or leaves it a process that runs."""
+    """Restore threads and environment after each test, and end the processes that it left."""
     before, threads, started = dict(os.environ), torch.get_num_threads(), len(processes.STARTED)
     yield
     torch.set_num_threads(threads)

@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 from hypothesis import settings
 
-# A busy machine makes an example slow now and then, which says nothing about the code.
+# No deadline: on a busy machine an example is sometimes slow, whatever the code does.
 settings.register_profile("lockstep", deadline=None)
 settings.load_profile("lockstep")
 
 
 @pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
-    """A context in which no file of this process can grow beyond so many bytes: writes fail as on a full disk."""
+    """A context in which no file of this process can grow beyond `size` bytes: writes fail as on a full disk."""
 
     @contextmanager
     def limited(size: int) -> Iterator[None]:

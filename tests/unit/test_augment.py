@@ -1,4 +1,4 @@
-"""Augmentations: what happens to a sample depends on its key, and is what the definition says."""
+"""Augmentations: the change of a sample depends on its key alone, and follows the augmentation's definition."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draws(n: int) -> SampleRNG:
 
 
 def some(of: SampleRNG, chosen: Tensor | slice) -> SampleRNG:
-    """The draws of some of the examples."""
+    """The random numbers of some of the examples."""
     return SampleRNG(of.seed, of.epoch, of.indices[chosen])
 
 
@@ -74,7 +74,7 @@ def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
 
 
 def naive_crop_flip(image: Tensor, rng: SampleRNG, augment: CropFlip) -> Tensor:
-    """One image, step by step: pad, crop, mirror."""
+    """The reference, for one image: pad, crop, mirror."""
     height, width = image.shape[-2:]
     top, left = (int(rng.uniform(n) * (2 * augment.pad + 1)) for n in (0, 1))
     mode = "reflect" if augment.reflect else "constant"
@@ -103,7 +103,7 @@ def test_reflection_repeats_in_an_image_smaller_than_the_padding() -> None:
     seen = CropFlip(pad=5, reflect=True, flip=0.0).apply(image.expand(500, 1, 1, 3), rng, (1, 3))
     row = [30, 20, 10, 20, 30, 20, 10, 20, 30, 20, 10, 20, 30]
     left = (rng.uniform(1) * 11).long().tolist()
-    # Shifted by -5 to 5: position 0 of the image is place 5 of the padded row 20 30 20 10 20 ...
+    # The shift is -5 to 5: pixel 0 of the image is pixel 5 of the padded row 20 30 20 10 20 ...
     padded = [20, 10, 20, 30, 20, *row[2:5], 20, 10, 20, 30, 20]
     assert seen[:, 0, 0].tolist() == [padded[at : at + 3] for at in left]
 
@@ -120,7 +120,7 @@ def test_alternating_mirrors_an_image_in_every_second_epoch() -> None:
 
 
 def test_crop_flip_reaches_every_shift_and_both_sides() -> None:
-    # One bright pixel in the middle tells where each image went.
+    # One bright pixel in the middle shows how far each image was shifted.
     image = torch.zeros(2000, 1, 9, 9, dtype=torch.uint8)
     image[:, :, 4, 4] = 1
     seen = CropFlip(pad=2, flip=0.0).apply(image, draws(2000), (9, 9)).nonzero()[:, 2:]
@@ -197,7 +197,7 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
         drawn = [v1.RandomResizedCrop.get_params(image, augment.scale, augment.ratio) for _ in range(n)]
     theirs = torch.tensor(drawn, dtype=torch.float64)
     for our_values, their_values in zip(ours.unbind(1), theirs.unbind(1), strict=True):
-        # Two samples of one distribution stay this close in all but one of ten thousand comparisons.
+        # Two samples of the same distribution are less alike than this in one of ten thousand comparisons.
         assert ks_2samp(our_values, their_values, method="asymp").pvalue > 1e-4
 
 

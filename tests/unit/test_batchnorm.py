@@ -1,4 +1,4 @@
-"""Synchronised batch norm in a process group of one: there it must be torch's own."""
+"""Synchronised batch norm in a process group of one rank: there it must compute the same as torch's batch norm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _group() -> Iterator[None]:
 
 
 def pair(norm: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A layer of torch in float64 with weights of its own, and the same converted."""
+    """A layer of torch in float64 with random weights, and a converted copy of it."""
     generator = torch.Generator().manual_seed(0)
     norm.double()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def values(*shape: int) -> Tensor:
 
 
 def train_twice(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Two training passes: the output, the gradients of the second and what the layer keeps."""
+    """Two training passes: output and gradients of the second pass, and the layer's state after it."""
     layer.train()
     for _ in range(2):
         layer.zero_grad()
@@ -97,8 +97,8 @@ def test_float32_keeps_its_digits_where_the_mean_is_large() -> None:
     mean, deviation, summed = 3000, 2, 5 * 4 * 4
     x = (mean - 3 + values(5, 3, 4, 4)).float()
     expected = nn.BatchNorm2d(3).double()(x.double())
-    # The mean of n numbers is off by at most n roundings of one of them, in whatever order they are added: by 0.014
-    # here. Mean square minus squared mean has no digits left, and is wrong by 0.8.
+    # The error of a mean of n numbers is at most n roundings of one number, in any order of addition: 0.014 here.
+    # A variance computed as mean square minus squared mean has no correct digits, and would be wrong by 0.8.
     bound = summed * torch.finfo(torch.float32).eps * mean / deviation
     torch.testing.assert_close(SyncBatchNorm(3).train()(x).double(), expected, rtol=0, atol=bound)
 
@@ -124,8 +124,8 @@ def test_statistics_of_bfloat16_activations_are_computed_in_float32() -> None:
     x = values(64, 3, 8, 8)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     expected = 0.1 * x.bfloat16().double().mean((0, 2, 3))
-    # A rounding for each of the 64 * 8 * 8 numbers at the most, and twice that, for a few are negative. One of
-    # bfloat16 is eight times as much.
+    # At most one rounding for each of the 64 * 8 * 8 numbers, and twice that because a few numbers are negative. One
+    # rounding to bfloat16 is eight times as large as this bound.
     bound = 2 * 64 * 8 * 8 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(layer.running_mean.double(), expected, rtol=bound, atol=0)
 
@@ -169,7 +169,7 @@ def test_a_converted_model_gives_the_same_logits() -> None:
 
 
 def patch_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's four kernels for CUDA as their source says what they compute, in plain operations on the CPU."""
+    """Replace torch's four CUDA kernels by plain operations on the CPU that compute the same, after their source."""
 
     def wide(vector: Tensor, x: Tensor) -> Tensor:
         return vector.view(1, -1, *[1] * (x.dim() - 2))
@@ -229,7 +229,7 @@ def test_the_compiler_traces_it_without_a_break() -> None:
 
     plain, traced = layers().double(), layers().double()
     expected = train_twice(plain, values(5, 3, 4, 4))
-    # The tracer alone, without the code that Inductor would make of the graph.
+    # Only the tracer is tested: aot_eager does not have Inductor generate code.
     actual = train_twice(torch.compile(traced, backend="aot_eager", fullgraph=True), values(5, 3, 4, 4))
     for name in ("output", "gradient"):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)

@@ -1,4 +1,4 @@
-"""The data sets: what they hold, how they are read, and how a missing one is fetched."""
+"""The data sets: their content, how they are read, and how a missing one is downloaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def small_mnist(classes: int = 10) -> dict[str, np.ndarray]:
-    """Twelve training images and four others; image i is of grey level i."""
+    """Twelve training images and four to evaluate; image i has grey level i."""
     images = np.broadcast_to(np.arange(12, dtype=np.uint8)[:, None, None], (12, 28, 28))
     labels = (np.arange(12) % classes).astype(np.uint8)
     return dict(zip(NAMES, (images, labels, images[:4], labels[:4]), strict=True))
@@ -171,7 +171,7 @@ def test_the_files_of_fashion_mnist_are_not_taken_for_those_of_mnist(tmp_path: P
 @pytest.mark.parametrize(
     "content",
     [gzip.compress(bytes(5000))[:-9], b"\x1f\x8b\x08 no gzip", b"no idx"],
-    ids=["cut short", "no gzip", "no idx"],  # what gzip makes has the time in it
+    ids=["cut short", "no gzip", "no idx"],  # not the bytes: gzip writes the time into them
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (write_mnist(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte").unlink()
@@ -244,9 +244,9 @@ def test_fake_images_are_the_same_every_time() -> None:
 
 
 class Mirror:
-    """A web server for the packed files of a small MNIST, which counts what is asked of it.
+    """A web server for the packed files of a small MNIST, which records the requested files.
 
-    It answers nothing before all who want the data have arrived, so that they do meet.
+    It answers only after all processes that need the data have started, so that they really compete.
     """
 
     def __init__(self, arrivals: Path, expected: int) -> None:
@@ -257,7 +257,7 @@ class Mirror:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 name = self.path.rpartition("/")[2]
-                if self.headers.get("Method") != "HEAD":  # torchvision's question whether it is sent elsewhere
+                if self.headers.get("Method") != "HEAD":  # with HEAD torchvision asks for redirections
                     mirror.requests.append(name)
                 end = time.monotonic() + 240
                 while len(list(arrivals.iterdir())) < expected and time.monotonic() < end:
@@ -267,7 +267,7 @@ class Mirror:
                 self.wfile.write(mirror.files.get(name, b""))
 
             def log_message(self, *args: object) -> None:
-                """Nothing on the terminal."""
+                """Print nothing."""
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -301,7 +301,7 @@ def point_at(url: str, resources: list[tuple[str, str]]) -> None:
 
 
 def prepare_in_a_process(arrival: str, root: str, url: str, resources: str) -> None:
-    """What each of several ranks of different machines with one data folder does."""
+    """Prepare the data as one of several ranks on different machines that share a data folder."""
     point_at(url, json.loads(resources))
     Path(arrival).touch()
     source = MNIST(root=root)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or refused, the newest good one is found, and a failed write does not end a run."""
+"""Checkpoints: a damaged one is refused, the newest valid one is used, and a failed write does not end a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDENTITY = {"model": "Net()", "batch": 64}
 
 @dataclass
 class Parts:
-    """What a checkpoint is made of."""
+    """The objects whose state a checkpoint holds."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -110,7 +110,7 @@ def save(
 
 
 def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
-    """Checkpoints of these steps, the last of them the best."""
+    """Save checkpoints of these steps; the last one is the best."""
     target = writer(run, **options)
     for step in steps:
         save(target, step, best=step == steps[-1])
@@ -168,7 +168,7 @@ def test_the_options_of_an_optimizer_are_those_of_the_run_that_goes_on(run: RunD
 def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run: RunDir) -> None:
     trained, target = parts(), writer(run)
     before, trained_on = trained.everything(), threading.Event()
-    target.pool.submit(trained_on.wait)  # the write behind it comes after the next step
+    target.pool.submit(trained_on.wait)  # delays the write until after the next step
     save(target, 1, trained)
     trained.train(1)
     trained_on.set()
@@ -295,7 +295,7 @@ def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> No
     checkpoint.mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     (run.path / "events.out.tfevents.1").write_bytes(b"")
-    (run.checkpoints / ".step-00000001.tmp").mkdir()  # of a save that was killed
+    (run.checkpoints / ".step-00000001.tmp").mkdir()  # as a killed save leaves it
     assert checkpoint.newest_of_run(run) is None
 
 
@@ -338,7 +338,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
 def test_the_mark_of_a_run_without_checkpoints_goes_with_the_first_save(run: RunDir) -> None:
     saved(run, 1)
     assert not run.none_yet.exists()
-    run.none_yet.touch()  # as a kill just before leaves it
+    run.none_yet.touch()  # as a kill just before its removal leaves it
     checkpoint.mark_saved_or_not(run)
     assert not run.none_yet.exists()
 
@@ -411,7 +411,7 @@ def test_the_best_are_kept_by_their_score_and_the_earliest_of_equal_ones(
         save(target, step, score=score)
     target.close()
     assert steps_left(run) == left
-    again = writer(run, keep=1, keep_best=1)  # what a resume keeps is decided by the same scores
+    again = writer(run, keep=1, keep_best=1)  # a resume decides by the same scores
     save(again, 7, score=90.0)
     again.close()
     assert steps_left(run) == [7, 2]
@@ -423,7 +423,7 @@ def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     saved(run, 1)
 
     def torn(self: Path, target: Path) -> Path:
-        """A disk that loses a bit behind our back: the file changes as its folder gets its name."""
+        """Flip a bit of a file while its folder is renamed, as a faulty disk would."""
         flip(self / "state.pt", 99)
         return Path(shutil.move(self, target))
 
@@ -539,7 +539,7 @@ def test_a_rank_that_does_not_write_leaves_nothing(run: RunDir) -> None:
 FullDisk = Callable[[int], AbstractContextManager[None]]
 
 
-# Too little for the weights (1.6 kB), and too little for the optimizer's state (1.8 kB) only.
+# The first size is too small for the weights (1.6 kB), the second only for the optimizer's state (1.8 kB).
 @pytest.mark.parametrize("room", [100, 1700])
 def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
     run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], room: int
@@ -662,13 +662,13 @@ def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:
 
 
 def replace_file(path: Path, name: str, content: bytes) -> None:
-    """A file of a checkpoint replaced by someone who knows to write its digest, too."""
+    """Replace a file of a checkpoint and write a manifest that matches it."""
     (path / name).write_bytes(content)
     (path / "manifest.json").write_text(checkpoint.manifest_text(path))
 
 
 def replace_manifest(path: Path, **changes: Any) -> None:
-    """A manifest that lists other sizes and hashes, and fits itself."""
+    """Change the sizes and hashes in a manifest, and its own hash with them."""
     manifest = {**json.loads((path / "manifest.json").read_text()), **changes}
     sealed = json.dumps([manifest["bytes"], manifest["sha256"]], sort_keys=True).encode()
     (path / "manifest.json").write_text(json.dumps({**manifest, "self": hashlib.sha256(sealed).hexdigest()}))

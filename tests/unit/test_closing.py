@@ -1,4 +1,4 @@
-"""Every part of a run is closed, and the first error is the one that counts."""
+"""Every part of a run is closed, and the first error is the one that is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TAB completes."""
+"""Completion of words with TAB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration: its way into typed objects, and what is said of one that does not fit."""
+"""The configuration: how it becomes typed objects, and the message for an invalid one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.runtime import program
 
 CONF = ROOT / "conf"
 OPTIONS = [f"{group}={path.stem}" for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))]
-# What an option does not have a value for.
+# Values for the mandatory keys of some options.
 MANDATORY = {
     "dataset=folder": ["dataset.path=nowhere"],
     "dataset=csv": ["dataset.path=nowhere"],
@@ -37,7 +37,7 @@ MANDATORY = {
 
 
 def failure(*overrides: str) -> Exception:
-    """What Hydra raises for these overrides, and what is made of it while the config is at hand."""
+    """The error that Hydra raises for these overrides, translated while Hydra still has the config."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         try:
             composition.to_dict(compose("config", overrides=["name=test", *overrides]))

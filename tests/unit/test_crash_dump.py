@@ -1,4 +1,4 @@
-"""What is kept of a run whose numbers went bad, and how such a run ends where that goes wrong too."""
+"""The crash dump of a run with a numerical error, and how the run ends if the dump cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image files that a table lists."""
+"""Image files that are listed in a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,do
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Images a.png, sub/b.png, c.png of the grey levels 10, 20, 30, and a table of them."""
+    """The images a.png, sub/b.png and c.png with grey levels 10, 20 and 30, and a table that lists them."""
     (tmp_path / "sub").mkdir()
     for level, name in ((10, "a"), (20, "sub/b"), (30, "c")):
         Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(tmp_path / f"{name}.png")

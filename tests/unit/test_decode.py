@@ -1,4 +1,4 @@
-"""Image files to pixels, and no more pixels than are needed."""
+"""Decoding image files, at the smallest scale that is enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.data.transforms.augment import RandomResizedCrop
 
 
 def photograph(height: int, width: int) -> Image.Image:
-    """A smooth image with a gradient along each side, as photographs are and noise is not."""
+    """A smooth image, as photographs are, with a gradient along each side."""
     y, x = np.mgrid[0:height, 0:width] / [[[height]], [[width]]]
     waves = 40 * np.sin(9 * x) * np.cos(7 * y)
     return Image.fromarray(np.stack([200 * x, 200 * y, 120 + waves], -1).clip(0, 255).astype(np.uint8))

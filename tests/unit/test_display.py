@@ -1,4 +1,4 @@
-"""What the user watches."""
+"""What the user sees on the terminal while a command runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Screenful(io.StringIO):
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 120) -> Screenful:
-    """A terminal that keeps what is shown on it."""
+    """A terminal that records its output."""
     screen = Screenful()
     console = Console(file=screen, force_terminal=True, highlight=False, width=width, color_system="standard")
     monkeypatch.setattr(log, "console", console)

@@ -1,4 +1,4 @@
-"""`env.json`: what a run ran on."""
+"""`env.json`: the software and hardware of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_package_that_is_not_installed_is_null(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with one commit, which has a package."""
+    """A repository with one commit, which contains a package."""
     root = tmp_path / "repository"
     (root / "package").mkdir(parents=True)
     (root / "package" / "__init__.py").write_text("")

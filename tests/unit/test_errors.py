@@ -44,7 +44,8 @@ def test_a_misspelt_word_gets_suggestions() -> None:
     assert did_you_mean("lr", []) == ""
 
 
-# Escape, carriage return, backspace, delete, C1's CSI, the override of the direction, a line separator, half a pair.
+# Escape, carriage return, backspace, delete, CSI of C1, two direction overrides, a line separator, a lone surrogate,
+# NUL.
 STEERING = "\x1b\r\b\x7f\x9b\u202e\u2066\u2028\udc80\0"
 
 

@@ -1,4 +1,4 @@
-"""Exact evaluation: the numbers of a plain loop over every example."""
+"""Exact evaluation: the same scores as a plain loop over every example."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = Plan(examples=100, batch=10, total_steps=10, micro_batches=1, log_every=1
 
 
 class Mean(nn.Module):
-    """Says which of two classes an image is of by its brightness."""
+    """Classifies images as dark or bright by their mean."""
 
     def forward(self, images: Tensor) -> Tensor:
         level = images.mean((1, 2, 3))
@@ -159,7 +159,7 @@ def test_with_fewer_than_five_classes_every_example_is_among_the_top_five() -> N
 @pytest.mark.parametrize("kind", [Resident(), Streaming(workers=0)], ids=repr)
 def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     whole = two_greys(tmp_path)
-    # One dark image that only views_of_image so: an error in twelve, then in ten.
+    # One image of the dark class is bright: one error in twelve images, and then in ten.
     Image.fromarray(np.full((8, 8, 3), 255, dtype=np.uint8)).save(tmp_path / "val" / "a" / "0.png")
     assert scores(Mean(), whole, kind=kind, block=5)["top1"] == pytest.approx(100 * 11 / 12)
     for name in ("a/3.png", "b/5.png"):

@@ -1,4 +1,4 @@
-"""Every number of a config has a range with two ends, which is checked before anything is made of it."""
+"""Every number of a config has a range with two ends, which is checked before the number is used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.core.rules import Choice, Duration, Number, Options, PathText, Tex
 from lockstep.training import evaluate
 
 BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}
-# Texts whose options are not known before a library is asked for them, which the class does.
+# Texts that the class checks itself, because only a library knows the valid ones.
 CHECKED_BY_CLASS = {"optimizer.opt", "model.name"}
 
 
@@ -53,7 +53,7 @@ def test_every_number_and_every_text_of_a_config_has_a_rule() -> None:
 
 
 def outside(rule: Any) -> list[Any]:
-    """Values that a rule must not let through."""
+    """Values that a rule must refuse."""
     if isinstance(rule, Number):
         ends = [rule.low if rule.low_open else rule.low - 1, rule.high if rule.high_open else rule.high + 1]
         far = [math.nan, math.inf, -math.inf, True, 10**400, -(10**400)]

@@ -1,4 +1,4 @@
-"""What a job is: on what a checkpoint and the run that goes on from it must agree."""
+"""The fingerprint of a job: the facts that must be equal in a checkpoint and in the run that resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, and what a GPU could do."""
+"""The floating-point operations of a step, and the peak rate of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning: a new head on old weights, frozen layers and their batch norms, rates by layer."""
+"""Fine-tuning: a new head on trained weights, frozen layers and their batch norms, learning rates by layer."""
 
 from __future__ import annotations
 

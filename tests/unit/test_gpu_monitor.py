@@ -1,6 +1,6 @@
-"""GPU figures through NVML, which is replaced by a small machine of two GPUs: most test machines have none.
+"""GPU figures from NVML. The tests replace NVML by a fake with two GPUs, because most test machines have no GPU.
 
-What is replaced are the calls of `pynvml` and of `torch.cuda`; the monitor, its thread and its file are real.
+Only the calls to `pynvml` and `torch.cuda` are fakes; the monitor, its thread and its file are real.
 """
 
 # ruff: noqa: N802 (NVML's own names)
@@ -26,7 +26,7 @@ from lockstep.telemetry import gpu
 
 
 class Machine:
-    """NVML of a machine whose GPUs have the utilisations `load`, by UUID. The calls have NVML's names."""
+    """A fake NVML: `load` is the utilisation of each GPU, by UUID. The methods have NVML's names."""
 
     NVMLError = pynvml.NVMLError
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
@@ -70,7 +70,7 @@ class Machine:
 
 
 class Recorder(Observer):
-    """An observer that keeps what it is given."""
+    """An observer that records what it gets."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -87,7 +87,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def watch(path: Path, uuids: list[str], sink: Recorder) -> dict[str, float]:
-    """Run a monitor for a few samples, or until it gives up; returns the means it closes with."""
+    """Run a monitor for a few samples, or until it gives up; returns the means from its `close`."""
     monitor = gpu.Monitor(
         uuids=uuids, path=path / "gpu.jsonl", observer=sink, step=itertools.count(6).__next__, period=0.02
     )
@@ -159,7 +159,7 @@ def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
 def test_each_rank_reports_its_gpu_and_main_watches_those_of_its_machine(
     monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
-    """Of four ranks on two machines, main's is the second machine's first, and sees one GPU or all four."""
+    """Four ranks on two machines: this one is the first of the second machine, and sees one GPU or all four."""
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
@@ -174,7 +174,7 @@ def test_each_rank_reports_its_gpu_and_main_watches_those_of_its_machine(
 def test_dp_has_all_gpus_of_its_process_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["aa", "bb"][index]))
     replica = nn.DataParallel(nn.Linear(2, 2))
-    replica.device_ids = [0, 1]  # as where there are two
+    replica.device_ids = [0, 1]  # as on a machine with two GPUs
     assert gpu.watched_gpus(replica, World.solo("cuda:0")) == ["GPU-aa", "GPU-bb"]
     assert gpu.watched_gpus(replica, World.solo()) == []
 

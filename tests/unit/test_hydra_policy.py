@@ -1,4 +1,4 @@
-"""Hydra acts on a config in a few places, all known here, and on none before our policy has looked at it."""
+"""Hydra runs code that a config names in a few known places, and only after our policy has checked the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.config import hydra_keys, hydra_policy, messages
 from lockstep.core.errors import InputError
 
 SOURCE = Path(hydra.__file__).parent
-# Calls that make something of a name, import, unpickle, or set up logging.
+# Calls that create an object from a name, import, unpickle, or set up logging.
 ACTS = {
     *("instantiate", "_instantiate", "call", "_call_target", "_locate", "get_class", "get_method", "get_object"),
     *("import_module", "__import__", "exec", "eval", "exec_module", "find_spec", "load_module", "dictConfig"),
@@ -33,8 +33,8 @@ ACTS = {
         "ConfigLoaderImpl",
     ),
 }
-# Where Hydra's source has one of these calls, and why it is no way in.
-CHECKED = "with what `CheckedLoader` let through"
+# Where Hydra's source has one of these calls, and why a config cannot use it to run code.
+CHECKED = "only with what `CheckedLoader` has let through"
 KNOWN = {
     ("_internal/hydra.py", "ConfigLoaderImpl"): "replaced by CheckedLoader",
     ("_internal/hydra.py", "configure_log"): CHECKED,
@@ -56,9 +56,9 @@ KNOWN = {
     ("_internal/core_plugins/importlib_resources_config_source.py", "files"): "pkg://, refused where a user names it",
     ("_internal/core_plugins/structured_config_source.py", "import_module"): "structured://, likewise",
 }
-# How Hydra makes what it was asked to make, and what programs can call: reached through the ones above only.
+# The code behind the calls above, and functions for programs: a config reaches them only through those calls.
 MACHINERY = ("_internal/instantiate/", "_internal/logging_config.py", "_internal/target_policy.py", "utils.py")
-INSIDE = {("_internal/utils.py", "import_module")}  # of `_locate`
+INSIDE = {("_internal/utils.py", "import_module")}  # in `_locate`, which is checked where it is called
 
 
 def acts() -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Ranks that others launch: by torchrun, by srun, by a script. Where they meet, and which of them share a machine."""
+"""Ranks started by torchrun, srun or a script: the address of their store, and which ranks share a machine."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_jobs_and_steps_that_run_beside_each_other_have_ports_of_their_own() -> 
     ports = [slurm.port(job, step) for job in range(4_000_000, 4_000_500) for step in range(10)]
     assert len(set(ports)) == len(ports)
     assert all(port in slurm.PORTS for port in ports)
-    assert slurm.port(2**32, 4_294_967_290) in slurm.PORTS  # of an interactive step
+    assert slurm.port(2**32, 4_294_967_290) in slurm.PORTS  # the number of an interactive step
 
 
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How images reach the device: both loaders give the same shards, and leave nothing behind."""
+"""How images reach the device: both loaders yield the same shards, and leave no thread behind."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def loader(source: Source, kind: Any, where: World | None = None, *, partners: b
 
 
 def shards(data_loader: Loader, after: int = 0) -> Iterator[Shard]:
-    """What the loader gives, with the images as they are stored."""
+    """The shards of a loader, with the images as they are stored."""
     return (shard for stride in data_loader.train(after) for shard in stride.shards(stride.images))
 
 
@@ -137,7 +137,7 @@ def test_the_micro_batches_of_a_shard_are_the_shard(parts: int) -> None:
 
 
 def pieces_of(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
-    """The pieces of a global batch of `count` examples, image i of label and index i, of all ranks in order."""
+    """All micro-batches of a global batch, rank by rank. Image, label and index of example i are i."""
     pieces = []
     for rank in range(ranks):
         place = share(count, ranks, rank)
@@ -173,7 +173,7 @@ def test_ranks_together_evaluate_every_example_once() -> None:
 
 
 def task(source: Source, where: World | None = None, **changes: Any) -> LoaderContext:
-    """What a loader is told of a run over `source`, whose model takes 100 images per second."""
+    """The loader's context in a run over `source` whose model trains on 100 images per second."""
     defaults = {"gigabytes": 0.5, "reads": 1000, "boxes": False, "training_rate": lambda: 100.0}
     return LoaderContext(world=where or world(), splits=(source.train(), source.eval()), **{**defaults, **changes})
 
@@ -201,7 +201,7 @@ def test_auto_streams_what_is_read_once_and_what_is_read_otherwise_each_time(fol
 def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (16 * GB, 80 * GB))
-    # The images, and a sixteenth of what is free for those that are augmented together.
+    # The images, and a sixteenth of the free memory for the images that are augmented together.
     assert Resident().held_gb(task(Digits(), gpu)) == 0.5 + 1
     assert Resident().held_gb(task(Digits(), world(0, 2))) == 0  # they are in the host's memory already
     assert Resident().held_gb(task(folder, world(0, 2))) == 0.25  # one copy for both ranks
@@ -264,11 +264,11 @@ def test_a_configured_number_of_workers_costs_no_dry_run(folder: Folder) -> None
     ("model", "reader", "own_cores", "needed"),
     [
         (100, 1000, True, 1),
-        (900, 1000, True, 2),  # with some to spare
+        (900, 1000, True, 2),  # with headroom
         (2000, 1000, True, 3),
         (1e6, 1000, True, 8),
         (100, 1000, False, 1),
-        (2000, 1000, False, 2),  # reading takes a fifth of the seconds
+        (2000, 1000, False, 2),  # the shared cores spend a fifth of their time on reading
         (1e9, 1000, False, 8),
     ],
 )
@@ -278,7 +278,7 @@ def test_workers_are_as_many_as_the_rates_ask_for(model: float, reader: float, o
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Iterator[Folder]:
-    """Two images of which one cannot be decoded."""
+    """Two images; one of them cannot be decoded."""
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / split / "a" / "0.png")
@@ -363,7 +363,7 @@ def readers() -> list[threading.Thread]:
 
 
 def readers_end() -> bool:
-    """Whether they end when the read that each is in has: nobody waits for it."""
+    """Whether all of them end once their current read is done; the loader itself does not wait for that."""
     for reader in readers():
         reader.join(timeout=20)
     return readers() == []

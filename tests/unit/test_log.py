@@ -1,4 +1,4 @@
-"""Where words go."""
+"""Messages on the terminal and in the log files."""
 
 from __future__ import annotations
 

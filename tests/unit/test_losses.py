@@ -1,4 +1,4 @@
-"""The losses, against the formulas of their papers and other implementations of them."""
+"""The losses, compared with the formulas of their papers and with other implementations."""
 
 from __future__ import annotations
 

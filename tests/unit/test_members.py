@@ -26,7 +26,7 @@ def png(level: int) -> bytes:
 
 
 def shard(path: Path, **files: bytes) -> None:
-    """A tar file; two underscores in a name are a dot."""
+    """Write a tar file; two underscores in a name stand for a dot."""
     with tarfile.open(path, "w") as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name.replace("__", "."))
@@ -124,7 +124,7 @@ def test_shards_that_webdataset_wrote_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What `save_to_disk` makes of six images to train on, by class ids, and two to evaluate."""
+    """A data set of six training and two evaluation images, written by `save_to_disk`."""
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["yak", "ant"])})
 

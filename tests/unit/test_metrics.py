@@ -24,7 +24,7 @@ PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1
 
 @dataclass
 class Collector(Observer):
-    """An observer that keeps what it is told."""
+    """An observer that records what it gets."""
 
     lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     ended: str = ""
@@ -41,7 +41,7 @@ class Collector(Observer):
 
 
 class Watched(Display):
-    """A display that keeps what it is told."""
+    """A display that records what it gets."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -60,7 +60,7 @@ class Watched(Display):
 
 @dataclass(frozen=True)
 class Step:
-    """What belongs to one step of a run."""
+    """The fields of a shard that telemetry reads."""
 
     step: int
     epoch: int = 0
@@ -238,7 +238,7 @@ def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:
     telemetry.evaluated(7, {"acc/val_top1": 90.0}, best=True)
     telemetry.close()
     assert sink.lines == [(7, {"acc/val_top1": 90.0})]
-    assert sink.ended == "failed"  # nobody has said otherwise
+    assert sink.ended == "failed"  # the default, unless the run completes
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.closed
 

@@ -1,4 +1,4 @@
-"""Muon: orthogonal updates of matrices, Nesterov steps of all else, one decay for both."""
+"""Muon: orthogonal updates for matrices, Nesterov steps for all other parameters, the same decay for both."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.numerics
 
 
 def network() -> nn.Module:
-    """In float64, as all numbers here: the iteration blows rounding up by 3.4445 ** 5 = 485."""
+    """A small network in float64: the iteration amplifies rounding errors by 3.4445 ** 5 = 485."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, lr: float | None = None) -> None:
-    """Some steps; with the rate that the trainer sets for ours."""
+    """Take some steps, with `lr` set in the way the trainer does it for our optimizers."""
     if lr is not None:
         set_learning_rate(optimizer, lr)
     generator = torch.Generator().manual_seed(1)
@@ -112,7 +112,7 @@ def test_tokens_and_positions_of_a_transformer_are_no_matrices() -> None:
 
 def test_what_is_no_matrix_steps_as_torchs_nesterov_sgd() -> None:
     model, reference = network(), network()
-    # Matrices go by a rate that does not show in what the others do: by 3 steps * 1e-12.
+    # The matrices move by 3 steps * 1e-12 only, so that they do not change the gradients of the other parameters.
     ours = Muon(lr=1e-12, head_lr=0.01, bias_lr=0.02, sgd_momentum=0.8).build(model)
     vectors = [parameter for parameter in reference.parameters() if parameter.dim() == 1]
     groups = [{"params": vectors, "lr": 0.02}, {"params": [reference[7].weight]}]

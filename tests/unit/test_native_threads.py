@@ -1,4 +1,4 @@
-"""What is settled for the threads of native libraries, and what is left to the user."""
+"""The environment variables for the threads of native libraries: our defaults, and the user's values."""
 
 from __future__ import annotations
 

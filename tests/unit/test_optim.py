@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, whose rate is smaller, and the average of weights."""
+"""Optimizers: weight decay, learning rates by layer, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_usual_three_are_those_of_torch(ours: Any, theirs: Any) -> None:
     model, reference = network().double(), network().double()
     optimizers = [(model, ours.build(model)), (reference, theirs(reference.parameters()))]
     for trained, optimizer in optimizers:
-        # Gradients that are given, not computed: where one is zero but for rounding, Adam makes a whole step of it.
+        # Drawn gradients, not computed ones: Adam turns a gradient that is only a rounding error into a whole step.
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             for parameter in trained.parameters():

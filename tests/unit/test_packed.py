@@ -1,4 +1,4 @@
-"""Packed data sets: the pixels of the folder they were made of, whole or refused."""
+"""Packed data sets: they hold the pixels of their folder, and a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.runtime.host import cores
 
 
 def fill(root: Path) -> Folder:
-    """150 images of odd shapes in three classes, more than a chunk of them, and nine to evaluate."""
+    """150 training images of different shapes in three classes, more than one chunk, and nine to evaluate."""
     generator = np.random.default_rng(0)
     for split, count in (("train", 50), ("val", 3)):
         for label in ("cat", "ant", "zebra"):
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
-    """Pack, and say which images were left out."""
+    """Pack a folder; returns one sentence for each image that was left out."""
     return [error.failure for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
 
 
@@ -57,7 +57,7 @@ def target(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs(root: Path, folder: Folder, target: Path) -> list[Case]:
-    """A run on the folder, and runs on its packed images by every loader."""
+    """A run on the folder, and a run on its packed images with each loader."""
     common = ("batch=32", "steps=7", "telemetry.samples=true", "augment=crop_flip", "optimizer=sgd")
     theirs = ("dataset=folder", f"dataset.path={folder.path}", "dataset.decode_size=8", "loader=resident")
     ours = [(f"loader.workers={workers}", "loader=streaming") for workers in (0, 2)]
@@ -128,7 +128,7 @@ def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
         world=World.solo(), splits=splits, gigabytes=1.0, reads=10**9, boxes=False, training_rate=lambda: None
     )
     chosen, reason = Auto(resident_gb=0.5).choose(task)
-    assert chosen.workers == cores()  # however light: rows are copied without Python's lock
+    assert chosen.workers == cores()  # also for small images: rows are copied without holding Python's lock
     assert "one worker" in reason
     assert isinstance(Auto(resident_gb=2.0).choose(task)[0], Resident)
 
@@ -310,7 +310,7 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    with packing._temporary_folder(tmp_path / "target"):  # leaves what another pack is at alone
+    with packing._temporary_folder(tmp_path / "target"):  # leaves the folder of a pack that is running alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
     process.close()
     assert not (tmp_path / "target").exists()

@@ -1,4 +1,4 @@
-"""Photos as people have them: each kind of file, compared with Pillow's own conversion of the same file."""
+"""Photos of all usual file formats, compared with Pillow's conversion of the same file."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ORIENTATION = 0x0112
 
 
 def read(path: Path) -> Tensor:
-    """The pixels as a split gives them."""
+    """The pixels of a file, read by a split."""
     return FileSplit([path], torch.tensor([0]), SIZE).fetch([0])[0]
 
 
 def by_pillow(path: Path) -> Tensor:
-    """Upright and RGB, by Pillow alone; what is transparent on white."""
+    """The pixels by Pillow alone: upright, RGB, transparent parts on white."""
     if path.suffix == ".heic":
         photo_formats.register()
     with Image.open(path) as image:
@@ -63,7 +63,7 @@ def palette_with_transparency() -> Image.Image:
 
 
 def twelve_bits() -> bytes:
-    """A TIFF of 12 bits, packed, which Pillow reads and does not write."""
+    """A TIFF of packed 12-bit pixels. Pillow can read this format, but not write it."""
     levels = (4095 * GREYS).astype(int).reshape(-1, 2)
     rows = b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in levels.tolist())
     tags = [(256, 4, SIZE), (257, 4, SIZE), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1)]
@@ -80,7 +80,7 @@ def tiff_of(levels: np.ndarray) -> Callable[[Path], None]:
     return lambda path: Image.fromarray(levels).save(path)
 
 
-# What a file of 8 bits a channel holds is what Pillow makes of it. The number is the largest difference of a pixel.
+# Formats of 8 bits per channel: name, how it is written, and the largest allowed difference from Pillow's pixels.
 KINDS: dict[str, tuple[str, Callable[[Path], None], int]] = {
     "jpeg": ("a.jpg", saver(COLOURS, quality=95), 4),
     "progressive jpeg": ("a.jpeg", saver(COLOURS, quality=95, progressive=True), 4),

@@ -1,4 +1,4 @@
-"""From stored bytes to what the model takes."""
+"""From stored bytes to the input of the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> N
         pipeline(source, precision=precision).eval(batch),
     ):
         assert actual.dtype == dtype
-        # Two or three roundings of numbers up to 1 / std.
+        # The error is two or three roundings of numbers up to 1 / std.
         bound = 8 * torch.finfo(dtype).eps / min(source.std)
         torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
@@ -55,7 +55,7 @@ def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precisio
     wide = train(pipeline(CIFAR10()), batch, indices)
     short = pipeline(CIFAR10(), precision=precision)
     assert torch.equal(train(short, batch, indices), wide.bfloat16())
-    assert torch.equal(short.eval(batch), wide)  # several views of it are still to be made
+    assert torch.equal(short.eval(batch), wide)  # still float32: the views are made from it
 
 
 @pytest.mark.parametrize("size", [80, 12])
@@ -121,7 +121,7 @@ def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image() -> 
     assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
     areas = (blank & (plain != 0).any(1)).sum((1, 2))
     assert int(areas.max()) == 64
-    assert int(areas.min()) >= 4 * 4 - 4  # at a corner half of each side is left
+    assert int(areas.min()) >= 4 * 4 - 4  # at a corner only half of each side is inside the image
     rows, columns = (blank.any(at).sum(0) for at in (2, 1))
     for place in (rows, columns):
         assert int(place.min()) > 0

@@ -1,4 +1,4 @@
-"""Durations become steps in one place, and events fall on steps."""
+"""Durations are converted to steps in one place; events are due at steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model in use: weights that say what they are, and predictions that are the evaluation's own."""
+"""A trained model in use: its weights describe themselves, and it predicts what the evaluation computed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: 
     best = next(line for line in records(run) if line["step"] == predictor.card.step and "loss/val" in line)
     assert top1 == run.read_summary()["best"] == predictor.card.top1
     assert predictor.card.averaged == ("ema" in overrides)
-    if not predictor.card.averaged:  # the loss in the log is that of the model, not of its average
+    if not predictor.card.averaged:  # the logged loss is that of the model, not of its average
         assert loss == best["loss/val"]
 
 
@@ -324,7 +324,7 @@ def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
     evaluation = evaluate_split(predictor, split)
     logged = next(line for line in records(run) if "loss/val" in line)
     assert evaluation.loss == logged["loss/val"]
-    # This loss judges each class by itself, and so do the probabilities, wherever they are shown.
+    # This loss treats each class separately (sigmoid), so all probabilities must do so too.
     assert predictor.card.probabilities == "sigmoid"
     assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), evaluation.probabilities)
     assert torch.equal(predictor.predict(split.images[:1])[0].probabilities.max(), evaluation.probabilities[0])

@@ -1,4 +1,4 @@
-"""timm's published weights: from a cache as the libraries lay it out, and one sentence where there are none."""
+"""timm's published weights: read from the caches of the libraries, or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "resnet18.a1_in1k"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Empty caches of both libraries, and an address at which nobody listens."""
+    """Empty caches of both libraries, and an address on which nothing listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def put_in_hub(cache: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights in the cache of the hub: a blob, a snapshot that links to it, and the reference to that."""
+    """Put weights into the cache of the hub: a blob, a snapshot that links to it, and a reference to the snapshot."""
     torch.manual_seed(3)
     weights = timm.create_model(name).state_dict()
     repository = cache / "hub" / f"models--{timm.get_pretrained_cfg(name).hf_hub_id.replace('/', '--')}"

@@ -1,6 +1,6 @@
-"""RandAugment: torchvision's operations to the bit, drawn by each sample's own numbers.
+"""RandAugment: torchvision's operations to the bit, chosen by random numbers of each sample.
 
-That a sample is changed alike in any batch is in test_augment.py.
+test_augment.py shows that the change of a sample does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def draws(n: int) -> SampleRNG:
 
 
 def images(shape: tuple[int, int, int]) -> Tensor:
-    """Noise, and what operations treat in another way: few values, a narrow range, one value, black."""
+    """Noise, and images that are special cases for operations: few values, a narrow range, one value, black."""
     noise = torch.randint(256, (5, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     ramp = (torch.arange(shape[2]) % 256).to(torch.uint8).expand(shape)
     return torch.stack([noise[0], noise[1] // 100 * 100, noise[2] // 4 + 40, ramp, noise[3] * 0 + 7, noise[4] * 0])

@@ -1,6 +1,6 @@
-"""What `conf/` promises: every recipe composes and builds, every option fits its class.
+"""Every recipe in `conf/` composes and builds, and every option fits its class.
 
-No data is read and no weights are made: networks are built on the meta device.
+The tests read no data and allocate no weights: networks are built on the meta device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXAMPLES = {"MNIST": 60_000, "CIFAR10": 50_000}
 
 
 def header(recipe: str) -> dict[str, str]:
-    """The `key: value` lines at the top of a recipe, with what continues them."""
+    """The `key: value` lines at the top of a recipe, each with its continuation lines."""
     fields: dict[str, str] = {}
     key = ""
     for line in (CONF / "experiment" / f"{recipe}.yaml").read_text().splitlines():

@@ -30,7 +30,7 @@ final: 0.1
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of what the lists are made of and written to."""
+    """A copy of the files that the lists are generated from and written to."""
     for name in ("conf", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "README.md", tmp_path)

@@ -1,4 +1,4 @@
-"""What of a run's checkpoints can go, and how large those that stay will be."""
+"""Which checkpoints of a run can be removed, and how large a checkpoint will be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers: the published generator, and what is derived from it."""
+"""Random numbers: the published generator, and the numbers derived from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
 def unsigned(words: torch.Tensor) -> list[int]:
-    """int64 words as the numbers from 0 to 2^64 that have their bits."""
+    """int64 words read as unsigned numbers, from 0 to 2^64 - 1."""
     return [word % 2**64 for word in words.tolist()]
 
 

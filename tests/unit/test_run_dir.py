@@ -1,4 +1,4 @@
-"""The run folder: its name, its birth, and what is left of a job that was refused."""
+"""The run folder: its name, its creation, and what remains of it when a job is refused."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_number_that_json_does_not_have_never_reaches_the_summary(tmp_path: Pa
 
 
 def begun(path: Path) -> RunDir:
-    """A folder with all that is written before training starts."""
+    """A run folder with all files that are written before training starts."""
     run = RunDir.at(path)
     for file in (run.config, run.command, run.environment, run.overrides, run.hydra / "config.yaml"):
         file.write_text("written")

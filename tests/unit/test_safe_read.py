@@ -1,4 +1,4 @@
-"""What is read without trust: no kind of file, no size and no content makes the reader wait, crash or believe it."""
+"""Reading untrusted files: no kind of file, no size and no content makes the reader wait, crash or accept it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _socket(path: Path) -> None:
 
 def _device(path: Path) -> None:
     try:
-        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # the one of /dev/zero, which has no end
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero, which has no end
     except PermissionError:
         pytest.skip("only root can make a device")
 
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A path with a short name: that of a socket has 107 bytes at most."""
+    """A short path: the path of a socket has at most 107 bytes."""
     monkeypatch.chdir(tmp_path)
     return Path("file")
 
@@ -93,7 +93,9 @@ def test_a_file_without_the_right_to_read_it_is_unreadable(tmp_path: Path, monke
     (tmp_path / "file").write_text("")
 
     def refused(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")  # root, whom nothing is refused, may run the tests
+        raise PermissionError(
+            13, "Permission denied"
+        )  # raised here, because root may run the tests and can read any file
 
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(UnreadableFile, match=r"file cannot be read \(Permission denied\)"):

@@ -1,4 +1,4 @@
-"""What is written is on the disk before its name is, and a disk without room is one sentence."""
+"""A file is on the disk before it gets its name, and a full disk is reported with one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.core.safe_write import write_atomic
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What the disk is told, in order: a file or folder to hold, a name to give; temporary names without numbers."""
+    """The fsync and rename calls in order, as ("sync" or "name", file name), without process numbers in the names."""
     recorded: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 

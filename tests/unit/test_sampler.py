@@ -1,4 +1,4 @@
-"""Which samples each rank sees: for any data set, batch, number of ranks and step to go on from."""
+"""Which samples each rank gets, for any data set, batch, number of ranks and step to resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.data.loading.sampler import ShardIndices, blocks, shard_indices, s
 
 @dataclass(frozen=True)
 class Case:
-    """A run and the ranks it is cut over."""
+    """The plan of a run, its seed and its number of ranks."""
 
     plan: Plan
     seed: int

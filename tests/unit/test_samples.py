@@ -1,4 +1,4 @@
-"""The log of what a rank trained on."""
+"""The log of the samples that a rank trained on."""
 
 from __future__ import annotations
 

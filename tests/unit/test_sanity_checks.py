@@ -1,4 +1,4 @@
-"""Whether weights are sound, on one rank; that ranks agree is tested on real ones."""
+"""Checks of the weights on one rank; the comparison between ranks is tested on real ranks."""
 
 from __future__ import annotations
 

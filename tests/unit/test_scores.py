@@ -1,4 +1,4 @@
-"""The metrics of an evaluation, against scikit-learn's on all predictions at once."""
+"""The metrics of an evaluation, compared with scikit-learn's on all predictions at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where scalars go."""
+"""The files that scalars are written to: metrics.jsonl, metrics.csv and TensorBoard's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     before = time.time()
     sink.write(3, {"loss/train": 0.5, "optim/lr": 0.1})
-    (line,) = lines(tmp_path / "metrics.jsonl")  # on disk at once, although the sink is open
+    (line,) = lines(tmp_path / "metrics.jsonl")  # written at once, while the sink is still open
     sink.end("completed")
     assert line["step"] == 3
     assert before - 1 < float(str(line["time"])) < time.time() + 1
@@ -165,7 +165,7 @@ def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path,
 
 
 def events(folder: Path) -> EventAccumulator:
-    """What TensorBoard reads in a folder."""
+    """The events that TensorBoard reads from a folder."""
     return EventAccumulator(str(folder)).Reload()
 
 
@@ -204,7 +204,7 @@ def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def written(folder: Path) -> dict[tuple[str, int], int]:
-    """How often each (tag, step) is in the raw event files of a folder."""
+    """How often each (tag, step) occurs in the raw event files of a folder."""
     counts: collections.Counter[tuple[str, int]] = collections.Counter()
     for path in folder.glob("*tfevents*"):
         for record in RawEventFileLoader(str(path)).Load():
@@ -214,7 +214,7 @@ def written(folder: Path) -> dict[tuple[str, int], int]:
 
 
 def part(folder: Path, after: int, steps: range, value: float = 1.0) -> None:
-    """One part of a run: it goes on from `after` and writes `steps`."""
+    """Write the events of one part of a run, which resumes after step `after` and logs `steps`."""
     sink = TensorBoard(folder, after, FACTS)
     for step in steps:
         sink.write(step, {"loss/train": value, "optim/lr": 0.1})
@@ -295,7 +295,7 @@ def test_a_damaged_record_is_left_out_and_reported_and_the_others_stay(
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         part(tmp_path, 3, range(4, 5))
         assert set(written(tmp_path).values()) == {1}
-        cut_short = len(whole) - at < 80  # the last record, where a longer length is like a kill
+        cut_short = len(whole) - at < 80  # in the last record a damaged length looks like a kill while writing
         assert cut_short or f"{path} is damaged: records that cannot be read are left out" in capsys.readouterr().out
         for file in tmp_path.iterdir():
             file.unlink()
@@ -335,7 +335,7 @@ def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _writer_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """TensorBoard's writer dies with a traceback of its own; none of it reaches the next test."""
+    """Hide the traceback with which TensorBoard's writer thread dies, and wait until the thread has ended."""
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     before = set(threading.enumerate())
     yield

@@ -22,7 +22,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
 
 def decoded(path: Path, size: int = 20) -> Tensor:
-    """The file as its split gives it."""
+    """The file's pixels, read by a split."""
     return FileSplit([path], torch.tensor([0]), size).fetch([0])[0]
 
 
@@ -96,7 +96,7 @@ def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None
     whole = T.resize(T.pil_to_tensor(Image.fromarray(PIXELS)), [8], antialias=True)
     assert whole.shape == (3, 8, 12)
     difference = decoded(path, size=8).int() - T.center_crop(whole, [8, 8]).int()
-    # Torch's vector instructions keep bytes, and other CPUs floats, whose rounding depends on where an image is cut.
+    # With vector instructions torch resizes bytes, on other CPUs floats, whose rounding depends on the crop.
     assert difference.abs().max() <= 1
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, s
 
 
 def bomb(path: Path, side: int = 50_000) -> Path:
-    """A small image file whose header says `side` by `side` pixels."""
+    """Write a small image file whose header claims `side` by `side` pixels."""
     Image.fromarray(PIXELS).save(path)
     content = bytearray(path.read_bytes())
     if path.suffix == ".png":
@@ -175,7 +175,7 @@ def test_the_bound_on_pixels_is_ours_and_not_that_of_pillow(
 
 
 def test_a_file_of_another_kind_is_not_opened_whatever_it_is_called(tmp_path: Path) -> None:
-    # Pillow hands this kind to Ghostscript.
+    # Pillow would start Ghostscript for an EPS file.
     Image.fromarray(PIXELS).save(tmp_path / "image.eps")
     path = (tmp_path / "image.eps").rename(tmp_path / "image.png")
     with pytest.raises(InputError, match="cannot identify image file"):

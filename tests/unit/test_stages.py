@@ -43,12 +43,12 @@ class Residual(nn.Module):
 
 
 class Network(nn.Module):
-    """Three layers and what comes between the second and the third, by a function of theirs."""
+    """Three layers; `between` chooses an operation between the second and the third."""
 
     def __init__(self, between: str) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.shift = [torch.ones(1, 4)]  # no buffer, so that every stage has it
+        self.shift = [torch.ones(1, 4)]  # in a list it is no buffer, so every stage has it
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_ranks_are_stages() -> None:
 
 
 class DrawsTwice(nn.Module):
-    """Draws before and behind a place where a forward pass may be left."""
+    """A module that draws before and after a point where its forward pass may raise."""
 
     left = False
 

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, where a GPU is played by the host: the buffer and its parts are real."""
+"""Copies of a state in host memory. The GPU is faked: its tensors lie on the host; the staging buffer is real."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _staged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Tensors of all kinds that a state has: scalars, empty ones, short formats, another memory order."""
+    """Tensors of all kinds that occur in a state: scalars, empty tensors, 16-bit formats, channels last."""
     torch.manual_seed(0)
     return {
         "step": torch.tensor(7),

@@ -1,4 +1,4 @@
-"""Layers that draw: a function of the example, the epoch and the layer, however the batch is cut."""
+"""Layers that draw random numbers: they depend on example, epoch and layer only, however the batch is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECES = ((0, 1), (1, 4), (4, 4), (4, 7))
 
 @dataclass(frozen=True)
 class Micro:
-    """Some examples of an epoch, as a loader gives them."""
+    """A micro-batch, as a loader yields it."""
 
     indices: Tensor
     step: int = 1
@@ -38,7 +38,7 @@ class Micro:
 
 
 class Calls(nn.Module):
-    """A convolution, then any function of its output (B, 8, 8, 8), averaged where it is."""
+    """A convolution, and then any function of its output (B, 8, 8, 8)."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def keyed(model: nn.Module, seed: int = 0) -> tuple[KeyedModel, ForwardDraws]:
 
 
 def images(indices: Tensor) -> Tensor:
-    """An image for each example that is its own wherever it stands."""
+    """An image for each example, which depends on its index only."""
     return torch.stack([torch.linspace(-1, 1 + int(i), 3 * 64 * 64).double().sin().view(SHAPE) for i in indices])
 
 
@@ -131,7 +131,7 @@ def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
         theirs, ours = plain.double()(seen.expand(600, *SHAPE)), model(seen.expand(600, *SHAPE), keys)
     for moment in (1, 2):
         expected, actual = (x.double() ** moment for x in (theirs, ours))
-        # Both means scatter by std / sqrt(n); of some thousand elements none is 6.5 standard errors off.
+        # Both means have a standard error of std / sqrt(n). No element of some thousands is 6.5 of them off.
         error = ((expected.var(0) + actual.var(0)) / 600).sqrt()
         assert ((expected.mean(0) - actual.mean(0)).abs() <= 6.5 * error + 1e-12).all()
 
@@ -198,7 +198,7 @@ def test_a_layer_that_is_called_twice_and_two_layers_draw_different_numbers() ->
     calls = Calls(lambda x, _: torch.stack([drop(torch.ones_like(x)) for _ in range(2)], 1))
     calls.drop = drop
     model, draws = keyed(calls)
-    for _ in range(2):  # and again the same in the next pass
+    for _ in range(2):  # the second pass must draw the same again
         first, second = outputs(model, draws, Micro(INDICES)).unbind(1)
         assert (first == second).double().mean().item() == pytest.approx(0.5, abs=0.05)
     torch.testing.assert_close(in_pieces(model, draws), torch.stack([first, second], 1))

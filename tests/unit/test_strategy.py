@@ -1,4 +1,4 @@
-"""What the strategies refuse, say and wrap; that they train alike is tested on real ranks."""
+"""What the strategies refuse, note and wrap. Tests on real ranks show that they train alike."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_parameters_go_to_the_rank_that_has_least() -> None:
 
 
 def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
-    """Forward and backward of two micro-batches of one example, and the reduction behind them."""
+    """Forward and backward of two micro-batches of one example each, and then the reduction."""
     for last in (False, True):
         with strategy.accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
@@ -244,7 +244,7 @@ def test_dp_notes_its_costs() -> None:
 
 
 def test_threads_of_dp_compute_in_the_number_format_of_their_caller() -> None:
-    """DataParallel's threads need GPUs; any other thread has as little of its caller's autocast as they."""
+    """DataParallel's threads need GPUs. Any other thread does not inherit its caller's autocast either."""
     replica = DataParallel().wrap(nn.Linear(2, 2), World.solo(), plan(), ())
     dtypes: list[torch.dtype] = []
 
@@ -312,7 +312,7 @@ def test_strict_tries_a_model_without_a_trace() -> None:
 
 
 def test_strict_adds_the_gradients_of_neighbours_first() -> None:
-    # In float32 the order shows: added one after another, each 1 is lost against 2 ** 24.
+    # In float32 the order of the sum is visible: added one after another to 2 ** 24, each 1 is lost.
     values = (2.0**24, 1.0, 1.0, 1.0)
     replica = TreeReplica(nn.Linear(1, 1, bias=False))
     for value in values:

@@ -1,4 +1,4 @@
-"""What is left of the jobs of a sweep, taken in this process."""
+"""The ledger, the messages and the report of the jobs of a sweep, run in this process."""
 
 from __future__ import annotations
 

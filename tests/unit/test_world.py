@@ -1,4 +1,4 @@
-"""Who a process is; the collectives of several ranks are tested on real ranks."""
+"""The identity of a rank; the collectives of several ranks are tested on real ranks."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def join_and_stop(rank: int, port: int) -> None:
-    """One of two ranks, that is stopped when both have met."""
+    """Join a process group as one of two ranks, and raise `Stopped` in it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
