@@ -74,11 +74,11 @@ def memory(repeats: int) -> Rows:
         kernel_seconds.setdefault(" ".join(words), []).append(kernel)
         return float(user + kernel)
 
-    both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
+    both = in_turns({"default": partial(run, "plain"), "in a run": partial(run, "kept")}, repeats)
     kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in kernel_seconds.items()}
     return {
         "processor time": both,
-        "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},
+        "the kernel's part": {"default": kernel["plain"], "in a run": kernel["kept"]},
     }
 
 
@@ -106,7 +106,7 @@ def compiled(repeats: int) -> Rows:
         "resnet18, bf16, channels_last": ("model=resnet18", "precision=bf16", "model.channels_last=true"),
     }.items():
         step = partial(step_ms, *small, *words)
-        rows[name] = in_turns({"as it is": step, "compiled": partial(step, "model.compile=true")}, repeats)
+        rows[name] = in_turns({"eager": step, "compiled": partial(step, "model.compile=true")}, repeats)
     return rows
 
 

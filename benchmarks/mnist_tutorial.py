@@ -1,8 +1,8 @@
-"""The MNIST tutorial against its own plain loop: accuracy and wall clock, interleaved, same machine.
+"""The MNIST recipe compared with the tutorial's own plain loop: accuracy and wall clock, in turns, on one machine.
 
     python benchmarks/mnist_tutorial.py --data-root DATA --seeds 0 1 2
 
-DATA holds MNIST/raw. The plain loop is what the tutorials write: torchvision's MNIST through PIL, ToTensor and
+DATA contains MNIST/raw. The plain loop is that of the tutorials: torchvision's MNIST through PIL, ToTensor and
 Normalize, a DataLoader without workers, AdamW, no logging, one evaluation at the end.
 """
 

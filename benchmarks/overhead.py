@@ -1,15 +1,15 @@
-"""What the loop costs: microseconds per step of Lockstep's whole run, of bare loops, and of other frameworks.
+"""The overhead of the training loop: microseconds per step of a Lockstep run, of bare loops and of other frameworks.
 
     python benchmarks/overhead.py --json overhead.json
     pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their rows are left out
 
 All contenders train the same network on the same 60,000 images of 28x28, batch 64, AdamW, one epoch at a time and in
-turns, each in a process of its own with one thread. The data set is a tensor in memory for all of them. With a linear
-model the step is mostly what the framework adds. Lockstep runs as `train.py` does, with its default telemetry, exact
-metrics and checkpoints; the time of an epoch is that of the second, with its save and its log points, without
-evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW as it comes), the same with the fused
-AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does. The peers get float
-tensors too; "no logging" is the least that each allows.
+turns, each in its own process with one thread. For all of them the data set is a tensor in memory. With a linear
+model, most of a step is the framework's overhead. Lockstep runs as `train.py` does, with its default telemetry, exact
+metrics and checkpoints; the second epoch is timed, with its save and its log points, without evaluation. The bare
+loops are the tutorial's (slices of a permutation, AdamW with its defaults), the same with fused AdamW, and one that
+gathers and normalises uint8 images many batches at a time, as Lockstep does. The peers get float tensors too; "no
+logging" means the least logging that each of them allows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def tensors() -> tuple[Tensor, Tensor]:
-    """The same, normalised once and for all."""
+    """Images that are normalised in advance, and labels."""
     images, labels = data()
     return (images.float() / 255 - 0.5) / 0.25, labels
 
@@ -84,7 +84,7 @@ class Slices:
 
 
 class Chunks:
-    """What Lockstep's input comes down to: uint8 images gathered and normalised many batches at a time."""
+    """Lockstep's input pipeline in its simplest form: uint8 images gathered and normalised many batches at a time."""
 
     def __init__(self) -> None:
         self.images, self.labels = data()
@@ -130,7 +130,7 @@ def bare(name: str, batches: Batches, *, fused: bool = False) -> Epoch:
 
 
 def accelerate(name: str, batches: Batches) -> Epoch:
-    """Accelerate wraps model and optimizer, and the loader where there is one."""
+    """Accelerate wraps the model, the optimizer and, if there is one, the DataLoader."""
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
     model = network(name)
     wrapped, optimizer = accelerator.prepare(model, adamw(model))
@@ -140,7 +140,7 @@ def accelerate(name: str, batches: Batches) -> Epoch:
 
 
 def fabric(name: str, batches: Batches) -> Epoch:
-    """Lightning Fabric wraps both too."""
+    """Lightning Fabric wraps the model and the optimizer."""
     wrapper = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
     model = network(name)
     wrapped, optimizer = wrapper.setup(model, adamw(model))
@@ -148,7 +148,7 @@ def fabric(name: str, batches: Batches) -> Epoch:
 
 
 def lightning(name: str, *, logs: bool) -> Epoch:
-    """Lightning's Trainer: without any logger, checkpoint or bar, or as it comes with `self.log` of the loss."""
+    """Lightning's Trainer: without logger, checkpoint and progress bar, or with its defaults and `self.log`."""
     peer = importlib.import_module("lightning.pytorch")
     batches = through_a_loader()
 
@@ -185,7 +185,7 @@ def lightning(name: str, *, logs: bool) -> Epoch:
 
 
 def hf_trainer(name: str, *, logs: bool) -> Epoch:
-    """The HF Trainer: without logging and saving, or as it comes but for its bar."""
+    """The HF Trainer: without logging and saving, or with its defaults. It never shows its progress bar here."""
     peer = importlib.import_module("transformers")
 
     class Module(nn.Module):
@@ -248,7 +248,7 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
 
 
 def lockstep(name: str, *overrides: str) -> Epoch:
-    """The real run, in a folder of its own each time; the second epoch is timed."""
+    """The real run, each time in a new folder; the second epoch is timed."""
 
     def epoch() -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -275,13 +275,13 @@ def lockstep(name: str, *overrides: str) -> Epoch:
             ends: list[float] = []
             with log.console.capture():
                 experiment.run(job, run, World.solo(), heartbeat=lambda: ends.append(time.perf_counter()))
-            # A save shows life too: of the first epoch, in whose background part the second one begins.
+            # A save also calls the heartbeat: here that of the first epoch, which is written during the second epoch.
             return ends[2 * STEPS + 1] - ends[STEPS]
 
     return epoch
 
 
-# Each with the package that it needs.
+# By name: the package that a contender needs, and how its epoch is built.
 CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
     "bare": ("torch", lambda name: bare(name, Slices())),
     "bare, fused": ("torch", lambda name: bare(name, Slices(), fused=True)),
@@ -299,11 +299,11 @@ CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
 
 
 def serve(contender: str, model: str, examples: int, turns: Connection) -> None:
-    """A process of one contender, which trains an epoch whenever it is its turn, and says how long that took."""
+    """The process of one contender: trains one epoch per turn and sends its seconds."""
     global EXAMPLES, STEPS
     EXAMPLES, STEPS = examples, -(-examples // BATCH)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of peers about their own defaults
+    warnings.simplefilter("ignore")  # peers warn about their own defaults
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(None):
         epoch = CONTENDERS[contender][1](model)
@@ -313,7 +313,7 @@ def serve(contender: str, model: str, examples: int, turns: Connection) -> None:
 
 @contextlib.contextmanager
 def contenders(model: str, examples: int) -> Iterator[dict[str, Epoch]]:
-    """Everyone who is installed, each in a process of its own: what a framework imports slows torch for all in it."""
+    """All installed contenders, each in its own process, because a framework's imports can slow torch down."""
     context = multiprocessing.get_context("spawn")
     lines: dict[str, Connection] = {}
     for name, (package, _) in CONTENDERS.items():

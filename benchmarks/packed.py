@@ -1,11 +1,11 @@
-"""What it takes to read images that `lockstep pack` has decoded: batches of random rows of a memory map.
+"""Reading images that `lockstep pack` has decoded: batches of random rows of a memory map.
 
     python benchmarks/packed.py --json packed.json
 
-Ways to gather the rows of a batch (of 256, at random) from a map that the system has in memory: torch's advanced
-index, its index_select on whole rows, NumPy's index and its take (what Lockstep does), and rows in the order of the
-file; and the feed of `loader=streaming`, from index lists to batches on the device, next to decoding the same images
-from their folder. Figures are thousands of images per second, medians; CPU.
+The first table compares ways to gather 256 random rows from a map in the page cache: torch's advanced indexing, its
+index_select on whole rows, NumPy's indexing, its take (which Lockstep uses), and index_select in the order of the
+file. The second table compares the feed of `loader=streaming`, from index lists to batches on the device, with
+decoding the same images from their folder. Figures are medians in thousands of images per second; CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(root: Path, size: int) -> tuple[Folder, Packed]:
 
 
 def rate(batches: Iterable[object], images: int) -> float:
-    """Thousands of images per second, none of them kept."""
+    """Thousands of images per second of an iterator, which is consumed without storing its batches."""
     return images / timed(partial(deque, batches, maxlen=0)) / 1000
 
 
@@ -79,7 +79,7 @@ def gathering(source: Packed) -> Figures:
 
 
 def streaming(split: Split, *, workers: int, batches: int = BATCHES) -> float:
-    """Thousands of images per second out of the feed of `loader=streaming`, its workers' start left out."""
+    """Thousands of images per second of the feed of `loader=streaming`, without the start of its workers."""
     feed = Streaming(workers=workers).feed(split, World.solo())
     fed = feed((0, indices) for indices in torch.randint(len(split), (batches + 1, BATCH)))
     next(fed)
@@ -98,7 +98,7 @@ def reading(folder: Folder, source: Packed) -> Figures:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--threads", type=int, default=1, help="of torch, and none more with it [1]")
+    options.add_argument("--threads", type=int, default=1, help="of torch [1]")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     tables: dict[str, Rows] = {"a batch of 256, thousands of images/s": {}, "the feed, thousands of images/s": {}}

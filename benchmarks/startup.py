@@ -4,11 +4,11 @@
     pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their columns are left out
 
 All contenders train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
-`plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
-`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. A job of a sweep costs what `-m` over
-several jobs of one step takes longer than over one; `the job` is what such a job itself says it took, and `Hydra` the
-same sweep with a job that does nothing. `Hydra --cfg job` is a program of Hydra's that does nothing, with an empty
-config: `--cfg job` is to take at most 1.15 times as long. Medians, in turns.
+`plain` is a bare loop over tensors. For Lockstep the whole command is timed, up to the time of the first step in
+`metrics.jsonl`. On two ranks `plain` is torchrun with DistributedDataParallel. The cost of a job of a sweep is the
+additional time of `-m` for each further job of one step; `the job` is the time that such a job reports itself, and
+`Hydra` is the same sweep with a job that does nothing. `Hydra --cfg job` is a Hydra program that does nothing, with
+an empty config; `--cfg job` should take at most 1.15 times as long. Medians, measured in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BASICNET = (
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 
 
-# --- what runs in a process of its own, and prints when its first step has ended
+# --- the programs that are timed; each prints the time at the end of its first step
 
 
 def network() -> Any:
@@ -57,7 +57,7 @@ def data() -> tuple[Any, Any]:
 
 
 def report_end() -> None:
-    """Say when the first step has ended, in one piece: two ranks write to one pipe."""
+    """Print the time at the end of the first step, in one write, because two ranks share a pipe."""
     print(f"\n{time.time()}\n", end="", flush=True)
 
 
@@ -170,7 +170,7 @@ def hydra_alone() -> None:
 
 
 def hydra_empty() -> None:
-    """A program of Hydra's that does nothing, with an empty config."""
+    """A Hydra program that does nothing, with an empty config."""
     import hydra
 
     sys.argv = ["empty.py", *sys.argv[3:]]
@@ -183,13 +183,13 @@ TABLES = ("step", "command", "sweep")
 PEERS = ("lightning", "accelerate", "transformers")
 
 
-# --- what starts them
+# --- the commands that start them
 
 
 def command(*words: str) -> str:
     """The output of a command in the project's folder."""
-    # What is measured is not to spin while the others of it work, nor to ask the network for anything.
-    # Modules are compiled once, as after an installation.
+    # Waiting threads must not spin, and nothing may use the network. Python may write compiled modules, as after an
+    # installation.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
