@@ -20,6 +20,12 @@ def _schema() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Compute with one thread: test files run in parallel, and torch's waiting threads would spin on their cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _copies() -> Iterator[None]:
     """End the interpreter that commands are forked from when the tests end."""
     yield

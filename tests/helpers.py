@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import itertools
@@ -43,6 +44,12 @@ NARROW = "model.width=8"
 
 def composed(*overrides: str) -> dict[str, Any]:
     """A plain config as `train.py` would compose it."""
+    return copy.deepcopy(_composed(overrides))
+
+
+@functools.cache
+def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The same, once for each list of overrides: Hydra takes 0.2 s."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return composition.to_dict(compose("config", overrides=["name=test", *overrides]))
 

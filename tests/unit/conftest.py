@@ -10,7 +10,8 @@ import pytest
 from hypothesis import settings
 
 # No deadline: on a busy machine an example is sometimes slow, whatever the code does.
-settings.register_profile("lockstep", deadline=None)
+# 50 examples instead of 100: each run of the tests draws new ones.
+settings.register_profile("lockstep", deadline=None, max_examples=50)
 settings.load_profile("lockstep")
 
 

@@ -36,9 +36,10 @@ def test_the_order_is_that_of_the_seed_and_the_epoch() -> None:
 
 
 def test_a_resume_goes_on_in_the_balanced_order(tmp_path: Path) -> None:
-    words = (NARROW, "batch=300", "steps=8", "train.sampling=balanced", "precision=fp64", "augment=crop_flip")
+    words = (NARROW, "batch=600", "steps=4", "train.sampling=balanced", "precision=fp64", "augment=crop_flip")
+    words += ("train.eval_every=100%",)
     whole = train_here(tmp_path / "whole", *words)
-    train_here(tmp_path / "stopped", *words, stop_at=3)
+    train_here(tmp_path / "stopped", *words, stop_at=2)
     resumed = train_here(tmp_path / "stopped", *words, "loader=streaming", "loader.workers=0")
     assert losses(resumed) == losses(whole)
     assert losses(whole) != losses(train_here(tmp_path / "other", *words, "train.sampling=shuffled"))

@@ -80,16 +80,10 @@ def test_it_is_batch_norm_forward_backward_and_in_its_statistics(momentum: float
     assert_alike(nn.BatchNorm2d(3, momentum=momentum, affine=affine), values(5, 3, 4, 6))
 
 
-def test_it_is_batch_norm_of_vectors_and_of_sequences() -> None:
+def test_it_is_batch_norm_of_vectors_sequences_and_volumes_and_without_running_statistics() -> None:
     assert_alike(nn.BatchNorm1d(3), values(8, 3))
     assert_alike(nn.BatchNorm1d(3), values(4, 3, 7))
-
-
-def test_it_is_batch_norm_of_volumes() -> None:
     assert_alike(nn.BatchNorm3d(2), values(3, 2, 2, 3, 2))
-
-
-def test_it_is_batch_norm_without_running_statistics() -> None:
     assert_alike(nn.BatchNorm2d(3, track_running_stats=False), values(5, 3, 4, 4))
 
 
@@ -146,7 +140,7 @@ def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
         torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "efficientnet_b0"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
 def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
     keys, parameters = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
@@ -160,7 +154,7 @@ def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> 
 
 def test_a_converted_model_gives_the_same_logits() -> None:
     torch.manual_seed(0)
-    model = timm.create_model("resnet10t", num_classes=3).double()
+    model = timm.create_model("test_resnet", num_classes=3).double()
     x = values(4, 3, 16, 16)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = model.train()(x)
@@ -237,14 +231,12 @@ def test_the_compiler_traces_it_without_a_break() -> None:
         torch.testing.assert_close(traced.state_dict()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_a_lone_layer_is_converted_too() -> None:
-    assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(3)), SyncBatchNorm)
-
-
-def test_the_mode_of_a_layer_is_kept() -> None:
-    assert not convert_sync_batchnorm(nn.BatchNorm2d(3).eval()).training
+def test_a_lone_layer_is_converted_too_and_keeps_its_mode() -> None:
+    converted = convert_sync_batchnorm(nn.BatchNorm2d(3).eval())
+    assert isinstance(converted, SyncBatchNorm)
+    assert not converted.training
 
 
 def test_a_model_is_known_by_its_batch_norm() -> None:
-    assert has_batchnorm(timm.create_model("resnet10t"))
-    assert not has_batchnorm(timm.create_model("vit_tiny_patch16_224"))
+    assert has_batchnorm(timm.create_model("test_resnet"))
+    assert not has_batchnorm(timm.create_model("test_vit"))

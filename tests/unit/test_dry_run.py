@@ -5,20 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from PIL import Image
 
 from helpers import built, losses, train_here
 from lockstep.core.world import World
+from lockstep.training import dry_run
 from lockstep.training.dry_run import training_rate
 
 
-def test_a_smaller_network_has_a_higher_rate() -> None:
-    small, large = (training_rate(built(f"model.width={width}"), World.solo()) for width in (8, 256))
-    assert small is not None
-    assert large is not None
-    assert small > 2 * large
+@pytest.mark.parametrize(
+    ("seconds", "tried", "rate"), [([0.1, 0.5], [8, 64], 64 / 0.5), ([0.2], [8], 8 / 0.2)], ids=["quick", "slow"]
+)
+def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], tried: list[int], rate: float
+) -> None:
+    examples: list[int] = []
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: examples.append(count))
+    monkeypatch.setattr(dry_run, "_seconds", lambda step, world: seconds[len(examples) - 1])
+    assert training_rate(built("batch=64"), World.solo()) == rate
+    assert examples == tried
 
 
 def test_a_model_that_is_compiled_is_not_tried() -> None:

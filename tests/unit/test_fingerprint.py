@@ -18,22 +18,10 @@ def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
     assert describe(Timm(options={"img_size": 64})) == "Timm(options={'img_size': 64})"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "model.compile=true",
-        "model.channels_last=true",
-        "epochs=99",
-        "strategy=ddp",
-        "precision=bf16",
-        "loader=streaming",
-        "optimizer.lr=0.5",
-        "train.micro_batches=4",
-        "data_root=elsewhere",
-    ],
-)
-def test_how_a_job_is_run_is_not_what_it_is(change: str) -> None:
-    assert fingerprint(built(change), 1442) == fingerprint(built(), 1442)
+def test_how_a_job_is_run_is_not_what_it_is() -> None:
+    words = ("model.compile=true", "model.channels_last=true", "epochs=99", "strategy=ddp", "precision=bf16")
+    words += ("loader=streaming", "optimizer.lr=0.5", "train.micro_batches=4", "data_root=elsewhere")
+    assert fingerprint(built(*words), 1442) == fingerprint(built(), 1442)
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,10 @@ def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
 
 
 def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
-    frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=3", "steps=5", "optimizer=adamw", "train.ema=0.5")
+    frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=2", "steps=4", "optimizer=adamw", "train.ema=0.5")
+    frozen += ("batch=60", "train.eval_every=100%")
     whole = train_here(tmp_path / "whole", *frozen)
-    for stop in (2, 4):
+    for stop in (1, 3):
         path = tmp_path / f"stopped{stop}"
         train_here(path, *frozen, stop_at=stop)
         resumed = train_here(path, *frozen)

@@ -247,6 +247,12 @@ def test_a_run_without_a_window_has_no_rate() -> None:
     assert recorder(Collector()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
 
 
+def test_rate_and_share_are_of_the_seconds_of_training() -> None:
+    window = Window(first=1, last=4, loss=0.5, top1=80.0, examples=256, seconds=2.0, waited=0.5)
+    assert window.rate == pytest.approx(128)
+    assert window.wait_share == pytest.approx(25)
+
+
 def test_the_files_are_flushed_before_a_checkpoint() -> None:
     sink = Collector()
     recorder(sink).sync()

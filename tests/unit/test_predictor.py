@@ -84,7 +84,7 @@ CONFIGS = {
 @pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
 def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: Path, overrides: str) -> None:
     words = [*([] if "model=" in overrides else [NARROW]), *overrides.split()]
-    run = train_here(tmp_path / "run", *words, "steps=4", "batch=64", "train.eval_every=2", "seed=3")
+    run = train_here(tmp_path / "run", *words, "steps=2", "batch=64", "train.eval_every=1", "seed=3")
     shutil.move(run.weights, tmp_path / "alone.safetensors")
     predictor = lockstep.load(tmp_path / "alone.safetensors", device="cpu")
     loss, top1 = own_scores(predictor, run)

@@ -183,15 +183,22 @@ def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFac
             read(path)
 
 
+@pytest.mark.parametrize("content", ["- a\n- b\n", "42"])
+def test_a_list_or_a_number_is_no_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(InputError, match=f"^{tmp_path}/config.yaml is "):
+        yaml_io.load(tmp_path / "config.yaml")
+
+
 def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "file"
     words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
     config = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
     path.write_text(yaml_io.dump(config))
     assert yaml_io.load(path) == config
-    overrides = ["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"]
-    path.write_text(yaml_io.dump_list(overrides))
-    assert yaml_io.load_list(path) == overrides
+    for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
+        path.write_text(yaml_io.dump_list(overrides))
+        assert yaml_io.load_list(path) == overrides
 
 
 def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:

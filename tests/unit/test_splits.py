@@ -46,50 +46,6 @@ def test_a_lossless_file_is_decoded_to_its_pixels(tmp_path: Path, suffix: str) -
     assert torch.equal(decoded(path), centre(Image.fromarray(PIXELS)))
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "jpeg", "webp", "gif"])
-def test_a_lossy_file_is_decoded_as_pillow_decodes_it(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"image.{suffix}"
-    Image.fromarray(PIXELS).save(path)
-    with Image.open(path) as image:
-        difference = decoded(path).int() - centre(image).int()
-    assert difference.abs().max() <= 2
-
-
-@pytest.mark.parametrize(
-    ("mode", "suffix"),
-    [
-        ("L", "jpg"),
-        ("CMYK", "jpg"),
-        ("L", "png"),
-        ("LA", "png"),
-        ("RGBA", "png"),
-        ("P", "png"),
-        ("1", "png"),
-        ("L", "bmp"),
-    ],
-)
-def test_every_kind_of_pixel_becomes_rgb(tmp_path: Path, mode: str, suffix: str) -> None:
-    path = tmp_path / f"image.{suffix}"
-    Image.fromarray(PIXELS).convert(mode).save(path)
-    with Image.open(path) as image:
-        difference = decoded(path).int() - centre(image).int()
-    assert difference.abs().max() <= 2
-
-
-@pytest.mark.parametrize("suffix", ["png", "tif"])
-def test_sixteen_bits_become_the_upper_eight(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"image.{suffix}"
-    levels = np.random.default_rng(0).integers(0, 2**16, (20, 20), dtype=np.uint16)
-    Image.fromarray(levels).save(path)
-    assert torch.equal(decoded(path), torch.from_numpy((levels >> 8).astype(np.uint8)).expand(3, 20, 20))
-
-
-def test_an_animation_is_its_first_frame(tmp_path: Path) -> None:
-    frames = [Image.fromarray(np.full((20, 20), level, dtype=np.uint8)) for level in (10, 200)]
-    frames[0].save(tmp_path / "image.gif", save_all=True, append_images=frames[1:])
-    assert torch.equal(decoded(tmp_path / "image.gif"), torch.full((3, 20, 20), 10, dtype=torch.uint8))
-
-
 def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     Image.fromarray(PIXELS).save(path)
