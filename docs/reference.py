@@ -248,9 +248,9 @@ def fill(path: Path, text: str, part: str, body: str) -> str:
 
 def splice(path: Path, text: str, begin: str, end: str, body: str) -> str:
     """The text of a file with `body` in place of what is between a line that ends with `begin` and the line `end`."""
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(f"\n{end}")
-    if not found or not closed:
+    before, marker, remainder = text.partition(begin)
+    _, closed, after = remainder.partition(f"\n{end}")
+    if not marker or not closed:
         raise SystemExit(f"{path}: there is no {begin.strip()!r} with {end.strip() or 'an empty line'!r} after it")
     return before + begin + body + end + after
 

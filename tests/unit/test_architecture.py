@@ -193,6 +193,8 @@ def test_the_training_loop_has_no_rank_test_no_path_and_no_device_by_name(name: 
 
 # Names that say nothing about what they hold. Functions of one line (`lambda`) may be short about their argument.
 EMPTY_NAMES = frozenset({"asked", "each", "found", "given", "kept", "made", "took", "wanted"})
+# More of them, which the package itself still has.
+MORE_EMPTY_NAMES = EMPTY_NAMES | {"others", "rest", "said", "taken", "told", "what"}
 
 
 def names_bound(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -206,11 +208,10 @@ def names_bound(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def test_a_name_says_what_it_holds() -> None:
-    files = [*sources(PACKAGE, PLUGINS), *sources(ROOT / "tests", ROOT / "benchmarks", ROOT / "docs")]
-    for path in files:
-        empty = EMPTY_NAMES if PACKAGE in path.parents else {"each"}
-        bound = names_bound(parsed(path))
-        assert not [f"{path}:{line}: {name}" for name, line in bound if name in empty]
+    elsewhere = sources(*(ROOT / folder for folder in ("tests", "benchmarks", "docs")))
+    for paths, empty in ((sources(PACKAGE, PLUGINS), EMPTY_NAMES), (elsewhere, MORE_EMPTY_NAMES)):
+        bound = ((path, line, name) for path in paths for name, line in names_bound(parsed(path)))
+        assert not [f"{path}:{line}: {name}" for path, line, name in bound if name in empty]
 
 
 def test_the_entry_point_stays_a_table_of_contents() -> None:
