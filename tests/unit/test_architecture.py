@@ -22,7 +22,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # Modules with names of modules in strings, which they import at run time, and why.
 NAMES_MODULES: dict[str, str] = {
-    "config.schema": "the groups, whose classes a config names; they are imported when one is built",
+    "config.schema": "the groups, whose classes a config names; they are imported when one is built"
 }
 
 # Modules that may test whether this rank is main (or which rank it is), and why.

@@ -197,11 +197,7 @@ def test_everything_loads_with_weights_only(run: RunDir) -> None:
 
 def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
     (path,) = saved(run, 7)
-    assert checkpoint.read_facts(path) == {
-        "format": 1,
-        "identity": IDENTITY,
-        "progress": progress(7),
-    }
+    assert checkpoint.read_facts(path) == {"format": 1, "identity": IDENTITY, "progress": progress(7)}
 
 
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
@@ -233,15 +229,13 @@ def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_cut_short_is_found(run: RunDir, name: str) -> None:
+def test_a_file_that_is_cut_short_huge_or_missing_is_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
-    (path / name).write_bytes((path / name).read_bytes()[:-8])
+    os.truncate(path / name, (path / name).stat().st_size - 8)
     assert checkpoint.find_corruption(path)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_found(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
+    os.truncate(path / name, 2**42)  # a file of holes, which must not be read to its end
+    assert name in checkpoint.find_corruption(path)
+    assert "bytes, expected" in checkpoint.find_corruption(path)
     (path / name).unlink()
     assert name in checkpoint.find_corruption(path)
 
@@ -362,15 +356,6 @@ def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any
     second.rename(run.checkpoints / "step-00000007")
     assert checkpoint.find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
     assert checkpoint.newest_of_run(run) == first
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_huge_file_of_holes_is_not_read(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
-    with (path / name).open("r+b") as file:
-        file.truncate(2**42)
-    assert name in checkpoint.find_corruption(path)
-    assert "bytes, expected" in checkpoint.find_corruption(path)
 
 
 def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:

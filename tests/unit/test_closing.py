@@ -53,9 +53,6 @@ def test_an_error_of_the_end_alone_is_raised_when_all_are_closed(capsys: pytest.
 
 def test_a_second_interrupt_waits_for_no_other_part() -> None:
     closed: list[str] = []
-    with (
-        pytest.raises(Interrupted),
-        closing(failing(Interrupted(), closed), lambda: closed.append("never")),
-    ):
+    with pytest.raises(Interrupted), closing(failing(Interrupted(), closed), lambda: closed.append("never")):
         raise StorageError("no space left")
     assert closed == ["failing"]

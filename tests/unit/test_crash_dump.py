@@ -18,9 +18,7 @@ DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=1
 
 
 def test_a_crash_dump_without_room_on_the_disk_is_a_warning_and_leaves_nothing(
-    tmp_path: Path,
-    full_disk: Callable[[int], AbstractContextManager[None]],
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with full_disk(20_000), pytest.raises(NumericalError):  # enough for the batch, too little for the weights
         train_here(tmp_path / "run", *DIVERGING)

@@ -130,9 +130,7 @@ def test_a_log_point_is_a_line_when_nothing_was_printed_for_a_while(
     assert capsys.readouterr().out.startswith("epoch 1/3  step  4/25  loss 0.5123")
 
 
-def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "SILENCE_S", 0.01)
     messages: list[str] = []
     monkeypatch.setattr(log, "say", lambda message, *, shown: messages.append(message))

@@ -50,13 +50,7 @@ def two_greys(root: Path) -> Folder:
 
 
 def scores(
-    model: nn.Module,
-    source: Any,
-    *,
-    block: int = 64,
-    kind: Any = None,
-    precision: FP32 | None = None,
-    views: int = 1,
+    model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, precision: FP32 | None = None, views: int = 1
 ) -> Any:
     world, chosen = World.solo(), kind or Resident()
     train, val = source.train(), source.eval()

@@ -118,10 +118,7 @@ def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
         55,
         1980,
     )
-    assert sink.lines[0] == (
-        7,
-        {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in means},
-    )
+    assert sink.lines[0] == (7, {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in means})
     assert means == pytest.approx({"util": 50, "mem_gb": 2.5, "power_w": 350, "temp_c": 55, "sm": 1980})
     assert len(written) == 2 * len(sink.lines) >= 4
 

@@ -20,11 +20,7 @@ CONFIGURE = "import lockstep.core.native_threads as threads; threads.configure_n
         ({}, ["5000 None 1", "5000 None None"], "5000 None 1"),
         ({"OMP_WAIT_POLICY": "active"}, ["None active 1", "None active None"], "None active 1"),
         ({"GOMP_SPINCOUNT": "5", "OPENBLAS_NUM_THREADS": "3"}, [], "5 None 3"),
-        (
-            {"OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_OPENBLAS": "1"},
-            ["5000 None 1", "5000 None None"],
-            "5000 None 1",
-        ),
+        ({"OPENBLAS_NUM_THREADS": "1", "LOCKSTEP_OPENBLAS": "1"}, ["5000 None 1", "5000 None None"], "5000 None 1"),
     ],
     ids=str,
 )

@@ -191,10 +191,7 @@ def test_a_model_without_counters_is_averaged_too() -> None:
 
 def test_the_average_is_that_of_torch() -> None:
     model = network()
-    ours, theirs = (
-        EMA(model, 0.9),
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
-    )
+    ours, theirs = (EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True))
     optimizer = SGD(lr=0.01).build(model)
     for _ in range(3):
         one_step(model, optimizer)

@@ -76,7 +76,7 @@ CONFIGS = {
     "bf16": "precision=bf16",
     "bf16 throughout": "precision=bf16_pure",
     "fp64, channels last": "precision=fp64 model.channels_last=true",
-    "a model of timm with dropout": "model=timm model.name=resnet10t dataset.input_size=32 model.drop_rate=0.5",
+    "a model of timm with dropout": "model=timm model.name=test_resnet dataset.input_size=32 model.drop_rate=0.5",
 }
 
 
@@ -183,7 +183,7 @@ def test_a_model_with_published_weights_is_not_downloaded_again(
 
     monkeypatch.setattr(urllib.request, "urlopen", refused)
     run = train_here(
-        tmp_path / "run", "model=timm", "model.name=resnet10t", "dataset.input_size=32", "steps=1", "device=cpu"
+        tmp_path / "run", "model=timm", "model.name=test_resnet", "dataset.input_size=32", "steps=1", "device=cpu"
     )
     monkeypatch.setattr("timm.models._builder.load_pretrained", refused)
     card = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}

@@ -134,9 +134,7 @@ def test_what_cannot_be_cleaned_is_one_sentence(tmp_path: Path, words: dict[str,
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [AdamW(), SGD(), SGD(momentum=0.9), Muon(), Timm(opt="lamb"), AdamW(layer_decay=0.9)],
-    ids=repr,
+    "optimizer", [AdamW(), SGD(), SGD(momentum=0.9), Muon(), Timm(opt="lamb"), AdamW(layer_decay=0.9)], ids=repr
 )
 def test_the_optimizers_share_of_a_checkpoint_is_known_before_the_first_step(optimizer: Any) -> None:
     model = DigitNet().build(10, (1, 8, 8))

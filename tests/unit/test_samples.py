@@ -14,9 +14,7 @@ from lockstep.telemetry.samples import fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_order(
-    dtype: torch.dtype,
-) -> None:
+def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_order(dtype: torch.dtype) -> None:
     images = torch.rand(6, 3, 5, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
     whole = fingerprints(images)
     assert whole.dtype == torch.int64

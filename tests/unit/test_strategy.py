@@ -42,13 +42,7 @@ from lockstep.strategy.zero import assign
 
 def plan(micro_batches: int = 1) -> Plan:
     return Plan(
-        examples=100,
-        batch=10,
-        total_steps=10,
-        micro_batches=micro_batches,
-        log_every=1,
-        eval_every=1,
-        save_every=1,
+        examples=100, batch=10, total_steps=10, micro_batches=micro_batches, log_every=1, eval_every=1, save_every=1
     )
 
 
@@ -166,12 +160,7 @@ def test_without_groups_blocks_are_children_and_large_layers() -> None:
 
 def test_parameters_go_to_the_rank_that_has_least() -> None:
     parameters = [torch.zeros(size) for size in (1, 5, 3, 4)]
-    assert list(assign(parameters, 2).values()) == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    assert list(assign(parameters, 2).values()) == [0, 0, 1, 1]
 
 
 def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
