@@ -76,10 +76,7 @@ def memory(repeats: int) -> Rows:
 
     both = in_turns({"default": partial(run, "plain"), "in a run": partial(run, "kept")}, repeats)
     kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in kernel_seconds.items()}
-    return {
-        "processor time": both,
-        "the kernel's part": {"default": kernel["plain"], "in a run": kernel["kept"]},
-    }
+    return {"processor time": both, "the kernel's part": {"default": kernel["plain"], "in a run": kernel["kept"]}}
 
 
 def average(repeats: int) -> Rows:

@@ -35,88 +35,24 @@ STARTS_S, HANGS_S = 600.0, 120.0  # time limits: for the imports, and for one ca
 RESULTS = "results.jsonl"
 ROOM = 2.0**28  # bytes of memory that a case is told to be available
 
-NUMBERS = [
-    *(
-        "0",
-        "1",
-        "-1",
-        "2",
-        "3",
-        "7",
-        "64",
-        "255",
-        "1024",
-        "65536",
-        "999999",
-        "1000000",
-        "100000",
-        "2147483648",
-        "1e9",
-    ),
-    *("9223372036854775807", "9223372036854775808", "1e30", "1" + "0" * 30, "9" * 299, "9" * 400, "9" * 5000),
-    *(
-        "0.5",
-        "1.0",
-        "-0.1",
-        "1e-300",
-        "1e-320",
-        "1e308",
-        "1e400",
-        "-1e400",
-        "nan",
-        "-nan",
-        "inf",
-        "-inf",
-        ".inf",
-        "1_0",
-    ),
-    *("0x10", "0b1", "1e", "+5", "٣", "½", "1,000", "007"),
-]
+
+def tokens(text: str) -> list[str]:
+    """The words of a text: short to write, many to a line."""
+    return text.split()
+
+
+NUMBERS = tokens("0 1 -1 2 3 7 64 255 1024 65536 999999 1000000 100000 2147483648 1e9")
+NUMBERS += ["9223372036854775807", "9223372036854775808", "1e30", "1" + "0" * 30, "9" * 299, "9" * 400, "9" * 5000]
+NUMBERS += tokens("0.5 1.0 -0.1 1e-300 1e-320 1e308 1e400 -1e400 nan -nan inf -inf .inf 1_0")
+NUMBERS += tokens("0x10 0b1 1e +5 ٣ ½ 1,000 007")
 DURATIONS = ["1ep", "0ep", "5%", "0%", "101%", "-1ep", "1.5", "0.5ep", "9" * 30 + "ep", "9" * 400 + "ep", "10min"]
 DURATIONS += ["0s", "1e3s", "500h", "501h", "9" * 20 + "h", "1 ep", "ep", "%", "min", "1day", "infep", "nan%"]
-WORDS = [
-    "auto",
-    "null",
-    "none",
-    "true",
-    "false",
-    "True",
-    "yes",
-    "latest",
-    "exact",
-    "strict",
-    "cpu",
-    "cuda",
-    "default",
-]
+WORDS = tokens("auto null none true false True yes latest exact strict cpu cuda default")
 WORDS += ["''", '""', "", "' '", "~", "???", "${name}", "${epochs}", "${oc.env:HOME}", "${now:%Y}", "${", r"\${name}"]
-WORDS += [
-    "${hydra:job.num}",
-    "${train}",
-    "${model.width}",
-    "file",
-    "square",
-    "nccl",
-    "gloo",
-    "lamb",
-    "adamw",
-    "max_autotune",
-]
+WORDS += tokens("${hydra:job.num} ${train} ${model.width} file square nccl gloo lamb adamw max_autotune")
 PATHS = ["/dev/null", "/dev/null/x", "/proc/nowhere", "/proc/self/mem", "/etc/passwd", ".", "..", "/", "a/b", "fifo"]
 PATHS += ["file", "file/x", "~", "~nobody-here/x", "a" * 255, "a" * 256, "a/" * 3000, "b" * 5000, "photos", "loop"]
-NESTED = [
-    "[]",
-    "{}",
-    "[1,2]",
-    "[a,b]",
-    "[[1],[2]]",
-    "{a:1}",
-    "{a:{b:[1]}}",
-    "[0.1,0.9]",
-    "[0.9,0.1]",
-    "[nan,inf]",
-    "[1,a]",
-]
+NESTED = tokens("[] {} [1,2] [a,b] [[1],[2]] {a:1} {a:{b:[1]}} [0.1,0.9] [0.9,0.1] [nan,inf] [1,a]")
 NESTED += [
     "[" * 25 + "]" * 25,
     "[" * 1000,
@@ -124,65 +60,15 @@ NESTED += [
     "{a:" * 200 + "1" + "}" * 200,
     "[" + "1," * 300 + "1]",
 ]
-NESTED += [
-    "(1)",
-    "1,2",
-    "choice(1,2)",
-    "range(1,3)",
-    "int(3.9)",
-    "float(1)",
-    "str(1)",
-    "sort(2,1)",
-    "glob(*)",
-    "shuffle(1)",
-]
-NESTED += [
-    "[null]",
-    "{}{}",
-    "]",
-    "[1",
-    "'a",
-    "a'",
-    '"a',
-    "a=b",
-    "=",
-    "a b",
-    "a\tb",
-    "a\nb",
-    "é",
-    "😀",
-    "\u202e",
-    "\udc80",
-    "'\udc80'",
-    "'\x1b[2J'",
-]
-USUAL = ["epochs=3", "steps=5", "batch=32", "seed=7", "device=cpu", "name=mine", "train.ema=0.9", "train.mixup=0.2"]
-USUAL += [
-    "loader=streaming",
-    "augment=crop_flip",
-    "optimizer=sgd",
-    "optimizer=muon",
-    "schedule=step",
-    "precision=bf16",
-]
-USUAL += ["strategy=ddp", "launcher=spawn", "launcher.ranks=2", "checkpoint.every=10min", "telemetry.interval=10%"]
-USUAL += [
-    "model=linear",
-    "model=whitenet",
-    "repro=strict",
-    "train.micro_batches=2",
-    "dataset.input_size=16",
-    "batch=auto",
-]
-HYDRA = [
-    "hydra.run.dir",
-    "hydra.sweep.dir",
-    "hydra.sweep.subdir",
-    "hydra.job.name",
-    "hydra.output_subdir",
-    "hydra.job.chdir",
-]
-HYDRA += ["hydra.searchpath", "hydra.run", "hydra.job", "hydra", "hydra.runtime.cwd", "hydra.mode"]
+NESTED += tokens("(1) 1,2 choice(1,2) range(1,3) int(3.9) float(1) str(1) sort(2,1) glob(*) shuffle(1)")
+NESTED += ["[null]", "{}{}", "]", "[1", "'a", "a'", '"a', "a=b", "="]
+NESTED += ["a b", "a\tb", "a\nb", "é", "😀", "\u202e", "\udc80", "'\udc80'", "'\x1b[2J'"]
+USUAL = tokens("epochs=3 steps=5 batch=32 seed=7 device=cpu name=mine train.ema=0.9 train.mixup=0.2")
+USUAL += tokens("loader=streaming augment=crop_flip optimizer=sgd optimizer=muon schedule=step precision=bf16")
+USUAL += tokens("strategy=ddp launcher=spawn launcher.ranks=2 checkpoint.every=10min telemetry.interval=10%")
+USUAL += tokens("model=linear model=whitenet repro=strict train.micro_batches=2 dataset.input_size=16 batch=auto")
+HYDRA = tokens("hydra.run.dir hydra.sweep.dir hydra.sweep.subdir hydra.job.name hydra.output_subdir hydra.job.chdir")
+HYDRA += tokens("hydra.searchpath hydra.run hydra.job hydra hydra.runtime.cwd hydra.mode")
 
 
 def option_keys() -> list[tuple[str, str]]:
