@@ -1,13 +1,14 @@
-"""The cost of a step besides the network's arithmetic: memory allocation, compilation, averaged weights.
+"""What a step's arithmetic costs besides the network itself: memory, compilation, averaged weights.
 
     python benchmarks/compute.py --json compute.json
 
-Memory: a training step of the speed recipe's network on the CPU, in separate processes, with the C library's default
-settings and with freed memory kept in the process, as in a run. Measured in seconds of processor time, and in those
-spent in the kernel, because other work on the machine changes the wall clock more. Averaged weights: one update of
-the average of a resnet50d, by torch's `AveragedModel` and by ours, which computes the same numbers. Compiled:
-milliseconds per step of the real command on random images, with and without `model.compile`. Compiling: the seconds
-that the real command reports, for a small job with several batch shapes, with an empty cache and with a filled one.
+Memory: a training step of the speed recipe's network on the CPU, with the C library's default settings and with
+freed memory kept, as in a run; each in its own process. Figures are seconds of processor time, with the kernel's
+part on its own, because other work on the machine changes the elapsed time more. Averaged weights: one update for a
+resnet50d, by torch's `AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of
+the real command on random images, with and without `model.compile`. Compiling: the seconds that the real command
+reports for it, for a small job and each of its shapes of batches, with an empty cache and with the cache of the
+command before.
 """
 
 from __future__ import annotations

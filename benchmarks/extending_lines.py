@@ -1,10 +1,11 @@
-"""Lines of code of five common extensions, as options of Lockstep and for Lightning.
+"""How many lines the five most usual extensions take: as options of Lockstep, and for Lightning.
 
     python benchmarks/extending_lines.py          counts
     python benchmarks/extending_lines.py --run    also trains with Lightning's parts, to show that they work
 
-Ours are the blocks of docs/extending.md, which a test runs. Lightning's are below, in the style of its documentation.
-Both can be chosen and configured on the command line. Blank lines, comments, docstrings and imports are not counted.
+Lockstep's code is in the blocks of docs/extending.md, which a test runs. Lightning's code is below, as in its
+documentation, with the code that makes it and its values selectable on the command line. Blank lines, comments,
+docstrings and imports are not counted.
 """
 
 from __future__ import annotations

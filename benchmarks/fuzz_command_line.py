@@ -1,12 +1,13 @@
-"""Random command lines: train.py must start each of them, or refuse it with one sentence.
+"""Unusual command lines: for each, train.py starts, or says in one sentence why not.
 
     python benchmarks/fuzz_command_line.py
     python benchmarks/fuzz_command_line.py --overrides 500 --seed 3
 
-Each case runs the code of `python train.py OVERRIDES` up to the launch of the ranks; all cases share one process. A
-case must end with exit code 0 or 2, without a traceback, and a refused one must leave no file. Keys come from the
+Each case goes the whole way of `python train.py OVERRIDES`, up to the launch of the ranks, in one process for many
+cases. It must end with 0 or 2, without a traceback, and a refused command must leave no files. Keys come from the
 schema and from every option of every group. Values are numbers at and beyond the ends of every range, other types,
-texts, paths and nested values. The cases run in a child process; a crash or a hang of the child is reported.
+texts, paths and nested values. The cases run in a child process under observation, so that a crash or a hang is
+detected.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Lockstep and a raw loop over the same model on a GPU: images/s, MFU and peak memory.
+"""What a GPU does with Lockstep and with a raw loop over the same model: images/s, MFU and peak memory.
 
     python benchmarks/gpu.py --json gpu.json                                                # resnet50d at 224 and 336
     python benchmarks/gpu.py --folder imagenet_small                                        # also real images
-    python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1      # it runs
+    python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1   # it works
 
-There is a row for each size, precision and memory format, with and without `torch.compile`. The raw loop trains
+The benchmark covers each size, precision and memory order, with and without `torch.compile`. The raw loop trains
 timm's model on one batch on the device, with fused SGD and nothing else. Lockstep runs as `train.py` does, on random
-images that are resident on the device, gathered, normalised, counted and logged. Both wait for the device every
-`--interval` steps; the figure is the median over these windows without the first two. The two take turns. Rows that
-do not fit into memory are left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are streamed,
-with ImageNet's augmentation, and compared with random resident images.
+images that are resident on the device, and gathers, normalises, counts and logs. Both wait for the device every
+`--interval` steps; the figure is the median over these windows without the first two. The two take turns, and cases
+that do not fit into memory are left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are
+streamed and augmented as for ImageNet, and compared with random ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared by the steps of `gpu_check.py`: how a step fails, and how it trains a job and reads the result."""
+"""Shared by the steps of `gpu_check.py`: how they report results, train a job and read its files."""
 
 from __future__ import annotations
 

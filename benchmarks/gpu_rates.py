@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that measure: each returns rows of figures, and fails only if it cannot measure."""
+"""The steps of `gpu_check.py` that measure. Each returns rows of figures, and fails only if a result is wrong."""
 
 from __future__ import annotations
 

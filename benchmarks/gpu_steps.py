@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that pass or fail. Each takes a `Place` and returns a sentence about its result."""
+"""The steps of `gpu_check.py` that pass or fail. Each takes a `Place` and returns its result as a text."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Images per second from files and arrays to the input of a model: this project, torchvision's loaders, timm's.
+"""Images per second from files and arrays to the input of a model: Lockstep, torchvision's loaders, timm's.
 
     python benchmarks/input.py --json input.json
 
-JPEG files of 32x32 and of 500x375 pixels are made here, unless `--small` and `--large` name folders of class folders.
-Small images are padded, cropped and mirrored. Large images get a random resized crop to 224 and are mirrored, as in
-torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize, a
-DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on the CPU. One thread
-computes; workers are processes in a DataLoader, and threads in this project. The files are in the page cache. "Of a
-core" uses the processor time of the process, all other figures the wall clock. Further tables: the decoders alone,
-and batches read by two threads, by two processes, and by the decoder of a GPU if there is one.
+The benchmark makes JPEG files of 32x32 and of 500x375 pixels, unless `--small` and `--large` name folders of class
+folders. Small images are padded, cropped and mirrored. For large images the box of a random resized crop is resized
+to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
+ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
+the CPU. One thread computes; workers are processes in a DataLoader and threads in Lockstep. The files are in the
+page cache. Figures "of a core" count the processor time of the process, all others the elapsed time. The last tables
+have the decoders alone, and two threads against two processes and, if there is a GPU, against its decoder.
 """
 
 from __future__ import annotations

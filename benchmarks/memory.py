@@ -1,12 +1,13 @@
-"""Memory of the strategies: bytes per rank for a model of 100 M parameters, over gloo, on this machine.
+"""Memory of the strategies: bytes of each rank for a model of 100 M parameters, over gloo, on this machine.
 
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --ranks 2 --width 512
 
-Each strategy takes two steps of AdamW on a batch of blank images, in its own gang of ranks. *Counted* are the bytes
-of a rank's parameters, gradients and optimizer state after the second backward pass, when all three exist. *Peak* is
-the largest resident memory (`ru_maxrss`) minus that before the model was built: it includes the activations, the
-buffers of the collectives and the whole model before it is sharded. Both figures are those of the rank with the most.
+Each strategy takes two steps of AdamW on a batch of blank images, in new processes. *Counted* are the bytes of a
+rank's parameters, gradients and optimizer state after the second backward pass, when all three exist. *Peak* is the
+largest resident memory that the operating system has seen (`ru_maxrss`), minus the resident memory before the model
+was built: it includes the activations, the buffers of the collectives and the copy of the whole model before it is
+cut. Both are the largest value of any rank.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Reading images that `lockstep pack` has decoded: batches of random rows of a memory map.
+"""How fast images are read that `lockstep pack` has decoded: batches of random rows of a memory map.
 
     python benchmarks/packed.py --json packed.json
 
-The first table compares ways to gather 256 random rows from a map in the page cache: torch's advanced indexing, its
-index_select on whole rows, NumPy's indexing, its take (which Lockstep uses), and index_select in the order of the
-file. The second table compares the feed of `loader=streaming`, from index lists to batches on the device, with
-decoding the same images from their folder. Figures are medians in thousands of images per second; CPU.
+The first table compares ways to gather the rows of a batch (256 random ones) from a map in the page cache: torch's
+advanced index, its index_select on whole rows, NumPy's index and its take (which Lockstep uses), and rows in the
+order of the file. The second compares the batches of `loader=streaming`, from index lists to the device, with
+decoding the same images from their folder. Figures are thousands of images per second, medians; CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""RandAugment for a whole batch at once, compared with torchvision's, which is called for each image.
+"""RandAugment for a whole batch at once, against torchvision's, which is called image by image.
 
     python benchmarks/randaugment.py --json randaugment.json
 
-Two operations of magnitude 9 on batches of noise. torchvision's runs on Pillow images, as in its reference recipes,
+Two operations of magnitude 9 on batches of noise. torchvision's run on Pillow images, as in its reference recipes,
 and on tensors. Microseconds per image, medians; CPU, one thread. With `--device cuda` Lockstep's runs on the GPU.
 """
 

@@ -1,14 +1,14 @@
-"""The host's cost of a thousand ranks, measured without a thousand machines.
+"""What a thousand ranks would cost on the host, measured without a thousand machines.
 
     python benchmarks/scale.py --json scale.json
 
-Order: the shards of one rank of 1 to 1,024, and a proof that the shards of 1,024 ranks cover an epoch. Host: the work
-of a rank besides training, at a step, a log point, a save and a round of the evaluation, in a process group of
-torch's `fake` backend, which sends no messages: this is our own work without the network's. Store: up to 1,024 real
-clients of a real store, as under torchrun or our launcher. Mesh: up to 64 real processes that join a gloo group over
-the loopback interface.
+Order: the shards of one rank among 1 to 1,024, and a check that the shards of 1,024 ranks cover an epoch. Host: the
+work of a rank besides training, at a step, a log point, a save and a round of the evaluation, in a process group
+that only pretends to send (torch's `fake` backend), so that only our own work is measured and not the network.
+Store: up to 1,024 real clients of a real store, as in torchrun's launches and ours. Mesh: up to 64 real processes
+that join a real gloo group over the loopback interface.
 
-docs/scale.md draws the conclusions.
+docs/scale.md says what follows from the figures.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Kills jobs again and again at random moments, and shows that the resumed run is the same as an uninterrupted one.
+"""Kills jobs again and again at random moments, and shows that the killed run equals a run that was never killed.
 
     python benchmarks/soak.py --kills 100 --json soak.json
 
 For each number of ranks a small real job (dropout, averaged weights, bfloat16, loader workers, checkpoints every ten
-steps) is trained once without kills. Then the same command is started again and again in one folder, and all its
-processes are killed with SIGKILL after a random time, so that kills happen during imports, start-up, training, saving
-and evaluation. A run that reaches its end is compared with the first one, to the last bit: the newest checkpoint, all
+steps) is trained to its end once. Then the same command is started again and again in one folder, and all its
+processes are killed with SIGKILL after a random time, so that kills happen in imports, start-up, training, saving
+and evaluation. A run that reaches its end is compared with the first, to the last bit: the newest checkpoint, all
 logged figures (except those of speed), and that each figure of each step is in each file exactly once. Then the next
-run starts in a new folder, until `--kills` is reached. Linux. Exits with 1 if there was any difference.
+run begins in a new folder, until all kills are used. Linux. Exits with 1 if there was any difference.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@
     pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their columns are left out
 
 All contenders train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
-`plain` is a bare loop over tensors. For Lockstep the whole command is timed, up to the time of the first step in
-`metrics.jsonl`. On two ranks `plain` is torchrun with DistributedDataParallel. The cost of a job of a sweep is the
-additional time of `-m` for each further job of one step; `the job` is the time that such a job reports itself, and
-`Hydra` is the same sweep with a job that does nothing. `Hydra --cfg job` is a Hydra program that does nothing, with
-an empty config; `--cfg job` should take at most 1.15 times as long. Medians, measured in turns.
+`plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
+`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. The cost of a job of a sweep is the
+time of `-m` over several jobs of one step minus that over one job, for each further job. `the job` is the time that
+such a job reports itself, and `Hydra` the same sweep with a job that does nothing. `Hydra --cfg job` is a Hydra
+program that does nothing, with an empty config; the aim is that `--cfg job` takes at most 1.15 times as long.
+Medians, in turns.
 """
 
 from __future__ import annotations

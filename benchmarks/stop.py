@@ -1,11 +1,11 @@
-"""Stops jobs at random moments of every phase, and measures the time until all their processes have ended.
+"""Asks jobs to stop at random moments of every phase, and measures the time until all their processes have ended.
 
     python benchmarks/stop.py --tries 20 --json stop.json
 
-Each job is the real command. It gets one SIGTERM at a random time after the beginning of a phase: while it starts,
-trains, runs the micro-batches of a slow step, evaluates, compiles, decodes a data set into memory or searches for the
-number of micro-batches that fits. It must end with exit code 75 and one sentence, and leave no process. Linux. Exits
-with 1 if one does not.
+Each job is the real command. It gets one SIGTERM a random time after the beginning of a phase: while it starts,
+trains, goes through the micro-batches of a slow step, evaluates, compiles, decodes a data set into memory or tries
+what fits into memory. It must end with exit code 75 and one sentence, and leave no process. Linux. Exits with 1 if
+one does not.
 """
 
 from __future__ import annotations

@@ -83,19 +83,19 @@ def modules_named(path: Path) -> set[str]:
     return {name for name in names if name in MODULES}
 
 
-def rooms_imported(*paths: Path) -> set[str]:
-    return {room(name) for path in paths for name in modules_imported(path)}
+def packages_imported(*paths: Path) -> set[str]:
+    return {package_of(name) for path in paths for name in modules_imported(path)}
 
 
-def room(name: str) -> str:
+def package_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def floors() -> dict[str, int]:
-    """The floor of each room, from the table of CONTRIBUTING.md."""
+def layers() -> dict[str, int]:
+    """The layer of each package, from the table of CONTRIBUTING.md."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ((?:`\w+` ?)+)\|", text, re.MULTILINE)
-    return {name: int(floor) for floor, names in rows for name in re.findall(r"\w+", names)}
+    return {name: int(layer) for layer, names in rows for name in re.findall(r"\w+", names)}
 
 
 def asks_for_main(tree: ast.AST) -> bool:
@@ -110,15 +110,17 @@ def asks_for_main(tree: ast.AST) -> bool:
     return False
 
 
-def test_the_table_of_the_documentation_has_every_room_once() -> None:
-    assert floors().keys() == {room(name) for name in MODULES}
+def test_the_table_of_the_documentation_has_every_package_once() -> None:
+    assert layers().keys() == {package_of(name) for name in MODULES}
 
 
 def test_imports_go_downward() -> None:
-    floor = floors()
+    layer = layers()
     edges = [(name, there) for name, path in MODULES.items() for there in modules_imported(path)]
-    between_rooms = [(name, there) for name, there in edges if room(name) != room(there)]
-    assert not [(name, there) for name, there in between_rooms if floor[room(there)] >= floor[room(name)]]
+    between_packages = [(name, there) for name, there in edges if package_of(name) != package_of(there)]
+    assert not [
+        (name, there) for name, there in between_packages if layer[package_of(there)] >= layer[package_of(name)]
+    ]
 
 
 def test_no_two_modules_import_each_other_not_even_in_a_circle() -> None:
@@ -156,19 +158,19 @@ def test_only_modules_that_write_or_show_ask_who_is_main() -> None:
 
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
-    assert rooms_imported(*sources(PACKAGE / "launcher")) == {"core", "runtime", "launcher"}
+    assert packages_imported(*sources(PACKAGE / "launcher")) == {"core", "runtime", "launcher"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
     loop = [MODULES["training.trainer"], MODULES["training.evaluate"]]
     known = {name for path in loop for name in modules_imported(path)}
-    assert not {room(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
+    assert not {package_of(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
     assert not known & {"optim.schedule", "core.run_dir", "core.log"}
 
 
 def test_hydra_and_omegaconf_stay_at_the_border() -> None:
-    rooms = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
-    border = {MODULES["cli.train"], MODULES["runtime.program"], *rooms}
+    packages = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
+    border = {MODULES["cli.train"], MODULES["runtime.program"], *packages}
     beyond = {
         path
         for path in {ROOT / "train.py", *sources(PACKAGE, PLUGINS)}
@@ -219,7 +221,7 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
 
 
 def test_modules_for_composing_a_config_do_not_import_torch() -> None:
-    names = ["", *(f".{name}" for name in MODULES if room(name) == "config")]
+    names = ["", *(f".{name}" for name in MODULES if package_of(name) == "config")]
     names += [".core.run_dir", ".runtime.signals", ".runtime.child", ".runtime.program"]
     code = (
         "import importlib, sys\n"
