@@ -89,6 +89,7 @@ STEPS = {
     "stages": Step("a pipeline of two stages on one device over gloo", 240, gpu_steps.stages),
     "ranks": Step("two ranks on one device over gloo", 240, gpu_steps.ranks),
     "resume": Step("resumes to the bit", 300, gpu_steps.resume),
+    "graph": Step("train.cuda_graph next to launched steps", 120, gpu_steps.graph, "a CPU has no CUDA graphs"),
     "memory": Step("out of memory", 120, gpu_steps.out_of_memory, "it is a GPU whose memory is limited"),
     "stop": Step("SIGTERM and resume", 150, gpu_steps.stop),
     "nvml": Step("NVML next to nvidia-smi", 60, gpu_steps.nvml, "there is no GPU to watch"),

@@ -75,6 +75,7 @@ def host(place: Place) -> Rows:
     narrow = () if place.cuda else ("precision=fp32",)  # a CPU may have no instructions for bfloat16
     jobs: dict[str, tuple[str, ...]] = {
         "default": (),
+        **({"default, train.cuda_graph=true": ("train.cuda_graph=true", "batch=103")} if place.cuda else {}),
         "cifar10_speedrun": (
             *speed,
             f"batch={batch}",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lockstep.telemetry.clock import NO_TIME, Seconds
 from lockstep.telemetry.window import EpochState, Window
 
 
@@ -21,7 +22,7 @@ class Epoch:
         loss, hits, examples: sums over all ranks, up to the last log point.
         earlier_hits: those of the rank's open window that belong to the epoch before, an int64 scalar on the device.
         carried: examples that an earlier process trained on.
-        busy, waited: seconds of training, and of waiting for data, before its first step.
+        before: the seconds of this process before its first step.
     """
 
     number: int = -1
@@ -30,8 +31,7 @@ class Epoch:
     examples: int = 0
     earlier_hits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     carried: int = 0
-    busy: float = 0.0
-    waited: float = 0.0
+    before: Seconds = NO_TIME
 
     def state(self, earlier_hits: int) -> EpochState:
         """For a checkpoint; `earlier_hits` are those of all ranks."""
@@ -43,10 +43,9 @@ class Epoch:
         self.loss += loss
         self.hits += int(hits)
         self.examples += int(examples)
-        self.earlier_hits = torch.zeros_like(self.earlier_hits)
 
-    def window(self, first: int, last: int, busy: float, waited: float) -> Window | None:
-        """Its figures so far, at so many seconds of training and of waiting; None before its first example."""
+    def window(self, first: int, last: int, seconds: Seconds) -> Window | None:
+        """Its figures so far, when the clock shows `seconds`; None before its first example."""
         if not self.examples:
             return None
         return Window(
@@ -55,6 +54,6 @@ class Epoch:
             loss=self.loss / self.examples,
             top1=100 * self.hits / self.examples,
             examples=self.examples - self.carried,
-            seconds=max(busy - self.busy, 1e-9),
-            waited=waited - self.waited,
+            seconds=max(seconds.busy - self.before.busy, 1e-9),
+            waited=seconds.waited - self.before.waited,
         )
