@@ -1,4 +1,4 @@
-"""What `lockstep pack` does: it decodes a folder of images once and writes the pixels, for `dataset=packed`."""
+"""The work of `lockstep pack`: decode a folder of images once and write the pixels, for `dataset=packed`."""
 
 from __future__ import annotations
 

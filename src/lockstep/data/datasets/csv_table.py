@@ -35,15 +35,15 @@ class Row(NamedTuple):
 class CSV(FileSource):
     """Image files that a CSV file lists, with their labels and splits.
 
-    The first line names the columns; commas, semicolons or tabs are between them. A label is a name or a number.
+    The first line names the columns. Commas, semicolons or tabs separate them. A label is a name or a number.
 
     Fields:
-        path: the file.
-        images: the folder from which the paths in it start; null is the one that it lies in.
-        path_column, label_column, split_column: the names of its columns.
-        train_split, val_split: what the split column says of the examples of each split. Other examples are left out.
-        val_share: the share of each class that is evaluated, chosen by the names of the files, where there is no
-            split column.
+        path: the CSV file.
+        images: the folder that the paths in the file are relative to; null is the folder of the file.
+        path_column, label_column, split_column: the names of the columns.
+        train_split, val_split: the value of the split column for each split. Examples with other values are left out.
+        val_share: for a table without a split column: the share of each class that is evaluated, chosen by the names
+            of the files.
     """
 
     path: str = pathname("???")
@@ -101,7 +101,7 @@ class CSV(FileSource):
         return builder.listing(notes)
 
     def _checked_rows(self) -> list[Row]:
-        """The lines of the table, each of an image that there is, with one label and in one split."""
+        """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
         first: dict[str, Row] = {}
         for row in self._rows():
             if not row.name or not row.label:
@@ -116,7 +116,7 @@ class CSV(FileSource):
         return list(first.values())
 
     def _rows(self) -> Iterator[Row]:
-        """The lines of the table as they are."""
+        """The lines of the table, not checked yet."""
         with opened(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:
@@ -134,13 +134,13 @@ class CSV(FileSource):
                     yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split)
             except UnicodeDecodeError as error:
                 raise InputError(
-                    f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it as that"
+                    f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it in UTF-8"
                 ) from error
             except csv.Error as error:
                 raise self._wrong(lines.line_num + 1, f"cannot be read ({error})") from error
 
     def _columns(self, names: list[str]) -> list[int]:
-        """Where the path, the label and, without `val_share`, the split are."""
+        """The numbers of the columns of the path, the label and (without `val_share`) the split."""
         columns = {"path_column": self.path_column, "label_column": self.label_column}
         if self.val_share is None:
             columns["split_column"] = self.split_column

@@ -1,4 +1,4 @@
-"""Classes of data sets whose labels are texts: names, or numbers."""
+"""The classes of data sets whose labels are strings: names or numbers."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def as_labels(names: Iterable[str], classes: Sequence[str]) -> Tensor:
 
 
 def missing_split(key: str, split: str, splits: Iterable[str], where: object) -> InputError:
-    """The error that a split has no examples, with what there is instead."""
+    """The error for a split without examples; it lists the splits that exist."""
     known = ", ".join(sorted(map(repr, splits))) or "nothing"
     return InputError(f"dataset.{key} is {split!r}, but {where} has {known}; name one with dataset.{key}=NAME")

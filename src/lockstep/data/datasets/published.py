@@ -21,20 +21,20 @@ from lockstep.data.datasets.published_files import read_cifar, read_idx
 
 @dataclass(frozen=True, kw_only=True)
 class Published(ArraySource):
-    """A data set whose files are read where people put them; missing ones are downloaded, by one process at a time.
+    """A data set whose files may lie in several usual folders. Missing files are downloaded by one process at a time.
 
     Fields:
-        root: the folder that data sets are kept in.
+        root: the folder of all data sets.
     """
 
     root: str = pathname("data")
 
-    factory: ClassVar[str]  # torchvision's class, which downloads
-    folders: ClassVar[tuple[str, ...]]  # in `root`, where the files may lie; the first is where a download puts them
+    factory: ClassVar[str]  # the class of torchvision that downloads the files
+    folders: ClassVar[tuple[str, ...]]  # the folders in `root` that are searched; a download fills the first
 
     @abstractmethod
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:
-        """The images and labels of a split as the files have them; raises all kinds for missing or damaged ones."""
+        """The images and labels of a split, as stored. A missing or damaged file raises any exception."""
 
     @property
     @abstractmethod
@@ -52,7 +52,7 @@ class Published(ArraySource):
             return images, torch.as_tensor(np.array(labels), dtype=torch.int64)
         except InputError:
             raise
-        except Exception as error:  # the readers raise all kinds for a damaged file
+        except Exception as error:  # the readers raise all kinds of errors for a damaged file
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} ({type(error).__name__}: {error}); "
                 f"{self.belongs}"
@@ -91,7 +91,7 @@ class Published(ArraySource):
         super().prepare()
 
     def _tidy(self) -> None:
-        """Remove the lock (a process that still waits for it will find the files), and folders that are empty."""
+        """Remove empty folders and the lock file. A process that still waits for the lock will find the files."""
         (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
         for folder in (f"{self.factory}/raw", self.factory, "."):
             with contextlib.suppress(OSError):  # not empty, or not there
@@ -109,7 +109,7 @@ class MNIST(Published):
     usual_augment = "shift"
     folders = ("MNIST/raw", "MNIST", "raw", ".")
     parts: ClassVar[tuple[str, str]] = ("images-idx3", "labels-idx1")
-    # The first labels of a data set whose files have the same names, and its own name.
+    # Another data set has files of the same names: its first labels, and its name.
     other: ClassVar[tuple[tuple[int, ...], str]] = ((9, 0, 0, 3, 0, 2, 7, 2, 5, 5), "fashion_mnist")
 
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:

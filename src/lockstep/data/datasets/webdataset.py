@@ -57,14 +57,14 @@ class Example(NamedTuple):
 class WebDataset(FileSource):
     """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
 
-    They are indexed once per process, so any example can be read by itself: order and resume are exact.
+    Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
 
     Fields:
         path: the folder of the shards.
-        train_shards, val_shards: the patterns of their names.
-        label: the suffix of the labels' files.
-        val_share: the share of each class that is evaluated, chosen by the names of the files, where there are no
-            shards for that.
+        train_shards, val_shards: the patterns of the shards' names.
+        label: the suffix of the label files.
+        val_share: for a data set without validation shards: the share of each class that is evaluated, chosen by the
+            names of the files.
     """
 
     path: str = pathname("???")
@@ -86,7 +86,7 @@ class WebDataset(FileSource):
             val = self._examples("val_shards", self.val_shards, left_out)
             if (unknown := first_unknown((example.label for example in val), classes)) is not None:
                 image, _, label = val[unknown]
-                raise InputError(f"dataset: {image} is of class {label!r}, which no training example is of")
+                raise InputError(f"dataset: {image} is of class {label!r}, but no training example is")
             notes = left_out_note(self.path, left_out)
             return _members(train, classes, notes), _members(val, classes)
         if val_shards:
@@ -108,7 +108,7 @@ class WebDataset(FileSource):
         return [example for shard in shards for example in self._index(shard, left_out)]
 
     def _index(self, shard: Path, left_out: Counter[str]) -> list[Example]:
-        """The examples of a shard, in its order. Counts what is neither image nor label, by suffix."""
+        """The examples of a shard, in its order. Counts all other files in `left_out`, by suffix."""
         images: dict[str, TarMember] = {}
         labels: dict[str, str] = {}
         with opened(shard, links=True) as file:

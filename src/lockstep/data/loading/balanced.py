@@ -11,10 +11,10 @@ from lockstep.core.rng import BALANCED, ORDER, draw, key
 def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
     """The order of an epoch of as many examples as there are labels, int64 (n,), on the CPU.
 
-    Every class that has examples comes equally often, up to one example. In a small class all examples come before
-    one is repeated; of a large class each epoch has other examples.
+    Every class that has examples comes equally often; the counts differ by one at most. In a small class no example
+    is repeated before all have come; of a large class each epoch has other examples.
 
-    A number encodes an example and its repetition in the epoch, from 0: example + repetition * n. So each
+    A number encodes an example and its repetition in the epoch, counted from 0: example + repetition * n. So each
     repetition is augmented in another way.
 
     Args:
@@ -31,7 +31,7 @@ def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
     examples = torch.repeat_interleave(times)
     time = torch.arange(len(examples)) - (times.cumsum(0) - times)[examples]
     numbers = examples + time * n
-    # By class, in it by time, and at random within these: of each class the first ones are taken.
+    # Sort by class, then by repetition, then at random. The first numbers of each class are taken.
     order = torch.argsort(draw(keyed, numbers), stable=True)
     order = order[torch.argsort(time[order], stable=True)]
     order = order[torch.argsort(labels[examples[order]], stable=True)]

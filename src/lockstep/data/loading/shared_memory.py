@@ -1,9 +1,9 @@
-"""One copy per machine, shared by its ranks, of the list of a split's files and of its decoded images.
+"""The ranks of a machine share one copy of a split's list of files and of its decoded images.
 
 One rank makes the list; each rank decodes its share of the images. The memory is an anonymous file (`memfd_create`)
 that the ranks open through /proc of the process that made it. The kernel frees it with the last rank, however the
-ranks end, and no limit on /dev/shm applies. Where this is impossible (not on Linux, or ranks that do not see each
-other's processes) each rank lists and decodes for itself.
+ranks end, and no limit on /dev/shm applies. Without Linux, or if the ranks do not see each other's processes, each
+rank lists and decodes for itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMED, CHUNK = 64, 256  # images: decoded to measure the speed, and decoded at a
 
 
 def share_listings(source: Source, world: World) -> None:
-    """Give all ranks of a machine the lists of files that one of them made of a source. Collective."""
+    """Give all ranks of a machine the lists of a source's files, which one of them has made. Collective."""
     if not isinstance(source, FileSource) or world.size == 1:
         return
     own = LISTINGS.get(source.place)
@@ -62,8 +62,8 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
 
     Args:
         split: image files.
-        world: its ranks of one machine get the same memory.
-        threads: the most that this rank decodes with; fewer if they do not help (`useful_threads`).
+        world: the ranks of each machine share the memory.
+        threads: the most threads of this rank; it uses fewer if more do not help (`useful_threads`).
 
     Raises:
         InputError: an image cannot be read. All ranks raise the same error.
@@ -103,7 +103,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
 
 
 def _map_shared(shape: tuple[int, ...], world: World, *, leader: int) -> Tensor | None:
-    """uint8 memory that all ranks of this machine map; None on every rank if one of them could not. Collective."""
+    """uint8 memory that all ranks of this machine map; None on every rank if one of them cannot. Collective."""
     name, file = f"lockstep-{secrets.token_hex(8)}", None
     if world.rank == leader and sys.platform == "linux":
         file = os.memfd_create(name)

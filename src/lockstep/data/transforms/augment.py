@@ -37,7 +37,7 @@ class NoAugment:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(NoAugment):
-    """The one that the data set names, which takes its place when a job is resolved."""
+    """The usual augmentation of the data set, which replaces this option when a job is resolved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class RandomResizedCrop:
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         height, width = sizes.double().unbind(1)
         low, high = self.ratio
-        # If no try fits, the largest central box with an allowed ratio.
+        # The result if no try fits: the largest central box with an allowed ratio.
         box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
@@ -167,13 +167,13 @@ def _listed(*parts: str) -> str:
 
 
 def _mirrored(share: float) -> str:
-    """What a mirrored share of the images is called; nothing for none."""
+    """The words for mirroring a share of the images; empty for a share of 0."""
     return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Mirror:
-    """What a random resized crop does after its box: the mirror."""
+    """The part of a random resized crop that follows its box: the mirror."""
 
     flip: float
 
