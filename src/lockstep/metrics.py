@@ -24,7 +24,7 @@ __all__ = ["AUROC", "F1", "Accuracy", "AveragePrecision", "Calibration", "Kappa"
 
 
 class Average(Enum):
-    """How the scores of the classes become one; with `none` they stay one for each class."""
+    """How the scores of the classes are averaged; with `none` each class keeps its own."""
 
     macro = "macro"
     weighted = "weighted"
@@ -33,7 +33,7 @@ class Average(Enum):
 
 
 class ClassAverage(Enum):
-    """The same for scores that are defined for one class at a time."""
+    """Like `Average`, for scores that are defined for one class at a time."""
 
     macro = "macro"
     weighted = "weighted"
@@ -52,7 +52,7 @@ class Accuracy:
     """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes.
 
     Fields:
-        average: `macro`, where all classes count alike, is the balanced accuracy.
+        average: `macro` gives all classes the same weight: this is the balanced accuracy.
     """
 
     average: Average = Average.macro
@@ -64,7 +64,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class _Averaged:
-    """A score that torchmetrics knows by `name`, averaged over the classes."""
+    """A score of torchmetrics, called `name` there, averaged over the classes."""
 
     average: Average = Average.macro
 
@@ -97,7 +97,7 @@ class F1(_Averaged):
 
 @dataclass(frozen=True, kw_only=True)
 class _ClassAveraged:
-    """The same for a score that is defined for one class against the others."""
+    """Like `_Averaged`, for a score that is defined for one class against the others."""
 
     average: ClassAverage = ClassAverage.macro
 
@@ -122,7 +122,7 @@ class AveragePrecision(_ClassAveraged):
 
 
 class Norm(Enum):
-    """How the differences of the bins become one: their mean, their root mean square, or the largest."""
+    """How the differences of the bins are combined: their mean, their root mean square, or the largest."""
 
     l1 = "l1"
     l2 = "l2"
@@ -131,10 +131,10 @@ class Norm(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How far the probability of the predicted class is from the share that is right (Guo et al. 2017).
+    """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017).
 
     Fields:
-        bins: of probabilities.
+        bins: the number of equal intervals of the probability.
     """
 
     bins: int = ranged(15, least=1, most=10_000)
@@ -145,7 +145,7 @@ class Calibration:
 
 
 class KappaWeights(Enum):
-    """What a confusion of two classes counts by their distance."""
+    """How the weight of a confusion grows with the distance of the two labels."""
 
     none = "none"
     linear = "linear"
@@ -183,7 +183,7 @@ class NoScores:
         """Take part in a round in which this rank has no block. Collective."""
 
     def compute(self) -> dict[str, float]:
-        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; the next evaluation begins anew."""
+        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; then resets them."""
         return {}
 
 
@@ -193,9 +193,9 @@ NO_SCORES = NoScores()
 class Scores(NoScores):
     """The metrics of an evaluation. They do not depend on the number of ranks.
 
-    In each round the ranks' blocks come to main, in the order of the split, and are counted there. So a score has the
-    bits that it has on one rank, whatever a metric keeps, and main holds one round at a time. `kind` is what makes
-    probabilities of logits.
+    In each round main gathers the ranks' blocks in the order of the split and counts them. So a score has the same
+    bits as on one rank, whatever state a metric has, and main holds one round at a time. `kind` is the function from
+    logits to probabilities.
     """
 
     def __init__(self, scores: Mapping[str, Score], class_names: Sequence[str], world: World, kind: str) -> None:
@@ -230,11 +230,11 @@ class Scores(NoScores):
 def build_scores(
     metrics: Mapping[str, Metric], classes: int, class_names: Sequence[str], world: World, kind: str = SOFTMAX
 ) -> NoScores:
-    """What computes the metrics, given by name; classes without names are called by their labels."""
+    """The scores of an evaluation with these metrics, by name. The name of a class without a name is its label."""
     if not metrics:
         return NO_SCORES
     scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
     for score in scores.values():
-        # torchmetrics would wait for the other ranks, which have none.
+        # torchmetrics would wait for the other ranks, which have no metrics.
         score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
     return Scores(scores, class_names or [str(label) for label in range(classes)], world, kind)

@@ -1,7 +1,7 @@
-"""The files of timm's published weights: found in a cache, or fetched where the network can be reached.
+"""The files of timm's published weights: taken from a cache, or else fetched from the network.
 
-timm asks the network before it looks into its cache, and tries again for the best part of a minute. Here the cache is
-looked at first, and the network is tried once, for a few seconds.
+timm asks the network before it looks into its cache, and repeats that for most of a minute. Here the cache comes
+first, and the network is tried once, for a few seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REACH_S = 5.0  # how long the network may take to answer
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A file of published weights. `custom` says that the model's class has a format of its own for it."""
+    """A file of published weights. `custom` says that the model's class reads this file in a format of its own."""
 
     path: Path
     custom: bool = False
@@ -38,7 +38,7 @@ def published_weights(name: str) -> WeightsFile:
     """The weights of timm's model `name`, fetched if they are not in a cache.
 
     Raises:
-        InputError: there are none, or they are not here and cannot be fetched.
+        InputError: timm has no weights for the model, or they are not in a cache and cannot be fetched.
     """
     import timm
 
@@ -49,7 +49,7 @@ def published_weights(name: str) -> WeightsFile:
 
 
 def _names(facts: Any) -> list[str]:
-    """The files of a repository that can hold the weights, the best first."""
+    """The names of the files in a repository that can hold the weights, the best first."""
     from timm.models import _hub
 
     name = facts.hf_hub_filename or _hub.HF_WEIGHTS_NAME
@@ -57,7 +57,7 @@ def _names(facts: Any) -> list[str]:
 
 
 def _url_file(facts: Any) -> Path:
-    """Where torch keeps the file of an address."""
+    """The file in torch's cache for the address of the weights."""
     return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(facts.url).path).name)
 
 
@@ -84,7 +84,7 @@ def _fetched(name: str, facts: Any) -> WeightsFile:
     if not reason:
         try:
             return _download(facts)
-        except Exception as error:  # the libraries raise all kinds
+        except Exception as error:  # the libraries raise all kinds of errors
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise InputError(
         f"model.pretrained: the weights of {name} are not in the cache of this machine, and cannot be fetched from "
@@ -126,7 +126,7 @@ def _unreachable(address: str) -> str:
         except OSError as error:
             outcome.append(f"{host}: {error.strerror or error}")
 
-    # In a thread, because looking up a name takes no limit of time.
+    # In a thread, because looking up a host name has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(REACH_S)

@@ -72,7 +72,7 @@ class Timm(Network):
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm
 
-        # Again, because a rank reads its config from a file, and a name or an option can make timm read other files.
+        # Check again: a rank reads its config from a file, and a name or an option can make timm read other files.
         self.check()
         channels, height, width = input_shape
         options = dict(self.options)
@@ -94,7 +94,7 @@ class Timm(Network):
             )
             if max(height, width) != self._usual_size():
                 _try(model, input_shape)
-        except Exception as error:  # timm's constructors and networks raise all kinds
+        except Exception as error:  # timm's constructors and networks raise all kinds of errors
             raise self._not_built(error, input_shape) from error
         return model
 
@@ -117,7 +117,7 @@ class Timm(Network):
             published_weights(self.name)
 
     def _not_built(self, error: Exception, input_shape: tuple[int, int, int]) -> InputError:
-        """The sentence for a model that cannot be built for the images, or does not take them."""
+        """The error for a model that cannot be built for the images, or does not accept them."""
         channels, height, width = input_shape
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         weights = " with its published weights" if self.pretrained else ""
@@ -131,7 +131,7 @@ class Timm(Network):
         )
 
     def _usual_size(self) -> int | None:
-        """The side of the images that timm made the model for; None where it does not say."""
+        """The side of the images that timm made the model for; None if timm does not say."""
         import timm
 
         facts = timm.get_pretrained_cfg(self.name)
@@ -139,9 +139,9 @@ class Timm(Network):
 
 
 def _try(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
-    """Show a model one blank image: an image of a size that it cannot take raises here, and not in the middle."""
+    """Run a model on one blank image, so that a size that it cannot take raises now, not during training."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # only a sketch
+        return  # the model has only shapes
     training = model.training
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.eval()(torch.zeros((1, *input_shape)))

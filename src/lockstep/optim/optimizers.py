@@ -20,16 +20,16 @@ from lockstep.core.sharding import is_sharded, norm_over_stages, whole
 from lockstep.core.update_scope import UpdateScope
 
 ParamGroups = list[dict[str, Any]]
-# What `optimizer.lr=auto` is multiplied with where a model starts from trained weights (Kolesnikov et al. 2020, "Big
+# The factor of `optimizer.lr=auto` for a model that starts from trained weights (Kolesnikov et al. 2020, "Big
 # Transfer": 0.03 to train, 0.003 to fine-tune).
 TRAINED = 0.1
 
 
 @dataclass(frozen=True)
 class UsualRate:
-    """The rate that an optimizer is commonly given: `lr` for a global batch of `batch` examples.
+    """The usual learning rate of an optimizer: `lr` for a global batch of `batch` examples.
 
-    `power` says how it grows with the batch: 1 in proportion, 0.5 with its square root.
+    `power` says how the rate grows with the batch: 1 is in proportion, 0.5 with its square root.
     """
 
     lr: float
@@ -50,12 +50,12 @@ class OptimizerOption(ABC):
     """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter.
 
     Fields:
-        lr: base learning rate for the whole global batch; the schedule multiplies it. `auto` is the usual one, for
+        lr: base learning rate for the whole global batch; the schedule multiplies it. `auto` is the usual rate for
             the size of the batch.
-        head_lr: of the layer that gives the logits; null is `lr`.
-        weight_decay: of parameters with two or more dimensions: not of biases and norms.
+        head_lr: learning rate of the layer that gives the logits; null is `lr`.
+        weight_decay: applied to parameters with two or more dimensions, not to biases and norms.
         decay_all: apply the weight decay to all parameters, as the tutorials do.
-        layer_decay: the rate of each layer is this times that of the next one (timm); null is off.
+        layer_decay: the learning rate of a layer is this factor times that of the next layer (timm); null is off.
     """
 
     lr: int | float | str = ranged("auto", above=0.0, most=1e6, words=("auto",))
@@ -64,7 +64,7 @@ class OptimizerOption(ABC):
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
-    """What the update of a number depends on."""
+    """Which part of the model the update of one number depends on."""
 
     @property
     def usual(self) -> UsualRate:
@@ -73,11 +73,11 @@ class OptimizerOption(ABC):
 
     @property
     def rate(self) -> float:
-        """`lr`; as long as that is `auto`, the rate at the batch that the usual one is for."""
+        """`lr` as a number; for `auto`, the usual rate for its own batch."""
         return self.usual.lr if isinstance(self.lr, str) else float(self.lr)
 
     def at_batch(self, batch: int, *, trained: bool) -> Self:
-        """The same with a number for `lr`, for a global batch, and for a model that starts `trained` or not."""
+        """This option with a number instead of `auto`: for this global batch, and for a model that is `trained`."""
         if self.lr != "auto":
             return self
         return replace(self, lr=self.usual.at(batch) * (TRAINED if trained else 1))
@@ -163,13 +163,13 @@ class SGD(OptimizerOption):
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
             raise InputError(
-                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and Nesterov's needs one above 0; "
+                "optimizer.nesterov is true, but optimizer.momentum is 0.0, expected one above 0; "
                 "use optimizer.momentum=0.9 or optimizer.nesterov=false"
             )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov}
-        # The fused kernel takes no tensors that are cut over the ranks; the others take them in a few calls.
+        # The fused kernel does not take tensors that are cut over the ranks; the foreach kernels do.
         options["foreach" if is_sharded(groups[0]["params"][0]) else "fused"] = True
         optimizer = direct(torch.optim.SGD)(groups, **options)
         if self.momentum:
@@ -240,7 +240,7 @@ class Timm(OptimizerOption):
 
     @property
     def usual(self) -> UsualRate:
-        """That of SGD for its relatives; for the others the default of the class, where there is one."""
+        """The rate of SGD for optimizers derived from it; for others the default of the class, if it has one."""
         from timm.optim import get_optimizer_info
 
         name = self.opt.split("_")[-1]
@@ -294,7 +294,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scale all gradients together, so that their L2 norm is at most `largest`; returns the norm before it."""
+    """Scale all gradients together, so that their L2 norm is at most `largest`; returns the norm before scaling."""
     norm = gradient_norm(model)
     nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
     return norm

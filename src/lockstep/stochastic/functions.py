@@ -25,7 +25,7 @@ NextSite = Callable[[torch.Size], Site]
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """A context in which the functions of `KEYED` draw from the sites that `next_site` gives."""
+    """A context in which the functions of `KEYED` draw from the sites that `next_site` returns."""
 
     def __init__(self, next_site: NextSite) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from lockstep.stochastic.numbers import random_bits
 
 
 def forward_keys(seed: int, micro: MicroBatch) -> Tensor:
-    """The keys of a forward pass, int64 (b, 2): that of each example in this epoch, and that of the step."""
+    """The keys of a forward pass, int64 (b, 2): the key of each example in this epoch, and the key of the step."""
     examples = sample_keys(seed, micro.epoch, micro.indices[: len(micro.labels)], FORWARD)
     return torch.stack([examples, torch.full_like(examples, key(seed, FORWARD_BATCH, micro.step))], dim=1)
 
@@ -72,7 +72,7 @@ class Site:
 
         They depend only on an example's key and the element's position in the example, not on the rest of the batch.
         """
-        if like.is_meta:  # another rank has this layer
+        if like.is_meta:  # this layer belongs to another rank
             return torch.empty(shape, dtype=torch.int32, device=like.device)
         device = like.get_device()
         if self.batch_dim is None:
