@@ -1,6 +1,6 @@
-"""Hugging Face Accelerate: it prepares the model and the optimizer; the data and the loop are Lockstep's.
+"""Hugging Face Accelerate prepares the model and the optimizer; the data and the loop are Lockstep's.
 
-So a run is that of `ddp`: Accelerate cuts no batch, pads no shard, and steps no schedule.
+So a run is the same as with `ddp`: Accelerate does not cut a batch, pad a shard, or step a schedule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lockstep.core.protocols import Optimizer
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, rehearse
 
-# What `accelerate launch` and its config file may ask for in the environment, the words that ask for nothing, and the
-# override that asks for the same here.
+# Environment variables that `accelerate launch` and its config file set, their values that change nothing, and the
+# override that has the same effect here.
 CHOICES = {
     "ACCELERATE_MIXED_PRECISION": (("", "no"), "precision=bf16"),
     "ACCELERATE_DYNAMO_BACKEND": (("", "no"), "model.compile=true"),

@@ -43,7 +43,7 @@ class DDP(Distributed):
 
     Fields:
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
-        static_graph: tells DDP that each step uses the same graph. Null is true where it is legal: with one
+        static_graph: tells DDP that each step uses the same graph. Null is true if that is legal: with one
             micro-batch per step (`no_sync` changes the graph).
         find_unused_parameters: for models that leave parameters without a gradient; costs a walk over the graph.
         bucket_mb: size of a bucket in MiB; null is torch's default.
@@ -57,8 +57,8 @@ class DDP(Distributed):
     comm_hook: CommHook = CommHook.none
 
     def with_changing_graph(self) -> Self:
-        # Where DDP is not told, it waits for gradients that do not come, or sends none of those that come later. A
-        # static graph that the user has promised is left as it is.
+        # Otherwise DDP waits for gradients that never come, or does not send those that come later. If the user
+        # promises a static graph, that stays as it is.
         return self if self.static_graph else replace(self, static_graph=False, find_unused_parameters=True)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""An optimizer of a whole model whose state is dealt out to the ranks, a whole parameter at a time."""
+"""An optimizer whose state is divided over the ranks: one rank has all of a parameter's state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class OwnedOptimizer(ShardedOptimizer):
     """Steps the parameters that this rank owns.
 
     Args:
-        whole: the optimizer over all parameters, which has not stepped yet. It becomes that of this rank's.
-        owners: the rank of each of its parameters.
+        whole: the optimizer over all parameters, before its first step. It is reduced to this rank's parameters.
+        owners: the rank of each parameter.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, owners: Mapping[Tensor, int], world: World) -> None:
-        # Not the base class's: the groups are checked already, and the state is that of `own`.
+        # Do not call the base class: the groups have been checked, and the state is that of `own`.
         self.param_groups = [dict(group) for group in whole.param_groups]
         self.defaults = whole.defaults
         self.own = whole
@@ -37,7 +37,7 @@ class OwnedOptimizer(ShardedOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of this rank's parameters."""
+        """The state of this rank's parameters."""
         return self.own.state
 
     @torch.no_grad()
@@ -53,7 +53,7 @@ class OwnedOptimizer(ShardedOptimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters on main, in host memory, and that of this rank's on the others. Collective."""
+        """On main, the state of all parameters, in host memory; on others, that of their own. Collective."""
         numbers = {parameter: number for number, parameter in enumerate(self.owners)}
         own = {numbers[parameter]: dict(entries) for parameter, entries in self.own.state.items()}
         groups = [
@@ -62,7 +62,7 @@ class OwnedOptimizer(ShardedOptimizer):
         return {"state": self._collected(own), "param_groups": groups}
 
     def _collected(self, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The entries of all ranks on main. Tensors are sent one at a time; all else is small."""
+        """The entries of all ranks on main. Tensors are sent one at a time; all other values are small."""
         outlines = self.world.gather_to_main({number: _outline(entries) for number, entries in own.items()})
         if not outlines:
             for entries in own.values():
@@ -87,7 +87,7 @@ class OwnedOptimizer(ShardedOptimizer):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is known of a tensor before it comes."""
+    """The shape and dtype of a tensor that will be received."""
 
     size: tuple[int, ...]
     dtype: torch.dtype

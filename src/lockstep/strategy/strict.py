@@ -124,7 +124,7 @@ class Strict(Single):
         return TreeReplica(model)
 
     def grad_divisor(self, world: World) -> int:
-        # Not even a factor of the loss may depend on the ranks: it would change what underflows.
+        # No factor of the loss may depend on the ranks: it would change which numbers underflow.
         return 1
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
