@@ -38,7 +38,7 @@ class Column:
 
 
 class Columns:
-    """The width of the widest figure of each column so far, to which later ones are padded."""
+    """Pads the figures of a column to the width of its widest figure so far."""
 
     def __init__(self) -> None:
         self.widths: dict[str, int] = {}
@@ -54,7 +54,7 @@ class Columns:
 
 
 def figures(window: Window) -> list[Column]:
-    """The figures of some steps."""
+    """The columns for a window."""
     return [
         Column("loss", f"{window.loss:.4f}", "", 4),
         Column("top-1", f"{window.top1:5.1f}", " %", 2),
@@ -75,7 +75,7 @@ def fitting(columns: Sequence[Column], width: int | None) -> Text:
 
 
 def bar(share: float, room: int, *, unicode: bool) -> Text:
-    """A bar of which a share is done, with a gap behind it; nothing where there is too little room."""
+    """A bar that is filled to `share`, with a gap behind it; empty if there is too little room."""
     if room < SHORTEST_BAR:
         return Text()
     width = min(LONGEST_BAR, room) - len(GAP)

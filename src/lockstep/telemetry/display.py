@@ -96,7 +96,7 @@ class Screen(Display):
 
 
 class Lines(Screen):
-    """Lines for a file: one per evaluation, one every ten seconds in between, and never a long silence."""
+    """Lines for a file: one per evaluation, one every `LINE_EVERY_S` seconds, and no silence above `SILENCE_S`."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         super().__init__(plan, step)
@@ -114,7 +114,7 @@ class Lines(Screen):
         self.watcher.join()
 
     def _break_silence(self) -> None:
-        """Say where the run is, whenever nothing was said for a while: steps and evaluations may take minutes."""
+        """Show a line after each long silence, because steps and evaluations may take minutes."""
         while not self.closed.wait(max(0.0, self.shown_at + SILENCE_S - time.monotonic())):
             now = time.monotonic()
             if now - self.shown_at >= SILENCE_S:

@@ -39,12 +39,12 @@ class NoMonitor:
 
 
 class Monitor(NoMonitor):
-    """A thread of main's that samples the GPUs of this machine that the job uses.
+    """A thread of main that samples the GPUs that the job uses on this machine.
 
     Args:
-        uuids: of the GPUs, by local rank, as NVML spells them (`GPU-...`).
-        path: of `gpu.jsonl`.
-        observer: is given every sample.
+        uuids: the UUIDs of the GPUs, by local rank, as NVML spells them (`GPU-...`).
+        path: the path of `gpu.jsonl`.
+        observer: receives the samples.
         step: returns the last finished step.
         period: seconds between two samples.
     """
@@ -66,7 +66,7 @@ class Monitor(NoMonitor):
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
         self.samples = 0
-        self.written = step()  # the last step with a sample for the observer, which gets at most one for each
+        self.written = step()  # the last step of a sample for the observer, which gets at most one sample per step
         self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from lockstep.core.observer import Observer, Outcome
 
 
 class Observers(Observer):
-    """Several observers as one. Only one thread is let in at a time: samples of the GPUs come from their own."""
+    """Several observers as one. A lock lets one thread in at a time: GPU samples come from another thread."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers

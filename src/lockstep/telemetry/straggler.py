@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 
-STEPS = 10  # before a log point, which are looked at together
+STEPS = 10  # the last steps before a log point: they are judged together
 SHARE, FLOOR_S = 0.3, 0.01  # the least excess of a slow rank, as a share of a step and in seconds
 
 
@@ -22,7 +22,7 @@ class Stragglers:
     rank waits for another one; in backward all do. (With synchronised batch norm they wait in the forward pass
     already, so only slow data can be found.) Times are those of the host.
 
-    The stages of a model wait for each other in the forward pass by design; none of them is named.
+    The stages of a pipeline wait for each other in the forward pass by design; none of them is named.
 
     A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
     a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only, so a
