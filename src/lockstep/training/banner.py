@@ -1,4 +1,4 @@
-"""What main shows the user before a run and after it."""
+"""The lines that main shows the user before a run and after it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _count(parameters: int) -> str:
 
 
 def _other_interpolation(job: Job) -> str:
-    """How the augmentation resizes images, where that is not how they are evaluated; empty for most."""
+    """A remark if the augmentation and the evaluation resize images in different ways; else empty."""
     own, evaluated = getattr(job.augment, "interpolation", None), job.input.interpolation
     if own in (None, evaluated) or crops_files(job.dataset):
         return ""
@@ -133,7 +133,7 @@ def banner(
 ) -> None:
     """Show in a dozen lines what is about to run, and what differs from the defaults.
 
-    `composed` is the config as the user gave it: what is `auto` there was chosen.
+    `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
     """
     usual = Usual(job, composed)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
@@ -185,7 +185,7 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
-    """The command that goes on with a run, to be typed, with further overrides."""
+    """The command that resumes a run, as the user would type it, with further overrides."""
     return typed([*_command_words(run_dir), override("resume", relative(run_dir.path)), *overrides])
 
 

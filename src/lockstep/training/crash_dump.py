@@ -21,9 +21,9 @@ from lockstep.training.trainer import Trainer
 def keep(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
     """Write the global batch of the first bad step, as stored, and the present weights.
 
-    `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to the
-    same step with the same batch. Called by main only. If it cannot be written that is a warning, because the run
-    ends with its own error, and no half of an `incident/` stays.
+    `incident.json` names the step, its samples and the last checkpoint before it: a run resumed there comes to the
+    step with the same batch. Called by main only. A failed write is only a warning, because the run ends with its own
+    error; it leaves no incomplete `incident/`.
     """
     try:
         _write(error, trainer, weights, run_dir)

@@ -22,7 +22,7 @@ HOW = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
 
 
 def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """A component in one line: its class, and the fields that are not the class's defaults."""
+    """A component in one line: its class, and the fields that differ from their defaults."""
     shown = [
         f"{field.name}={getattr(component, field.name)}"
         for field in dataclasses.fields(component)
@@ -32,20 +32,20 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """The same for people: without empty parentheses, and a model of timm by timm's name."""
+    """`describe` for the user: without empty parentheses, and a model of timm by timm's name."""
     if isinstance(component, Timm):
         return describe(component, leave_out | {"name"}).replace("Timm", component.name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")
 
 
 def plan_of(job: Job, examples: int) -> Plan:
-    """The plan of a job over a training split of so many examples."""
+    """The plan of a job, for a training split of `examples` examples."""
     return make_plan(
         examples=examples,
         batch=int(job.batch),
         epochs=job.epochs,
         total_steps=job.steps,
-        # `auto` is known only when a rank has tried what fits.
+        # `auto` is resolved later, when a rank has tried what fits into memory.
         micro_batches=1 if job.train.micro_batches == "auto" else int(job.train.micro_batches),
         log_every=job.telemetry.interval,
         eval_every=job.train.eval_every,

@@ -27,14 +27,14 @@ class Parts:
     """A job in parts, on one device.
 
     Fields:
-        job: with a value for every `auto`.
-        plan: in steps.
-        model: on the device.
-        optimizer: of the model's parameters, at the base learning rate.
-        begin_forward: called before a forward pass over other examples than a whole batch of `batches`, so that the
-            model's random layers draw the numbers of these examples.
-        freezing: which of the model is not trained in which step.
-        criterion: logits (b, classes) and targets to the loss of each example, (b,).
+        job: the job, with a value for every `auto`.
+        plan: the plan in steps.
+        model: the model, on the device.
+        optimizer: the optimizer of the model's parameters, at the base learning rate.
+        begin_forward: has to be called before a forward pass over examples that are not a whole batch of `batches`,
+            so that the model's random layers draw the numbers of these examples.
+        freezing: the layers that are frozen, and in which steps.
+        criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
     """
 
     job: Job

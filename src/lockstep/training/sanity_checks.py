@@ -24,7 +24,7 @@ def checksum(model: nn.Module) -> Tensor:
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
     """Compare the weights of all ranks. Collective; every rank gets the same result.
 
-    Of weights that are cut over the ranks there is one copy, and nothing to compare.
+    Weights that are cut over the ranks exist only once, so there is nothing to compare.
 
     Raises:
         LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
