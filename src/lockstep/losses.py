@@ -163,9 +163,9 @@ class FocalLoss(nn.Module):
         shares = class_shares(targets, logits.shape[1], logits.dtype)
         if self.training and self.weights is not None:
             shares = shares * self.weights.to(logits.dtype)
-        logs = F.log_softmax(logits, 1)
-        missing = (1 - logs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # a root has no derivative at 0
-        return -(shares * missing**self.gamma * logs).sum(1)
+        log_probs = F.log_softmax(logits, 1)
+        error = (1 - log_probs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # a root has no derivative at 0
+        return -(shares * error**self.gamma * log_probs).sum(1)
 
 
 def class_shares(targets: Tensor, classes: int, dtype: torch.dtype) -> Tensor:

@@ -202,8 +202,8 @@ class Scores(NoScores):
         self.scores, self.class_names, self.world, self.kind = scores, class_names, world, kind
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        whole = labels >= 0
-        self._count(probabilities(logits[whole], self.kind).cpu(), labels[whole].cpu())
+        valid = labels >= 0
+        self._count(probabilities(logits[valid], self.kind).cpu(), labels[valid].cpu())
 
     def update_without(self) -> None:
         self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
@@ -223,7 +223,7 @@ class Scores(NoScores):
                 figures[f"metric/{name}"] = value.item()
             else:
                 pairs = zip(self.class_names, value.tolist(), strict=True)
-                figures |= {f"metric/{name}/{class_name}": one for class_name, one in pairs}
+                figures |= {f"metric/{name}/{class_name}": figure for class_name, figure in pairs}
         return figures
 
 

@@ -51,7 +51,7 @@ class DemoServer(ThreadingHTTPServer):
 
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
-        self.one_at_a_time = threading.Lock()  # a model computes with all threads
+        self.model_lock = threading.Lock()  # a model computes with all threads
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -82,7 +82,7 @@ class DemoServer(ThreadingHTTPServer):
 
     def classes(self, photo: bytes) -> dict[str, Any]:
         """The model's prediction for an image file. Raises InputError if it is not one."""
-        with self.one_at_a_time:
+        with self.model_lock:
             (prediction,) = self.predictor.predict(photo)
         return {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(SHOWN)]}
 
@@ -134,14 +134,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
         return photo
 
-    def _answer(self, make: Any) -> None:
+    def _answer(self, respond: Any) -> None:
         """Send the answer that `make` returns, or the sentence of its error."""
         status: HTTPStatus = HTTPStatus.OK
         try:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or hosts[0] not in self.server.hosts:
                 raise Refused(HTTPStatus.FORBIDDEN, f"this page is at {self.server.url} only")
-            kind, text = make()
+            kind, text = respond()
         except Refused as error:
             status, kind, text = error.args[0], JSON, json.dumps({"error": error.args[1]})
         except InputError as error:

@@ -126,13 +126,13 @@ def evaluate_split(
     loss = SummedLoss(criterion, tolerates_broken=True).to(predictor.device).eval()
     summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
     for block, images in _blocks(predictor, split, labels):
-        own = labels[block.start : block.stop].to(predictor.device)
+        block_labels = labels[block.start : block.stop].to(predictor.device)
         logits = predictor.logits(images)
-        summed += loss(logits, own, own)
+        summed += loss(logits, block_labels, block_labels)
         best = best_classes(logits)
         shares = probabilities(logits, predictor.card.probabilities).gather(1, best[:, :1])[:, 0]
         advance(len(block))
-        parts.append((best[:, 0].cpu(), shares.cpu(), (best == own[:, None]).any(1).cpu()))
+        parts.append((best[:, 0].cpu(), shares.cpu(), (best == block_labels[:, None]).any(1).cpu()))
     predicted, shares, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
     count = int((labels != IGNORE_INDEX).sum())
     if count == 0:

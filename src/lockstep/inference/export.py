@@ -27,7 +27,7 @@ OPSET = 20
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 
 
-class _Whole(nn.Module):
+class _PixelsToLogits(nn.Module):
     """From pixels to logits."""
 
     def __init__(self, predictor: Predictor, *, floats: bool) -> None:
@@ -116,7 +116,7 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
         StorageError: the file cannot be written.
     """
     check_packages(kind)
-    form, module = FORMATS[kind], _Whole(predictor, floats=floats).eval()
+    form, module = FORMATS[kind], _PixelsToLogits(predictor, floats=floats).eval()
     images = stored.float() / 255 if floats else stored
     expected = predictor.logits(stored)
     with storing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:

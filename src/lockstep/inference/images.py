@@ -57,7 +57,7 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
         raise InputError(f"{name} is grey or RGB, but the model takes images of {shape[0]} channels; give it tensors")
     try:
         file = ImageFile.read(Path(image)) if isinstance(image, (str, Path)) else ImageFile.of(_bytes(image))
-        return _cut(file, shape, interpolation)
+        return _resize_and_crop(file, shape, interpolation)
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
@@ -82,7 +82,7 @@ def files_in(path: Path) -> list[Path]:
     return images
 
 
-def _cut(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
+def _resize_and_crop(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
     channels, height, width = shape
     if height == width:
         pixels = file.square(height, interpolation)

@@ -41,7 +41,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     try:
         option = without_weights(components.build("model", card.model))
         precision = precision or _precision(card, target)
-        model = _filled(option, card, precision, file)
+        model = _model_with_weights(option, card, precision, file)
     except InputError as error:
         if str(error).startswith(f"{KEY}: "):
             raise
@@ -102,7 +102,7 @@ def _precision(card: ModelCard, device: torch.device) -> Precision:
     return precision
 
 
-def _filled(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
+def _model_with_weights(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
     """The model with its weights, on the CPU."""
     try:
         # A few bytes can describe a model of any size, so compare it with the tensors before it takes memory.

@@ -115,11 +115,11 @@ class _Residual(nn.Module):
 
 def _block(inputs: int, outputs: int, depth: int) -> nn.Sequential:
     """`depth` convolutions; the pooling after the first one halves the image."""
-    first = [_convolution(inputs, outputs), nn.MaxPool2d(2), _norm(outputs), nn.GELU()]
-    others: list[nn.Module] = []
+    first_layers = [_convolution(inputs, outputs), nn.MaxPool2d(2), _norm(outputs), nn.GELU()]
+    layers: list[nn.Module] = []
     for _ in range(depth - 1):
-        others += [_convolution(outputs, outputs), _norm(outputs), nn.GELU()]
-    return nn.Sequential(*first, *([_Residual(*others[:-1])] if depth > 2 else others))
+        layers += [_convolution(outputs, outputs), _norm(outputs), nn.GELU()]
+    return nn.Sequential(*first_layers, *([_Residual(*layers[:-1])] if depth > 2 else layers))
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:

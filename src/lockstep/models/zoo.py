@@ -93,7 +93,7 @@ class Timm(Network):
                 **options,
             )
             if max(height, width) != self._usual_size():
-                _try(model, input_shape)
+                _check_image_size(model, input_shape)
         except Exception as error:  # timm's constructors and networks raise all kinds of errors
             raise self._not_built(error, input_shape) from error
         return model
@@ -101,15 +101,15 @@ class Timm(Network):
     def trained_input(self) -> TrainedInput | None:
         import timm
 
-        facts = timm.get_pretrained_cfg(self.name)
-        if facts is None or not (facts.hf_hub_id or facts.url):
+        cfg = timm.get_pretrained_cfg(self.name)
+        if cfg is None or not (cfg.hf_hub_id or cfg.url):
             return None
         return TrainedInput(
-            size=max(facts.input_size[1:]),
-            crop=min(1.0, facts.crop_pct or 1.0),
-            mean=tuple(facts.mean),
-            std=tuple(facts.std),
-            interpolation=facts.interpolation if facts.interpolation in INTERPOLATIONS else INTERPOLATION,
+            size=max(cfg.input_size[1:]),
+            crop=min(1.0, cfg.crop_pct or 1.0),
+            mean=tuple(cfg.mean),
+            std=tuple(cfg.std),
+            interpolation=cfg.interpolation if cfg.interpolation in INTERPOLATIONS else INTERPOLATION,
         )
 
     def prepare(self) -> None:
@@ -134,11 +134,11 @@ class Timm(Network):
         """The side of the images that timm made the model for; None if timm does not say."""
         import timm
 
-        facts = timm.get_pretrained_cfg(self.name)
-        return max(facts.input_size[1:]) if facts is not None and facts.input_size else None
+        cfg = timm.get_pretrained_cfg(self.name)
+        return max(cfg.input_size[1:]) if cfg is not None and cfg.input_size else None
 
 
-def _try(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
+def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
     """Run a model on one blank image, so that a size that it cannot take raises now, not during training."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # the model has only shapes

@@ -22,7 +22,7 @@ from lockstep.core.update_scope import UpdateScope
 ParamGroups = list[dict[str, Any]]
 # The factor of `optimizer.lr=auto` for a model that starts from trained weights (Kolesnikov et al. 2020, "Big
 # Transfer": 0.03 to train, 0.003 to fine-tune).
-TRAINED = 0.1
+FINE_TUNING = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class OptimizerOption(ABC):
         """This option with a number instead of `auto`: for this global batch, and for a model that is `trained`."""
         if self.lr != "auto":
             return self
-        return replace(self, lr=self.usual.at(batch) * (TRAINED if trained else 1))
+        return replace(self, lr=self.usual.at(batch) * (FINE_TUNING if trained else 1))
 
     def groups(self, model: nn.Module) -> ParamGroups:
         """The parameter groups, each with the `scale` of its learning rate (1 without layer decay and head rate)."""
@@ -126,10 +126,12 @@ class OptimizerOption(ABC):
         if self.decay_all or self.weight_decay == 0:
             return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
         decayed = [parameter for parameter in trained if parameter.dim() >= 2]
-        plain = [parameter for parameter in trained if parameter.dim() < 2]
-        both = [(decayed, self.weight_decay), (plain, 0.0)]
+        undecayed = [parameter for parameter in trained if parameter.dim() < 2]
+        groups_by_decay = [(decayed, self.weight_decay), (undecayed, 0.0)]
         return [
-            {"params": params, "weight_decay": weight_decay, "scale": 1.0} for params, weight_decay in both if params
+            {"params": params, "weight_decay": weight_decay, "scale": 1.0}
+            for params, weight_decay in groups_by_decay
+            if params
         ]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -171,7 +173,7 @@ class SGD(OptimizerOption):
         options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov}
         # The fused kernel does not take tensors that are cut over the ranks; the foreach kernels do.
         options["foreach" if is_sharded(groups[0]["params"][0]) else "fused"] = True
-        optimizer = direct(torch.optim.SGD)(groups, **options)
+        optimizer = without_wrappers(torch.optim.SGD)(groups, **options)
         if self.momentum:
             # torch allocates the momenta at the first step, and leaves them uninitialised if a loss scaler skips that
             # step. Zeros give the same first step: the momentum becomes the gradient.
@@ -196,7 +198,7 @@ class Adam(OptimizerOption):
         return {"lr": self.rate, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return direct(torch.optim.Adam)(groups, **self._options())
+        return without_wrappers(torch.optim.Adam)(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,7 @@ class AdamW(Adam):
     weight_decay: float = 0.01
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return direct(torch.optim.AdamW)(groups, **self._options())
+        return without_wrappers(torch.optim.AdamW)(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +262,7 @@ class Timm(OptimizerOption):
 
 
 @functools.cache
-def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def without_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """One of torch's optimizers without the wrappers around its methods.
 
     The wrappers for torch.compile import torch's compiler at the first call, which takes 0.8 to 1.2 s; no optimizer
@@ -270,10 +272,10 @@ def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.
     methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     step = torch.no_grad()(inspect.unwrap(optimizer.step))  # the wrapper's `no_grad` is needed
     step.hooked = True  # tells torch that the step has its hooks already
-    return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _forget_gradients})
+    return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _clear_gradients})
 
 
-def _forget_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+def _clear_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     """`zero_grad` with its default arguments, without a profiler's range around it: 1 instead of 14 us."""
     assert set_to_none
     for group in optimizer.param_groups:

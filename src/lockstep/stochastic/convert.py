@@ -127,16 +127,16 @@ def _silent(module: nn.Module) -> bool:
 
 def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
     """Make `module` run its forward with keyed functions, by changing its class (as torch's parametrizations do)."""
-    plain = type(module)
-    keyed_forward = OWN_FORWARD.get(f"{plain.__module__}.{plain.__qualname__}")
+    original = type(module)
+    keyed_forward = OWN_FORWARD.get(f"{original.__module__}.{original.__qualname__}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            return plain.forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
         if keyed_forward is not None:
             return keyed_forward(self._next_site, self, *args, **kwargs)
         with KeyedFunctions(self._next_site):
-            return plain.forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
 
     def _next_site(self: Any, shape: torch.Size) -> Site:
         # A module that is called several times in a pass has a site for each call; then the next pass begins.
@@ -144,7 +144,7 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
         self._draw_next = (self._draw_next + 1) % len(self._draw_sites)
         return site
 
-    module.__class__ = type(plain.__name__, (plain,), {"forward": forward, "_next_site": _next_site})
+    module.__class__ = type(original.__name__, (original,), {"forward": forward, "_next_site": _next_site})
     module._draw_sites, module._draw_next = tuple(sites), 0  # type: ignore[assignment]
 
 
@@ -174,18 +174,18 @@ class _Observer:
     def watch(self) -> Iterator[None]:
         enter_hook = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
         leave_hook = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        others: list[tuple[str, Callable[[], Any]]] = [
+        other_generators: list[tuple[str, Callable[[], Any]]] = [
             ("Python's random", random.getstate),
             ("NumPy's random", lambda: repr(np.random.get_state(legacy=False))),
         ]
-        states = [state() for _, state in others]
+        states = [state() for _, state in other_generators]
         try:
             with KeyedFunctions(self.new_site):
                 yield
         finally:
             enter_hook.remove()
             leave_hook.remove()
-        for (name, state), before in zip(others, states, strict=True):
+        for (name, state), before in zip(other_generators, states, strict=True):
             if state() != before:
                 self.unknown[name] = None
 

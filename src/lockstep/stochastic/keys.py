@@ -79,9 +79,9 @@ class Site:
             return random_bits(self.keys.of_batch(self.number, device), math.prod(shape)).view(shape)
         words = self.keys.of_examples(self.number, device)
         rows, examples = shape[self.batch_dim], words.shape[0]
-        others = [size for dim, size in enumerate(shape) if dim != self.batch_dim]
+        other_sizes = [size for dim, size in enumerate(shape) if dim != self.batch_dim]
         if examples == 0 or rows == 0:
             return torch.empty(shape, dtype=torch.int32, device=like.device)
         assert rows % examples == 0, f"{rows} rows are drawn for, in a batch of {examples} examples"
-        bits = random_bits(words, math.prod(others) * (rows // examples))
-        return bits.view(rows, *others).movedim(0, self.batch_dim)
+        bits = random_bits(words, math.prod(other_sizes) * (rows // examples))
+        return bits.view(rows, *other_sizes).movedim(0, self.batch_dim)

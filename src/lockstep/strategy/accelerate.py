@@ -24,7 +24,7 @@ from lockstep.strategy.base import Distributed, rehearse
 
 # Environment variables that `accelerate launch` and its config file set, their values that change nothing, and the
 # override that has the same effect here.
-CHOICES = {
+LAUNCH_SETTINGS = {
     "ACCELERATE_MIXED_PRECISION": (("", "no"), "precision=bf16"),
     "ACCELERATE_DYNAMO_BACKEND": (("", "no"), "model.compile=true"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("", "1"), "train.micro_batches=N"),
@@ -50,9 +50,9 @@ class Accelerate(Distributed):
                 "strategy=accelerate needs the package accelerate, which is not installed; install it with pip "
                 "install 'lockstep[accelerate]', or use strategy=ddp"
             )
-        for name, (nothing, override) in CHOICES.items():
+        for name, (neutral, override) in LAUNCH_SETTINGS.items():
             value = os.environ.get(name, "")
-            if value.lower() not in nothing:
+            if value.lower() not in neutral:
                 raise InputError(
                     f"accelerate asks for {name}={value}, but a run is what its config says; use {override}, and "
                     "leave it out of `accelerate launch` and `accelerate config`"

@@ -99,9 +99,9 @@ class ForwardTrace(TorchFunctionMode):
             self.places[self.begun[module] - 1].obstacle = "it runs more than once in a forward pass"
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        alone = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
-        place = Place(name, obstacle="" if alone else f"it takes {len(tensors)} tensors, expected one")
-        if alone:
+        only_input = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
+        place = Place(name, obstacle="" if only_input else f"it takes {len(tensors)} tensors, expected one")
+        if only_input:
             place.dtype, place.size, place.argument = tensors[0].dtype, tensors[0].numel(), id(tensors[0])
         self.places.append(place)
         self.begun[module] = self.position
@@ -170,7 +170,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     sizes = [0] * (trace.position + 1)  # numbers at each position
     for name, parameter in model.named_parameters():
         sizes[homes[name]] += parameter.numel()
-    starts = _balanced(sizes, trace.places, stages) if entries is None else _given(trace.places, entries)
+    starts = _balance(sizes, trace.places, stages) if entries is None else _locate(trace.places, entries)
     bounds = [0, *starts, len(sizes)]
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if not sum(sizes[start:stop]):
@@ -187,7 +187,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     )
 
 
-def _given(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
+def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
     """The positions of the modules `entries`."""
     numbers = {place.name: number for number, place in enumerate(places, 1)}
     starts = []
@@ -212,17 +212,17 @@ def _given(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
     return starts
 
 
-def _balanced(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
+def _balance(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
     """The cuts that make the sizes of the stages most equal; `sizes` are the parameters at each position."""
     # Of several places without parameters between them, take the one that sends least, and of these the outermost.
-    alike: dict[int, list[int]] = defaultdict(list)
+    starts_by_size: dict[int, list[int]] = defaultdict(list)
     for start, place in enumerate(places, 1):
         if not place.obstacle:
-            alike[sum(sizes[:start])].append(start)
+            starts_by_size[sum(sizes[:start])].append(start)
     starts = [
         min(group, key=lambda start: (places[start - 1].size, places[start - 1].name.count(".")))
-        for before, group in alike.items()
-        if 0 < before < sum(sizes)
+        for size_before, group in starts_by_size.items()
+        if 0 < size_before < sum(sizes)
     ]
     if len(starts) < stages - 1:
         raise InputError(
@@ -231,17 +231,17 @@ def _balanced(sizes: Sequence[int], places: Sequence[Place], stages: int) -> lis
         )
 
     @functools.cache
-    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+    def best_cuts(start: int, stages_left: int) -> tuple[int, tuple[int, ...]]:
         """The sum of the squared sizes of `left` stages from `start`, and the cuts between them."""
-        if left == 1:
+        if stages_left == 1:
             return sum(sizes[start:]) ** 2, ()
-        behind = [at for at in starts if at > start]
-        tries: Iterator[tuple[int, tuple[int, ...]]] = (
-            (sum(sizes[start:at]) ** 2 + squares, (at, *cuts))
-            for number, at in enumerate(behind)
-            if len(behind) - number >= left - 1
-            for squares, cuts in [best(at, left - 1)]
+        later = [cut for cut in starts if cut > start]
+        candidates: Iterator[tuple[int, tuple[int, ...]]] = (
+            (sum(sizes[start:cut]) ** 2 + squared_sizes, (cut, *cuts))
+            for number, cut in enumerate(later)
+            if len(later) - number >= stages_left - 1
+            for squared_sizes, cuts in [best_cuts(cut, stages_left - 1)]
         )
-        return min(tries)
+        return min(candidates)
 
-    return list(best(0, stages)[1])
+    return list(best_cuts(0, stages)[1])

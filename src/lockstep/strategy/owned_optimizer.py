@@ -31,8 +31,8 @@ class OwnedOptimizer(ShardedOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.owners = {parameter: owners[parameter] for parameter in parameters}
         for group in whole.param_groups:
-            group["params"] = [own for own in group["params"] if self.owners[own] == world.rank]
-        for parameter in [other for other in whole.state if self.owners[other] != world.rank]:
+            group["params"] = [parameter for parameter in group["params"] if self.owners[parameter] == world.rank]
+        for parameter in [parameter for parameter in whole.state if self.owners[parameter] != world.rank]:
             del whole.state[parameter]
 
     @property
@@ -44,8 +44,8 @@ class OwnedOptimizer(ShardedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step this rank's parameters."""
         assert closure is None
-        for own, group in zip(self.own.param_groups, self.param_groups, strict=True):
-            own |= {key: value for key, value in group.items() if key != "params"}
+        for own_group, group in zip(self.own.param_groups, self.param_groups, strict=True):
+            own_group |= {key: value for key, value in group.items() if key != "params"}
         self.own.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

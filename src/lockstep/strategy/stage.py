@@ -62,7 +62,7 @@ class Link:
         return message.to(self.world.device)
 
 
-class Nobody:
+class NoNeighbours:
     """For a stage that is tried alone: it receives zeros, and its messages are dropped."""
 
     def __init__(self, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class Stage:
 
     def __init__(self, model: nn.Module, stages: Stages, world: World) -> None:
         self.stages = stages
-        self.neighbours: Neighbours = Nobody(world.device)
+        self.neighbours: Neighbours = NoNeighbours(world.device)
         self.whole_forward = model.forward
         self.number = world.rank
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
@@ -149,7 +149,7 @@ class Stage:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace the shape of the input by the numbers of the previous stage."""
-        shape_only, *others = args
+        shape_only, *other_args = args
         dtype = self.stages.formats[self.number - 1]
         if shape_only.requires_grad:  # a layer before is trained, so the previous stage waits for a gradient
             numbers = _Receive.apply(self.anchor, self.neighbours, shape_only.shape, dtype)
@@ -157,7 +157,7 @@ class Stage:
             numbers = self.neighbours.receive(shape_only.shape, dtype, ACTIVATIONS)
         if shape_only.dim() == 4 and not shape_only.is_contiguous():
             numbers = numbers.contiguous(memory_format=torch.channels_last)
-        return numbers, *others
+        return numbers, *other_args
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         raise _NextStageError(args[0])
@@ -192,11 +192,11 @@ def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:
             model(images)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         problem = str(error).partition("\n")[0]
-    for rank, other in enumerate(world.gather(problem)):
-        if other:
+    for rank, rank_problem in enumerate(world.gather(problem)):
+        if rank_problem:
             raise InputError(
                 f"strategy=pipeline: stage {rank} of this model does not run without the numbers of the stages "
-                f"before it ({other}); cut elsewhere with strategy.cuts=[MODULE], or use strategy=fsdp"
+                f"before it ({rank_problem}); cut elsewhere with strategy.cuts=[MODULE], or use strategy=fsdp"
             )
 
 

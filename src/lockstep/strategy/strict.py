@@ -80,11 +80,11 @@ class TreeReplica(nn.Module):
 
 def _exchange(tensor: Tensor, peer: int) -> Tensor:
     """Send our tensor to `peer`, and return the one of `peer`."""
-    theirs = torch.empty_like(tensor)
-    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    received = torch.empty_like(tensor)
+    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return theirs
+    return received
 
 
 @dataclass(frozen=True, kw_only=True)

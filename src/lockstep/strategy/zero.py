@@ -58,7 +58,7 @@ def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
     """A rank for each parameter, in their order. The largest is assigned first, always to the rank with the least."""
     sizes = [0] * ranks
     owners: dict[Tensor, int] = dict.fromkeys(parameters, 0)
-    for parameter in sorted(parameters, key=lambda each: -each.numel()):
+    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
         owners[parameter] = sizes.index(min(sizes))
         sizes[owners[parameter]] += parameter.numel()
     return owners

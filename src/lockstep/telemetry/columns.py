@@ -65,13 +65,13 @@ def figures(window: Window) -> list[Column]:
 
 def fitting(columns: Sequence[Column], width: int | None) -> Text:
     """The columns in one line. Those of the lowest priority are left out until it has `width` cells at most."""
-    left_in = list(columns)
+    shown = list(columns)
     while True:
-        line = Text(GAP).join(column.text() for column in left_in)
-        least = min(left_in, key=lambda column: column.priority)
-        if width is None or line.cell_len <= width or least.priority == ALWAYS:
+        line = Text(GAP).join(column.text() for column in shown)
+        least_important = min(shown, key=lambda column: column.priority)
+        if width is None or line.cell_len <= width or least_important.priority == ALWAYS:
             return line
-        left_in.remove(least)
+        shown.remove(least_important)
 
 
 def bar(share: float, room: int, *, unicode: bool) -> Text:
@@ -80,12 +80,12 @@ def bar(share: float, room: int, *, unicode: bool) -> Text:
         return Text()
     width = min(LONGEST_BAR, room) - len(GAP)
     done = round(share * width)
-    ended, rest = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
-    return Text.assemble((ended * done, "cyan"), (rest * (width - done), "bright_black"), GAP)
+    filled, empty = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
+    return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), GAP)
 
 
 def clock(seconds: float) -> str:
     """Seconds as h:mm:ss, or m:ss if less than an hour."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

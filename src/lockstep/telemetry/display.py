@@ -76,11 +76,11 @@ class Screen(Display):
         """Show a line; the log has all of its columns, a terminal those that fit."""
         self.shown_at = time.monotonic()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
-        at = [
+        position = [
             Column("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
             Column("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 3),
         ]
-        line = self.columns.aligned([*at, *columns, Column("left", self._left(step), "", ALWAYS)])
+        line = self.columns.aligned([*position, *columns, Column("left", self._left(step), "", ALWAYS)])
         log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:

@@ -21,12 +21,12 @@ class Work:
     """A piece of work and its progress.
 
     Args:
-        what: the work in a word, such as `evaluating`.
+        activity: the work in a word, such as `evaluating`.
         total: the number of its items; None if it is not known before the end.
     """
 
-    def __init__(self, what: str, total: int | None) -> None:
-        self.what, self.total = what, total
+    def __init__(self, activity: str, total: int | None) -> None:
+        self.activity, self.total = activity, total
         self.done, self.began = 0, time.monotonic()
 
     def advance(self, items: int = 1) -> None:
@@ -37,10 +37,10 @@ class Work:
         """The work in a word, its progress, and the time that is left or has passed."""
         passed = time.monotonic() - self.began
         if self.total is None:
-            return fitting([Column(self.what, clock(passed), "", ALWAYS)], None)
+            return fitting([Column(self.activity, clock(passed), "", ALWAYS)], None)
         left = clock(passed / self.done * (self.total - self.done)) if self.done else "?"
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
-        return fitting([Column(self.what, count, "", ALWAYS), Column("left", left, "", ALWAYS)], None)
+        return fitting([Column(self.activity, count, "", ALWAYS), Column("left", left, "", ALWAYS)], None)
 
     def moving(self, console: Console) -> Text:
         """The line with a bar, in the width of a terminal."""
@@ -52,13 +52,13 @@ class Work:
 
 
 @contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show the progress of a piece of work during the context. Call the function that it yields with finished items.
 
     The results of the command go to standard output. If that is a file, the progress goes to standard error: as a
     moving line on a terminal, elsewhere as a new line every `SILENCE_S` seconds.
     """
-    work = Work(what, total)
+    work = Work(activity, total)
     errors = Console(stderr=True, highlight=False)
     console = log.console if log.has_terminal() else errors
     if console is log.console or (sys.stderr.isatty() and not errors.is_dumb_terminal):

@@ -148,7 +148,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
     damaged: list[int] = []
     last = 0
 
-    def kept_lines() -> Iterator[bytes]:
+    def valid_lines() -> Iterator[bytes]:
         nonlocal last
         yield header.encode()
         for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
@@ -163,7 +163,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
                 last = max(last, line_step)
                 yield (line or "").encode()
 
-    write_atomic_parts(path, kept_lines())
+    write_atomic_parts(path, valid_lines())
     if damaged:
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")

@@ -70,14 +70,14 @@ class Stragglers:
             times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and those that the rank was busy.
         """
         whole, busy = times.unbind(2)
-        slow = int(busy.quantile(0.5, dim=1).argmax())
-        others = torch.cat([busy[:slow], busy[slow + 1 :]])
-        excess = (busy[slow] - others.quantile(0.5, dim=0)).sort().values
-        typical_s = float(whole[slow].quantile(0.5))
-        if slow in self.named or float(excess[1]) < max(FLOOR_S, SHARE * typical_s):
+        slowest = int(busy.quantile(0.5, dim=1).argmax())
+        other_ranks = torch.cat([busy[:slowest], busy[slowest + 1 :]])
+        excess = (busy[slowest] - other_ranks.quantile(0.5, dim=0)).sort().values
+        typical_s = float(whole[slowest].quantile(0.5))
+        if slowest in self.named or float(excess[1]) < max(FLOOR_S, SHARE * typical_s):
             return ""
-        self.named.add(slow)
+        self.named.add(slowest)
         return (
-            f"rank {slow} is slow: at each step the others wait {1000 * float(excess.quantile(0.5)):.0f} of "
+            f"rank {slowest} is slow: at each step the others wait {1000 * float(excess.quantile(0.5)):.0f} of "
             f"{1000 * typical_s:.0f} ms for it; look at what else runs on its cores, and at its data"
         )

@@ -143,11 +143,11 @@ class MLflowRun(Observer):
     def _run(self, experiment: str, run: RunInfo) -> str:
         """MLflow's identifier of the run, which is created there if it is new."""
         tag = identifier(run)
-        known = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{tag}'")
-        if known:
-            begun: str = known[0].info.run_id
-            self.client.set_terminated(begun, "RUNNING")
-            return begun
+        existing = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{tag}'")
+        if existing:
+            existing_id: str = existing[0].info.run_id
+            self.client.set_terminated(existing_id, "RUNNING")
+            return existing_id
         run_id: str = self.client.create_run(experiment, run_name=run.name, tags={"lockstep.run": tag}).info.run_id
         for key, value in {"folder": run.folder, **run.hyperparameters}.items():
             self.client.log_param(run_id, key, value)

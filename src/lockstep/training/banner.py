@@ -105,13 +105,13 @@ def _keeps(job: Job, network: Network) -> str:
     saved = weights * (1 if network.ema is None else 2)
     state = state_bytes(job.optimizer, network.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
-    known = (
+    size_of_each = (
         f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
     )
     total = newest * (saved + (state or 0)) + best * saved + weights
     most = f"; at most {amount(total / GB)} in all" if state is not None else ""
     return (
-        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {known}, and the weights of the best"
+        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
         f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
     )
 

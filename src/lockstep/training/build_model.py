@@ -85,10 +85,10 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
 
 def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
     """Fill a model with the weights of `init_from`; returns notes about weights that do not fit."""
-    anew = checkpoint.load_start(model, path)
-    if not anew:
+    reset_names = checkpoint.load_start(model, path)
+    if not reset_names:
         return []
-    return [f"init_from: the head of {path} does not fit {classes:,} classes: {', '.join(anew)} start anew"]
+    return [f"init_from: the head of {path} does not fit {classes:,} classes: {', '.join(reset_names)} start anew"]
 
 
 def interrupts_compiling(job: Job, world: World) -> bool:

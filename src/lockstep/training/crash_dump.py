@@ -49,7 +49,7 @@ def _write(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], 
     )
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(on_host, folder / "model.safetensors")
-    before = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
+    earlier = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
         "step": step,
@@ -57,7 +57,7 @@ def _write(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], 
         "seen_at_step": trainer.progress.step,
         "learning_rate": trainer.lr * trainer.schedule.factor(step, trainer.plan),
         "samples": (batch.indices % trainer.plan.examples).tolist(),
-        "checkpoint": before[0] if before else None,
+        "checkpoint": earlier[0] if earlier else None,
     }
     write_atomic(folder / "incident.json", json.dumps(facts, indent=2) + "\n")
     log.warn(f"the batch of step {step} and the weights are kept in {folder}")

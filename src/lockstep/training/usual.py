@@ -42,12 +42,12 @@ class Usual:
                 "mean and std" * (self._setting("input", "mean") is None and self._setting("input", "std") is None),
                 self.job.input.interpolation * (self._setting("input", "interpolation") == AUTO),
             ]
-            whose = "as the weights were trained"
+            origin = "as the weights were trained"
         else:
             words = ["size" * ("input_size" in self.sizes and source.input_shape != source.image_shape)]
-            whose = f"usual for dataset={type(source).__name__.lower()}"
+            origin = f"usual for dataset={type(source).__name__.lower()}"
         chosen = ", ".join(word for word in words if word)
-        return f" ({chosen} {whose})" if chosen else ""
+        return f" ({chosen} {origin})" if chosen else ""
 
     def _setting(self, group: str, key: str) -> Any:
         return (self.composed.get(group) or {}).get(key)

@@ -85,14 +85,14 @@ def _scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
 def _expected(folder: Path) -> str:
     """The end of the error for a missing split: the expected folders, and the override that helps."""
     expected = "expected one subfolder per class in it"
-    beside = [entry.name for entry in _entries(folder.parent) if entry.is_dir()] if folder.parent.is_dir() else []
-    if alike := [name for name in beside if name.lower().startswith("train")]:
-        return f"{expected}; {alike[0]} is beside it: name that with dataset.train_folder={alike[0]}"
-    if beside and folder.name == folder.parent.name:
+    siblings = [entry.name for entry in _entries(folder.parent) if entry.is_dir()] if folder.parent.is_dir() else []
+    if train_like := [name for name in siblings if name.lower().startswith("train")]:
+        return f"{expected}; {train_like[0]} is beside it: name that with dataset.train_folder={train_like[0]}"
+    if siblings and folder.name == folder.parent.name:
         expected += f"; name the folder above: dataset.path={folder.parents[1]}"
     else:
         expected += "; name another with dataset.path=FOLDER"
-    if beside:
+    if siblings:
         expected += ", or, if the folders beside it are the classes, use dataset.train_folder=. dataset.val_share=0.1"
     return expected
 
@@ -100,9 +100,9 @@ def _expected(folder: Path) -> str:
 def _list_classes(folder: Path, train: Path, add: Callable[[int, list[str]], None]) -> tuple[str, ...]:
     """Call `add` with the label and sorted names of each class of `folder`; returns notes about left-out files."""
     labels = {name: label for label, name in enumerate(class_names(train))}
-    names, beside = _scan_split(folder)
-    left_out, unreadable = Counter(beside), Counter[photo_formats.PhotoFormat]()
-    for name in names:
+    class_folders, other_kinds = _scan_split(folder)
+    left_out, unreadable = Counter(other_kinds), Counter[photo_formats.PhotoFormat]()
+    for name in class_folders:
         if name not in labels:
             raise InputError(
                 f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
@@ -124,23 +124,23 @@ def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
     """The image files below `folder`, as paths relative to it. Counts all other files in `left_out`, by kind."""
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while pending:
-        below, above = pending.pop()
-        here = (folder / below).stat()
-        if (here.st_dev, here.st_ino) in above:
+        relative, ancestors = pending.pop()
+        status = (folder / relative).stat()
+        if (status.st_dev, status.st_ino) in ancestors:
             left_out[LOOP] += 1
             continue
-        above |= {(here.st_dev, here.st_ino)}
-        for entry in _entries(folder / below):
+        ancestors |= {(status.st_dev, status.st_ino)}
+        for entry in _entries(folder / relative):
             kind = _kind(entry.name)
             if kind != HIDDEN and entry.is_dir():
-                pending.append((f"{below}{entry.name}/", above))
+                pending.append((f"{relative}{entry.name}/", ancestors))
             elif kind not in SUFFIXES:
                 left_out[kind] += 1
             # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
             elif not entry.is_file() and Path(entry.path).exists():
                 raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
             else:
-                yield below + entry.name
+                yield relative + entry.name
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

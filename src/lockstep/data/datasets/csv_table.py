@@ -19,7 +19,7 @@ from lockstep.data.datasets.labels import classes_of, first_unknown, missing_spl
 from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
 
 DELIMITERS = ",;\t"
-OTHERS_SHOWN = 5
+SPLITS_SHOWN = 5
 
 
 class Row(NamedTuple):
@@ -74,9 +74,9 @@ class CSV(FileSource):
         classes = classes_of(row.label for row in train)
         if self.val_share is not None:
             return self._with_share(train, classes)
-        others = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
-        shown = ", ".join(f"{number:,} {split!r}" for split, number in others.most_common(OTHERS_SHOWN))
-        notes = (f"{self.path}: left out lines of other splits ({shown})",) if others else ()
+        other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
+        shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
+        notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
         val = splits[self.val_split]
         if (unknown := first_unknown((row.label for row in val), classes)) is not None:
             row = val[unknown]
@@ -102,18 +102,18 @@ class CSV(FileSource):
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
-        first: dict[str, Row] = {}
+        rows_by_name: dict[str, Row] = {}
         for row in self._rows():
             if not row.name or not row.label:
                 column = self.label_column if row.name else self.path_column
                 raise self._wrong(row.line, f"has nothing in the column {column!r}")
-            if (before := first.setdefault(row.name, row)) is not row and before[2:] != row[2:]:
-                raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {before.line}")
-            if before is row and not (self.folder / row.name).is_file():
+            if (earlier := rows_by_name.setdefault(row.name, row)) is not row and earlier[2:] != row[2:]:
+                raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {earlier.line}")
+            if earlier is row and not (self.folder / row.name).is_file():
                 raise self._wrong(row.line, f"has {row.name!r}, and {self.folder / row.name} is no file", "images")
-        if not first:
+        if not rows_by_name:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
-        return list(first.values())
+        return list(rows_by_name.values())
 
     def _rows(self) -> Iterator[Row]:
         """The lines of the table, not checked yet."""

@@ -102,10 +102,10 @@ class ListingBuilder:
 
     def add(self, label: int, names: Iterable[str]) -> None:
         """Add the sorted names of a class's files. The classes must be added in the order of their labels."""
-        files = [os.fsencode(name) + b"\0" for name in names]
-        self.names.append(b"".join(files))
-        self.lengths.append(np.fromiter(map(len, files), dtype=np.int64, count=len(files)))
-        self.counts[label] = len(files)
+        encoded_names = [os.fsencode(name) + b"\0" for name in names]
+        self.names.append(b"".join(encoded_names))
+        self.lengths.append(np.fromiter(map(len, encoded_names), dtype=np.int64, count=len(encoded_names)))
+        self.counts[label] = len(encoded_names)
 
     def listing(self, notes: tuple[str, ...] = ()) -> Listing:
         ends = np.cumsum(np.concatenate(self.lengths))

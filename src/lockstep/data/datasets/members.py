@@ -64,12 +64,12 @@ class Members:
         for number in sorted(range(len(self)), key=lambda number: names[number]):
             by_class[labels[number]][names[number]] = number
         evaluated = np.zeros(len(self), dtype=bool)
-        for own in by_class:
-            evaluated[[own[name] for name in hold_out(list(own), share)[1]]] = True
+        for numbers in by_class:
+            evaluated[[numbers[name] for name in hold_out(list(numbers), share)[1]]] = True
         if not evaluated.any():
             raise InputError(f"dataset.val_share is {share:g}, but every class has one image; expected two or more")
-        return self._chosen(~evaluated), self._chosen(evaluated)
+        return self._subset(~evaluated), self._subset(evaluated)
 
-    def _chosen(self, which: np.ndarray) -> Members:
-        labels = self.labels[torch.from_numpy(which)]
-        return Members(self.member, self.positions[which], labels, self.classes, self.identity, self.notes)
+    def _subset(self, mask: np.ndarray) -> Members:
+        labels = self.labels[torch.from_numpy(mask)]
+        return Members(self.member, self.positions[mask], labels, self.classes, self.identity, self.notes)

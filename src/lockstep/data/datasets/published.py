@@ -38,7 +38,7 @@ class Published(ArraySource):
 
     @property
     @abstractmethod
-    def belongs(self) -> str:
+    def remedy(self) -> str:
         """Which files to put where."""
 
     @property
@@ -55,7 +55,7 @@ class Published(ArraySource):
         except Exception as error:  # the readers raise all kinds of errors for a damaged file
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} ({type(error).__name__}: {error}); "
-                f"{self.belongs}"
+                f"{self.remedy}"
             ) from error
 
     def prepare(self) -> None:
@@ -83,7 +83,7 @@ class Published(ArraySource):
                 raise missing from error
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
-                f"({type(error).__name__}: {' '.join(str(error).split())}); {self.belongs}, or name another folder "
+                f"({type(error).__name__}: {' '.join(str(error).split())}); {self.remedy}, or name another folder "
                 "with data_root=FOLDER"
             ) from error
         finally:
@@ -110,17 +110,17 @@ class MNIST(Published):
     folders = ("MNIST/raw", "MNIST", "raw", ".")
     parts: ClassVar[tuple[str, str]] = ("images-idx3", "labels-idx1")
     # Another data set has files of the same names: its first labels, and its name.
-    other: ClassVar[tuple[tuple[int, ...], str]] = ((9, 0, 0, 3, 0, 2, 7, 2, 5, 5), "fashion_mnist")
+    lookalike: ClassVar[tuple[tuple[int, ...], str]] = ((9, 0, 0, 3, 0, 2, 7, 2, 5, 5), "fashion_mnist")
 
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:
         images, labels = (read_idx(self.places, f"{'train' if train else 't10k'}-{part}") for part in self.parts)
-        first, name = self.other
-        if train and tuple(labels[: len(first)].tolist()) == first:
-            raise InputError(f"data_root: the files in {self.root} are those of dataset={name}; {self.belongs}")
+        first_labels, name = self.lookalike
+        if train and tuple(labels[: len(first_labels)].tolist()) == first_labels:
+            raise InputError(f"data_root: the files in {self.root} are those of dataset={name}; {self.remedy}")
         return images[:, None], labels
 
     @property
-    def belongs(self) -> str:
+    def remedy(self) -> str:
         files = ", ".join(f"{split}-{part}-ubyte.gz" for split in ("train", "t10k") for part in self.parts)
         return f"put {files} (packed or not) into {self.places[0]}"
 
@@ -134,7 +134,7 @@ class FashionMNIST(MNIST):
     std = (0.3530,)
     usual_augment = "crop_flip"
     folders = ("FashionMNIST/raw", "FashionMNIST", "raw", ".")
-    other = ((5, 0, 4, 1, 9, 2, 1, 3, 1, 4), "mnist")
+    lookalike = ((5, 0, 4, 1, 9, 2, 1, 3, 1, 4), "mnist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class CIFAR10(Published):
         return pixels.reshape(-1, *self.image_shape), [label for batch in batches for label in batch[self.label_key]]
 
     @property
-    def belongs(self) -> str:
+    def remedy(self) -> str:
         return f"put {self.archive} into {self.root}, or unpack it there to {Path(self.root, self.unpacked)}"
 
 

@@ -94,16 +94,16 @@ class WebDataset(FileSource):
                 f"dataset.val_share is {self.val_share:g}, but there are shards for validation too, {val_shards[0]}; "
                 "leave out dataset.val_share, or name none with dataset.val_shards=none"
             )
-        every = _members(train, classes, left_out_note(self.path, left_out))
-        return every.split([example.key for example in train], self.val_share)
+        members = _members(train, classes, left_out_note(self.path, left_out))
+        return members.split([example.key for example in train], self.val_share)
 
     def _examples(self, key: str, pattern: str, left_out: Counter[str]) -> list[Example]:
         shards = sorted(Path(self.path).glob(pattern))
         if not shards:
-            share = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
+            remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
             raise InputError(
                 f"dataset.{key}: there is no {pattern} in {self.path}; name the shards with dataset.{key}=PATTERN "
-                f"and their folder with dataset.path=FOLDER{share}"
+                f"and their folder with dataset.path=FOLDER{remedy}"
             )
         return [example for shard in shards for example in self._index(shard, left_out)]
 
@@ -115,7 +115,7 @@ class WebDataset(FileSource):
             try:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     for member in tar:
-                        key, suffix = _parts(member.name)
+                        key, suffix = _key_and_suffix(member.name)
                         if not member.isfile():
                             continue
                         if f".{suffix.rpartition('.')[2]}" in SUFFIXES:
@@ -141,7 +141,7 @@ class WebDataset(FileSource):
         return [Example(image, key, labels[key]) for key, image in images.items()]
 
 
-def _parts(name: str) -> tuple[str, str]:
+def _key_and_suffix(name: str) -> tuple[str, str]:
     """The key of an example and the suffix of its file, which begins at the first dot of the name."""
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")

@@ -35,23 +35,25 @@ def share_listings(source: Source, world: World) -> None:
     """Give all ranks of a machine the lists of a source's files, which one of them has made. Collective."""
     if not isinstance(source, FileSource) or world.size == 1:
         return
-    own = LISTINGS.get(source.place)
+    own_listings = LISTINGS.get(source.place)
     leader = min([world.rank, *world.local_peer_pids])
     outlines = [
-        (listing.without_table(), len(listing.table)) for listing in own or () if isinstance(listing, Listing)
+        (listing.without_table(), len(listing.table))
+        for listing in own_listings or ()
+        if isinstance(listing, Listing)
     ]
-    everyone = world.gather((leader, outlines))
-    if all(theirs for _, theirs in everyone):
+    gathered = world.gather((leader, outlines))
+    if all(rank_outlines for _, rank_outlines in gathered):
         return  # forked from a process that had listed the files: the ranks share its memory
-    if not all(everyone[first][1] for first, _ in everyone):
+    if not all(gathered[rank_leader][1] for rank_leader, _ in gathered):
         return  # several machines have one name: each rank lists the files itself when it needs them
     shared = []
-    for number, (outline, size) in enumerate(everyone[leader][1]):
+    for number, (outline, size) in enumerate(gathered[leader][1]):
         table = _map_shared((size,), world, leader=leader)
         if table is None:
             return
-        if world.rank == leader and own is not None:
-            table.copy_(own[number].table)
+        if world.rank == leader and own_listings is not None:
+            table.copy_(own_listings[number].table)
         shared.append(replace(outline, table=table))
     world.barrier()
     LISTINGS[source.place] = (shared[0], shared[1])
@@ -75,7 +77,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     images = _map_shared(shape, world, leader=local_ranks[0]) if world.size > 1 else None
     if images is None:
         local_ranks, images = [world.rank], torch.empty(shape, dtype=torch.uint8)
-    own = range(len(split))[share(len(split), len(local_ranks), local_ranks.index(world.rank))]
+    own_indices = range(len(split))[share(len(split), len(local_ranks), local_ranks.index(world.rank))]
 
     def decode(chunk: range) -> Broken:
         images[chunk.start : chunk.stop], broken = read_images(split, list(chunk))
@@ -84,12 +86,12 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     broken: dict[int, BrokenImage] = {}
     failure: InputError | None = None
     try:
-        for chunk in (own[:TIMED], own[TIMED : 2 * TIMED]):  # the first one imports the decoders: time the second
+        for start in (0, TIMED):  # the first chunk imports the decoders: time the second
             began = time.perf_counter()
-            broken |= decode(chunk)
+            broken |= decode(own_indices[start : start + TIMED])
             seconds = (time.perf_counter() - began) / TIMED
-        rest = own[2 * TIMED :]
-        chunks = (rest[start : start + CHUNK] for start in range(0, len(rest), CHUNK))
+        remaining = own_indices[2 * TIMED :]
+        chunks = (remaining[start : start + CHUNK] for start in range(0, len(remaining), CHUNK))
         for chunk_broken in in_order(decode, chunks, workers=useful_threads(threads, seconds), prefetch=2):
             broken |= chunk_broken
     except InputError as error:

@@ -143,18 +143,18 @@ class RandomResizedCrop:
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
         has_box = torch.zeros_like(height, dtype=torch.bool)
-        for first in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
+        for first_draw in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
             if has_box.all():
                 break
-            area, shape, down, right = (draws.uniform(first + n).double() for n in range(4))
+            area, aspect, vertical, horizontal = (draws.uniform(first_draw + n).double() for n in range(4))
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
-            ratio = torch.exp(math.log(low) + shape * (math.log(high) - math.log(low)))
-            tall, wide = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-            fits = ~has_box & (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+            ratio = torch.exp(math.log(low) + aspect * (math.log(high) - math.log(low)))
+            try_height, try_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
+            fits = ~has_box & (try_height > 0) & (try_width > 0) & (try_height <= height) & (try_width <= width)
             has_box |= fits
-            box_height, box_width = torch.where(fits, tall, box_height), torch.where(fits, wide, box_width)
-            top = torch.where(fits, (down * (height - tall + 1)).floor(), top)
-            left = torch.where(fits, (right * (width - wide + 1)).floor(), left)
+            box_height, box_width = torch.where(fits, try_height, box_height), torch.where(fits, try_width, box_width)
+            top = torch.where(fits, (vertical * (height - try_height + 1)).floor(), top)
+            left = torch.where(fits, (horizontal * (width - try_width + 1)).floor(), left)
         return torch.stack([top, left, box_height, box_width], 1).long()
 
     @property
