@@ -62,12 +62,10 @@ class Accuracy:
         return _make("Accuracy", num_classes=classes, average=self.average.value, top_k=min(self.top_k, classes))
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Averaged:
     """A score of torchmetrics, called `name` there, averaged over the classes."""
 
-    average: Average = Average.macro
-
+    average: Average | ClassAverage
     name: ClassVar[str]
 
     def build(self, classes: int) -> Score:
@@ -78,6 +76,7 @@ class _Averaged:
 class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
+    average: Average = Average.macro
     name: ClassVar[str] = "Precision"
 
 
@@ -85,6 +84,7 @@ class Precision(_Averaged):
 class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
+    average: Average = Average.macro
     name: ClassVar[str] = "Recall"
 
 
@@ -92,32 +92,23 @@ class Recall(_Averaged):
 class F1(_Averaged):
     """The harmonic mean of precision and recall."""
 
+    average: Average = Average.macro
     name: ClassVar[str] = "F1Score"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClassAveraged:
-    """Like `_Averaged`, for a score that is defined for one class against the others."""
-
-    average: ClassAverage = ClassAverage.macro
-
-    name: ClassVar[str]
-
-    def build(self, classes: int) -> Score:
-        return _make(self.name, num_classes=classes, average=self.average.value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AUROC(_ClassAveraged):
+class AUROC(_Averaged):
     """The area under the ROC curve of each class against the others."""
 
+    average: ClassAverage = ClassAverage.macro
     name: ClassVar[str] = "AUROC"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragePrecision(_ClassAveraged):
+class AveragePrecision(_Averaged):
     """The area under the curve of precision over recall of each class."""
 
+    average: ClassAverage = ClassAverage.macro
     name: ClassVar[str] = "AveragePrecision"
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +120,8 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
     expected = predictor.logits(stored)
     with storing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         temporary = Path(folder, path.name)
-        with _quiet(), torch.no_grad():
+        # The warnings of the exporters are about their own code.
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
             try:
                 form.write(module, images[:1].repeat(2, 1, 1, 1), predictor.card.metadata(), temporary)
                 exported = form.read(temporary)
@@ -141,8 +141,3 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
         sync(temporary)
         temporary.replace(path)
     return difference
-
-
-def _quiet() -> Any:
-    """Without the warnings of the exporters, which are about their own code."""
-    return warnings.catch_warnings(action="ignore")

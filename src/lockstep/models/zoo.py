@@ -15,6 +15,7 @@ from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
+from lockstep.core.model_mode import model_mode
 from lockstep.core.rules import Options
 from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network
@@ -142,10 +143,8 @@ def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> No
     """Run a model on one blank image, so that a size that it cannot take raises now, not during training."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return  # the model has only shapes
-    training = model.training
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model.eval()(torch.zeros((1, *input_shape)))
-    model.train(training)
+    with model_mode(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
+        model(torch.zeros((1, *input_shape)))
 
 
 def network_options(architecture: str) -> frozenset[str]:

@@ -127,12 +127,11 @@ class OptimizerOption(ABC):
             return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
         decayed = [parameter for parameter in trained if parameter.dim() >= 2]
         undecayed = [parameter for parameter in trained if parameter.dim() < 2]
-        groups_by_decay = [(decayed, self.weight_decay), (undecayed, 0.0)]
-        return [
-            {"params": params, "weight_decay": weight_decay, "scale": 1.0}
-            for params, weight_decay in groups_by_decay
-            if params
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay, "scale": 1.0},
+            {"params": undecayed, "weight_decay": 0.0, "scale": 1.0},
         ]
+        return [group for group in groups if group["params"]]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters.

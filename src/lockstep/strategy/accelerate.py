@@ -8,13 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -74,11 +72,6 @@ class Accelerate(Distributed):
             return built
         prepared: torch.optim.Optimizer = accelerator(world.device).prepare_optimizer(built, device_placement=False)
         return prepared
-
-    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(replica, DistributedDataParallel):
-            return nullcontext()
-        return replica.no_sync()
 
 
 def accelerator(device: torch.device, **ddp: bool) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -164,6 +165,9 @@ class Distributed(Single):
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica, for a job of several ranks."""
         return model
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)

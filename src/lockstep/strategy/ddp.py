@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -107,11 +106,6 @@ class DDP(Distributed):
         if self.comm_hook is CommHook.powersgd:
             notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
         return notes
-
-    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(replica, DistributedDataParallel):
-            return nullcontext()
-        return replica.no_sync()
 
 
 __all__ = ["DDP", "CommHook"]

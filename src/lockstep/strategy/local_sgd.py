@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import duration, ranged
-from lockstep.core.plan import Plan, steps
+from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision, Trained
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, by_dtype, copy_back, flattened
@@ -62,12 +62,7 @@ class LocalSGD(Distributed):
             )
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        until = steps(
-            "strategy.local_from",
-            self.local_from,
-            steps_per_epoch=plan.steps_per_epoch,
-            total_steps=plan.total_steps,
-        )
+        until = plan.in_steps("strategy.local_from", self.local_from)
         return LocalReplica(model, float("inf") if self.local_steps == 1 else until)
 
     def reduce(self, replica: nn.Module, step: int) -> None:

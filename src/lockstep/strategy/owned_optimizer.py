@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,24 +76,14 @@ class OwnedOptimizer(ShardedOptimizer):
     def _received(self, outline: dict[str, Any], rank: int) -> dict[str, Any]:
         entries = {}
         for key, value in outline.items():
-            if isinstance(value, _Shape):
-                tensor = torch.empty(value.size, dtype=value.dtype, device=wire(self.world.device))
+            if isinstance(value, Tensor):
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=wire(self.world.device))
                 dist.recv(tensor, rank)
                 value = tensor.cpu()
             entries[key] = value
         return entries
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The shape and dtype of a tensor that will be received."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _outline(entries: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _Shape(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-        for key, value in entries.items()
-    }
+    """The entries with the shape and dtype of each tensor only: on the meta device."""
+    return {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in entries.items()}

@@ -8,7 +8,7 @@ forward pass and sends the numbers to the next rank. Gradients go back the same 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,46 +24,8 @@ from lockstep.strategy.cutting import Stages, named_tensors
 ACTIVATIONS, GRADIENTS = 0, 1
 
 
-class Neighbours(Protocol):
-    """The exchange of a stage with the previous and the next stage."""
-
-    def send(self, tensor: Tensor, kind: int) -> None: ...
-
-    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor: ...
-
-
-class Link:
-    """Messages between neighbouring ranks. Activations go to the next rank, gradients to the previous rank.
-
-    A send does not wait for its receiver, but the next send of the same kind does. So a rank holds one message of
-    each kind, and there is no deadlock if all ranks take the micro-batches in the same order.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        # NCCL processes the messages of a group in the order of the calls, so one direction would wait for the other;
-        # gloo has tags. `new_group` is collective.
-        own_groups = dist.get_backend() == "nccl"
-        self.groups: list[Any] = [dist.new_group() if own_groups else None for _ in (ACTIVATIONS, GRADIENTS)]
-        self.pending: dict[int, tuple[Any, Tensor]] = {}
-
-    def send(self, tensor: Tensor, kind: int) -> None:
-        if kind in self.pending:
-            self.pending.pop(kind)[0].wait()
-        if tensor.numel():
-            message = tensor.detach().to(wire(self.world.device)).contiguous()
-            target = self.world.rank + (1 if kind == ACTIVATIONS else -1)
-            self.pending[kind] = (dist.isend(message, target, group=self.groups[kind], tag=kind), message)
-
-    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
-        message = torch.empty(shape, dtype=dtype, device=wire(self.world.device))
-        if message.numel():
-            dist.recv(message, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
-        return message.to(self.world.device)
-
-
 class NoNeighbours:
-    """For a stage that is tried alone: it receives zeros, and its messages are dropped."""
+    """The neighbours of a stage that is tried alone: it receives zeros, and its messages are dropped."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,6 +37,37 @@ class NoNeighbours:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
+class Neighbours(NoNeighbours):
+    """Messages between neighbouring ranks. Activations go to the next rank, gradients to the previous rank.
+
+    A send does not wait for its receiver, but the next send of the same kind does. So a rank holds one message of
+    each kind, and there is no deadlock if all ranks take the micro-batches in the same order.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.device)
+        self.world = world
+        # NCCL processes the messages of a group in the order of the calls, so one direction would wait for the other;
+        # gloo has tags. `new_group` is collective.
+        own_groups = dist.get_backend() == "nccl"
+        self.groups: list[Any] = [dist.new_group() if own_groups else None for _ in (ACTIVATIONS, GRADIENTS)]
+        self.pending: dict[int, tuple[Any, Tensor]] = {}
+
+    def send(self, tensor: Tensor, kind: int) -> None:
+        if kind in self.pending:
+            self.pending.pop(kind)[0].wait()
+        if tensor.numel():
+            message = tensor.detach().to(wire(self.device)).contiguous()
+            target = self.world.rank + (1 if kind == ACTIVATIONS else -1)
+            self.pending[kind] = (dist.isend(message, target, group=self.groups[kind], tag=kind), message)
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
+        message = torch.empty(shape, dtype=dtype, device=wire(self.device))
+        if message.numel():
+            dist.recv(message, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
+        return message.to(self.device)
+
+
 class _Receive(torch.autograd.Function):
     """Receives activations from the previous stage; backward sends their gradient there.
 
@@ -82,7 +75,7 @@ class _Receive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, neighbours: Neighbours, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, neighbours: NoNeighbours, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         ctx.neighbours = neighbours
         return neighbours.receive(shape, dtype, ACTIVATIONS)
 
@@ -99,7 +92,7 @@ class _Send(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, activations: Tensor, anchor: Tensor, neighbours: Neighbours, classes: int) -> Tensor:
+    def forward(ctx: Any, activations: Tensor, anchor: Tensor, neighbours: NoNeighbours, classes: int) -> Tensor:
         neighbours.send(activations, ACTIVATIONS)
         ctx.neighbours, ctx.shape, ctx.dtype = neighbours, activations.shape, activations.dtype
         return activations.new_empty((0, classes))
@@ -127,7 +120,7 @@ class Stage:
 
     def __init__(self, model: nn.Module, stages: Stages, world: World) -> None:
         self.stages = stages
-        self.neighbours: Neighbours = NoNeighbours(world.device)
+        self.neighbours = NoNeighbours(world.device)
         self.whole_forward = model.forward
         self.number = world.rank
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
@@ -182,7 +175,7 @@ def become_stage(model: nn.Module, stages: Stages, images: Tensor, world: World)
     stage = Stage(model, stages, world)
     model.forward = stage
     _try_alone(model, images, world)
-    stage.neighbours = Link(world)
+    stage.neighbours = Neighbours(world)
 
 
 def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:

@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.strategy.base import Single, rehearse, share_weights
+from lockstep.strategy.base import Single, copy_back, flattened, rehearse, share_weights
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 
@@ -55,15 +55,13 @@ class TreeReplica(nn.Module):
         ((_, gradients),) = self.subtrees
         self.subtrees = []
         if dist.is_initialized():
-            total = torch.cat([gradient.flatten() for gradient in gradients])
+            total = flattened(gradients)
             distance = 1
             while distance < dist.get_world_size():
                 # Both ranks add the same two numbers, and a + b equals b + a to the bit.
                 total += _exchange(total, dist.get_rank() ^ distance)
                 distance *= 2
-            pieces = total.split([gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            copy_back(total, gradients)
         for parameter, gradient in zip(self._trained(), gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -41,16 +42,13 @@ class Columns:
     """Pads the figures of a column to the width of its widest figure so far."""
 
     def __init__(self) -> None:
-        self.widths: dict[str, int] = {}
+        self.widths: Counter[str] = Counter()
 
     def aligned(self, columns: Sequence[Column]) -> list[Column]:
         """The columns with their figures padded."""
-        for column in filter(lambda column: column.figure, columns):
-            self.widths[column.name] = max(self._width(column), len(column.figure))
-        return [replace(column, figure=column.figure.rjust(self._width(column))) for column in columns]
-
-    def _width(self, column: Column) -> int:
-        return self.widths.get(column.name, 0)
+        for column in columns:
+            self.widths[column.name] = max(self.widths[column.name], len(column.figure))
+        return [replace(column, figure=column.figure.rjust(self.widths[column.name])) for column in columns]
 
 
 def figures(window: Window) -> list[Column]:

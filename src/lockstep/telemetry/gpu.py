@@ -25,7 +25,6 @@ from lockstep.core.world import World
 from lockstep.telemetry.sinks import truncate_after
 
 PERIOD_S = 1.0
-GIGA = 1e9
 
 
 class NoMonitor:
@@ -114,7 +113,7 @@ def sample(handle: Any) -> dict[str, float]:
     """A sample of one GPU: `util` in percent, `mem_gb`, `power_w`, `temp_c`, and the SM clock `sm` in MHz."""
     return {
         "util": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-        "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIGA,
+        "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
         "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "temp_c": float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
         "sm": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),

@@ -37,7 +37,7 @@ class Work:
         """The work in a word, its progress, and the time that is left or has passed."""
         passed = time.monotonic() - self.began
         if self.total is None:
-            return fitting([Column(self.activity, clock(passed), "", ALWAYS)], None)
+            return Column(self.activity, clock(passed), "", ALWAYS).text()
         left = clock(passed / self.done * (self.total - self.done)) if self.done else "?"
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
         return fitting([Column(self.activity, count, "", ALWAYS), Column("left", left, "", ALWAYS)], None)

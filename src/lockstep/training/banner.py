@@ -19,6 +19,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
+from lockstep.data.datasets.sizes import SIZES
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
@@ -26,7 +27,7 @@ from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
-from lockstep.training.usual import SIZES, Usual
+from lockstep.training.usual import Usual
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
@@ -156,8 +157,8 @@ def banner(
         "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
+        "keeps": _keeps(job, network),
     }
-    rows["keeps"] = _keeps(job, network)
     if origin:
         rows["from"] = f"{origin}, step {step:,}"
     for key, value in rows.items():

@@ -65,9 +65,8 @@ def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Pro
         hyperparameters=banner.hyperparameters(job, world),
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
-    latest: dict[str, float] = {}
-    for _, scalars in sinks.read_figures(run_dir.metrics, progress.step):
-        latest.update(scalars)
+    logged = sinks.read_figures(run_dir.metrics, progress.step)
+    latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     return Observers(sinks.Table(run_dir.table, plan, progress.step, latest), *loggers)
 
 

@@ -27,13 +27,8 @@ def keep(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], ru
     """
     try:
         _write(error, trainer, weights, run_dir)
-    except (
-        OSError,
-        RuntimeError,
-        MemoryError,
-        SafetensorError,
-        BrokenImage,
-    ) as failure:  # a full disk is any of these
+    # A full disk raises any of these.
+    except (OSError, RuntimeError, MemoryError, SafetensorError, BrokenImage) as failure:
         log.warn(f"{run_dir.incident} could not be written ({failure}), so nothing is kept of the bad step")
         shutil.rmtree(run_dir.incident, ignore_errors=True)
 

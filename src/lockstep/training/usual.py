@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import Job
-
-AUTO = "auto"
-SIZES = ("decode_size", "input_size", "crop")
+from lockstep.data.datasets.sizes import AUTO, SIZES
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,6 @@ def list_with_share(folder: Path, share: float) -> tuple[Listing, Listing]:
     return train, val
 
 
-@functools.cache
 def class_names(folder: Path) -> tuple[str, ...]:
     """The names of the class folders of a split, sorted; read once per process.
 

@@ -115,8 +115,6 @@ class ImageFile(NamedTuple):
 
         A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
-        if self.orientation == exif.UPRIGHT:
-            return self._stored(share, bottom)
         pixels, eighths = self._stored(share, bottom)
         return exif.upright(pixels, self.orientation), eighths
 

@@ -66,9 +66,11 @@ class HF(FileSource):
         splits = self._load()
         if self.train_split not in splits:
             raise missing_split("train_split", self.train_split, splits, self.path)
-        names = self._labels(splits[self.train_split])
-        classes = self._classes(splits[self.train_split], names)
-        train = self._members(splits[self.train_split], self.train_split, names, classes)
+        table = splits[self.train_split]
+        names = self._labels(table)
+        declared = getattr(table.features[self.label_column], "names", None)
+        classes = tuple(declared or classes_of(names))
+        train = self._members(table, self.train_split, names, classes)
         if self.val_share is not None:
             if self.val_split in splits:
                 raise InputError(
@@ -133,11 +135,6 @@ class HF(FileSource):
             if label is None or isinstance(label, float | list | dict) or label == -1:
                 raise InputError(f"dataset: row {row} of {self.path} has the label {label!r}, expected a class")
         return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
-
-    def _classes(self, table: Any, names: list[str]) -> tuple[str, ...]:
-        """The classes that the table declares, or else those of its labels."""
-        declared = getattr(table.features[self.label_column], "names", None)
-        return tuple(declared) if declared else classes_of(names)
 
     def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Members:
         if (unknown := first_unknown(names, classes)) is not None:

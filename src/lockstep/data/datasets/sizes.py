@@ -9,6 +9,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.trained_input import TrainedInput
 
 AUTO = "auto"
+SIZES = ("decode_size", "input_size", "crop")
 # torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
 # pixels are the model's input.
 USUAL_STORED, USUAL_SEEN = 256, 224
@@ -38,7 +39,7 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
 
     `trained` describes the images of the weights that the model starts from: its sizes replace the usual ones.
     """
-    names = {field.name for field in fields(source)} & {"decode_size", "input_size", "crop"}
+    names = {field.name for field in fields(source)} & set(SIZES)
     values = {name: getattr(source, name) for name in names}
     if trained is not None:
         if values.get("input_size") == AUTO:

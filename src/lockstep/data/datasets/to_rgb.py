@@ -39,11 +39,7 @@ def _grey(image: Any) -> NDArray[np.uint8]:
     if image.mode == "F":
         grey = _float_to_grey(values)
     else:
-        if (
-            values.dtype == np.int32
-            and tags.get(BITS) == (32,)
-            and tags.get(SAMPLE_FORMAT, (UNSIGNED,)) == (UNSIGNED,)
-        ):
+        if values.dtype == np.int32 and tags.get(BITS) == (32,) and not _is_signed(tags):
             values = values.view(np.uint32)  # Pillow's widest mode is signed
         grey = (values.clip(0) >> max(0, _bits(values, tags) - 8)).clip(max=255).astype(np.uint8)
     return 255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey

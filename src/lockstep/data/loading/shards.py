@@ -63,14 +63,11 @@ class Shard:
         """The first `examples` of the piece's own examples; for all of them, the piece itself."""
         if examples == len(self.labels):
             return self
-        rows = slice(examples)
-        return replace(
-            self,
-            images=self.images[rows],
-            known_labels=self.known_labels[rows],
-            indices=self.indices[rows],
-            mix_partner=False,
-        )
+        return self._with_rows(slice(examples), mix_partner=False)
+
+    def _with_rows(self, rows: slice, *, mix_partner: bool) -> Shard:
+        images, labels, indices = self.images[rows], self.known_labels[rows], self.indices[rows]
+        return replace(self, images=images, known_labels=labels, indices=indices, mix_partner=mix_partner)
 
     def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
         """Cut the shard into `parts` pieces, which may be empty. Yields each piece, and whether it is the last one.
@@ -84,15 +81,7 @@ class Shard:
             piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
             start, stop = piece._span.start - self._span.start, piece._span.stop - self._span.start
             mix_partner = self.mix_partner and start < stop
-            rows = slice(start, stop + mix_partner)
-            piece = replace(
-                piece,
-                images=self.images[rows],
-                known_labels=self.known_labels[rows],
-                indices=self.indices[rows],
-                mix_partner=mix_partner,
-            )
-            yield piece, part == parts - 1
+            yield piece._with_rows(slice(start, stop + mix_partner), mix_partner=mix_partner), part == parts - 1
 
 
 @dataclass(frozen=True)
