@@ -1,4 +1,4 @@
-"""The losses (`loss=`): what training minimises, example by example.
+"""The losses (`loss=`) that training minimises.
 
 A loss gives one number for each example. The step adds these numbers and divides by the number of examples in the
 global batch, so the weight of an example never depends on its shard or its micro-batch. For the same reason class

@@ -162,7 +162,7 @@ class Matthews:
 
 
 class NoScores:
-    """The metrics of an evaluation that has none."""
+    """The scores of an evaluation without metrics."""
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Take a block of this rank: logits (b, classes) and labels, int64 (b,). Collective.

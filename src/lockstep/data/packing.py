@@ -139,7 +139,7 @@ class _HashedFile:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, locked while it is filled. Removes those of packs that were killed."""
+    """A temporary folder beside `target`, locked while it is filled. First removes the folders of killed packs."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with _locked(leftover) as acquired:
             if acquired:

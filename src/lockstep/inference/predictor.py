@@ -57,7 +57,7 @@ class Predictor:
         card: the model card in its weights.
         model: the module, in evaluation mode: normalised images (B, C, h, w) to logits (B, classes).
         precision: the number format that it was evaluated in.
-        pipeline: from stored uint8 images (B, C, H, W) to what the model takes.
+        pipeline: from stored uint8 images (B, C, H, W) to the input of the model.
     """
 
     card: ModelCard

@@ -57,10 +57,10 @@ class Site:
     """A place in a model that draws random numbers once per forward pass.
 
     Fields:
-        number: of the draw, from 0, in the order of the forward pass.
+        number: the number of the draw, from 0, in the order of the forward pass.
         batch_dim: the batch dimension of the numbers, in which each example has one or more consecutive rows; None
             for numbers that the whole global batch shares.
-        keys: of the model.
+        keys: the keys of the model's current forward pass.
     """
 
     number: int

@@ -20,8 +20,8 @@ class Column:
     """A figure with its name in front and its unit behind.
 
     Fields:
-        priority: columns with a low one are left out first where the terminal is narrow.
-        style: of the figure and its unit.
+        priority: on a narrow terminal, columns with a low priority are left out first.
+        style: the style of the figure and its unit.
     """
 
     name: str

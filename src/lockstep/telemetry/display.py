@@ -15,7 +15,7 @@ from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, ba
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
-SILENCE_S = 30.0  # the longest time without a line, where there is no terminal
+SILENCE_S = 30.0  # the longest time without a line, if the output is no terminal
 BEST = "green"
 
 
@@ -73,7 +73,7 @@ class Screen(Display):
         log.warn(sentence)
 
     def _line(self, step: int, columns: list[Column]) -> None:
-        """Show a line; the log has all of its columns, a terminal those that fit."""
+        """Show a line. The log gets all columns, a terminal only the columns that fit."""
         self.shown_at = time.monotonic()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         position = [
@@ -84,7 +84,7 @@ class Screen(Display):
         log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:
-        """The columns of the terminal; None where there is none."""
+        """The width of the terminal in characters; None if the output is no terminal."""
         return None
 
     def _left(self, step: int) -> str:

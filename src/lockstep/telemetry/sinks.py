@@ -90,7 +90,7 @@ class JsonLines(_TextSink):
     """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; values that are not finite are null.
 
     Args:
-        path: of the file.
+        path: the file.
         after: the step that the run resumes from.
         logged: the last step that the run logged before; warns if the file ends before it.
     """
@@ -133,7 +133,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
     Lines that cannot be read are left out too, with a warning.
 
     Args:
-        path: of the file.
+        path: the file.
         after: the step that the run resumes from.
         step: returns the step of a line; raises ValueError or RecursionError if it has none.
         header: the first line.
@@ -199,8 +199,8 @@ class Table(_TextSink):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
     Args:
-        path: of the file.
-        plan: of the run.
+        path: the file.
+        plan: the plan of the run.
         after: the step that the run resumes from.
         latest: the last figures before that step, by tag.
     """
@@ -226,9 +226,9 @@ class TensorBoard(Observer):
     """Writes an event file, a new one after each resume. An error, such as a full disk, is one warning.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         after: the step that the run resumes from.
-        facts: the hyper-parameters. Those of a resume replace the earlier ones.
+        facts: the hyper-parameters. On a resume they replace the earlier ones.
         layout: the charts of each category of the page of custom scalars.
     """
 

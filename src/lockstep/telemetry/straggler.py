@@ -67,7 +67,7 @@ class Stragglers:
         """A sentence that names a slow rank, or "".
 
         Args:
-            times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and those that the rank was busy.
+            times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and the busy seconds in it.
         """
         whole, busy = times.unbind(2)
         slowest = int(busy.quantile(0.5, dim=1).argmax())

@@ -42,9 +42,9 @@ class Window:
 
 
 class RankWindowState(TypedDict):
-    """What a rank has counted since the last log point.
+    """The counts of a rank since the last log point.
 
-    For each micro-batch: its summed loss, its step and its number of examples; for all together: the hits.
+    For each micro-batch: its summed loss, its step and its number of examples. For all micro-batches: the hits.
     """
 
     losses: list[float]
@@ -66,7 +66,7 @@ class EpochState(TypedDict):
 
 
 class WindowState(TypedDict):
-    """The step of the last log point (`flushed`), what each rank has counted since (`trails`), and the epoch."""
+    """The step of the last log point (`flushed`), the counts of each rank since then (`trails`), and the epoch."""
 
     flushed: int
     trails: list[RankWindowState]

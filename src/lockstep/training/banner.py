@@ -101,7 +101,7 @@ def _other_interpolation(job: Job) -> str:
 
 
 def _keeps(job: Job, network: Network) -> str:
-    """What the run will keep on the disk, estimated from the parameters and the optimizer."""
+    """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
     weights = sum(tensor.nbytes for tensor in network.model.state_dict().values())
     saved = weights * (1 if network.ema is None else 2)
     state = state_bytes(job.optimizer, network.model)

@@ -18,7 +18,7 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.head import head_layers, within
 from lockstep.core.plan import Plan
 
-BACKBONE = "backbone"  # all layers but the head, where no layer has that name
+BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30
 
 

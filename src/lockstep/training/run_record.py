@@ -28,7 +28,7 @@ class NoRecord:
     """The record of a rank other than main: it does nothing."""
 
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
-        """Show what is about to run, where its weights come from, and where the promise of equal runs ends."""
+        """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
 
     def begin(self, job: Job, progress: Progress) -> None:
         """Write the config and the environment of the run, and mark it as begun."""
@@ -76,7 +76,7 @@ class RunRecord(NoRecord):
             return {}
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
-        """Where the promise of equal runs ends for this job, and what makes it slow here."""
+        """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
         notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():

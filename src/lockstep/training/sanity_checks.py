@@ -27,7 +27,7 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
     Weights that are cut over the ranks exist only once, so there is nothing to compare.
 
     Raises:
-        LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
+        LockstepError: a rank's weights differ from the majority's, or from main's if there is no majority.
     """
     if world.size == 1 or has_shards(model):
         return

@@ -67,7 +67,7 @@ def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 
 def _of_tiff_header(block: bytes) -> int | None:
-    """The orientation in the first directory of an EXIF block; None if it has none, or is damaged."""
+    """The orientation in the first directory of an EXIF block; None if it is missing or damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(block[:4])
     if order is None:
         return None

@@ -45,7 +45,7 @@ class FileSource(Source):
         decode_size: side in pixels of a stored image.
         input_size: side of the model's input in pixels; null is `decode_size`.
         crop: the central share of a stored image's side that is evaluated.
-        crop_from: where an augmentation cuts its boxes from in training.
+        crop_from: the image from which an augmentation cuts its boxes in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
     """
 

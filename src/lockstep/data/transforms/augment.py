@@ -26,7 +26,7 @@ TRIES, FIRST_TRY = 10, 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class NoAugment:
-    """Images as they are."""
+    """No augmentation."""
 
     def __str__(self) -> str:
         return "none"
