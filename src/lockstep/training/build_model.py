@@ -88,9 +88,8 @@ def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
     reset_names = checkpoint.load_start(model, path)
     if not reset_names:
         return []
-    return [
-        f"init_from: the head of {path} does not fit {classes:,} classes: {', '.join(reset_names)} start from random weights"
-    ]
+    names = ", ".join(reset_names)
+    return [f"init_from: the head of {path} does not fit {classes:,} classes: {names} start from random weights"]
 
 
 def interrupts_compiling(job: Job, world: World) -> bool:
