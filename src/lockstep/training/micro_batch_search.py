@@ -66,9 +66,7 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
     Raises:
         InputError: a single example does not fit.
     """
-    fits = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    fits[world.rank] = micro_batches_that_fit(job, world, held_gb=held_gb) or 0
-    needed = world.sum(fits).tolist()
+    needed = world.gather(micro_batches_that_fit(job, world, held_gb=held_gb) or 0)
     if 0 in needed:
         raise InputError(
             f"model={type(job.model).__name__} does not fit into the memory of rank {needed.index(0)} with a single "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -81,22 +81,23 @@ class CSV(FileSource):
         if (unknown := first_unknown((row.label for row in val), classes)) is not None:
             row = val[unknown]
             raise self._wrong(row.line, f"has the label {row.label!r}, which no training example has")
-        return self._listing(train, classes, notes), self._listing(val, classes)
+        return self._listing(_by_class(train, classes), classes, notes), self._listing(
+            _by_class(val, classes), classes
+        )
 
     def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
         assert self.val_share is not None
-        builders = [ListingBuilder(self.folder, classes, in_class_folders=False) for _ in range(2)]
-        for label, names in enumerate(_by_class(rows, classes)):
-            for builder, part in zip(builders, hold_out(names, self.val_share), strict=True):
-                builder.add(label, part)
-        train, val = (builder.listing() for builder in builders)
+        parts = [hold_out(names, self.val_share) for names in _by_class(rows, classes)]
+        train, val = (self._listing(names, classes) for names in zip(*parts, strict=True))
         if not val.files:
             raise InputError(f"dataset.val_share is {self.val_share:g}, but every class of {self.path} has one image")
         return train, val
 
-    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+    def _listing(
+        self, names_by_class: Iterable[list[str]], classes: tuple[str, ...], notes: tuple[str, ...] = ()
+    ) -> Listing:
         builder = ListingBuilder(self.folder, classes, in_class_folders=False)
-        for label, names in enumerate(_by_class(rows, classes)):
+        for label, names in enumerate(names_by_class):
             builder.add(label, names)
         return builder.listing(notes)
 

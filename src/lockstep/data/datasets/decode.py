@@ -73,11 +73,7 @@ class ImageFile(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> ImageFile:
-        """Like `read`, for the content of a file.
-
-        Raises:
-            ValueError: its format is not supported, or its header declares too many pixels.
-        """
+        """Like `read`, for the content of a file."""
         file = _turbo_header(data) or _pillow_header(data)
         _check_size(file, file.height * file.width)
         return file
