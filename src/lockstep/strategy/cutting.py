@@ -213,7 +213,7 @@ def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
 
 
 def _balance(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
-    """The cuts that make the sizes of the stages most equal; `sizes` are the parameters at each position."""
+    """The cuts that make the stages most equal. `sizes` has the number of parameters at each position."""
     # Of several places without parameters between them, take the one that sends least, and of these the outermost.
     starts_by_size: dict[int, list[int]] = defaultdict(list)
     for start, place in enumerate(places, 1):

@@ -151,7 +151,10 @@ def monitor(*, enabled: bool, gpus: list[str], path: Path, observer: Observer, s
 
 
 def _step_zero(line: str) -> int:
-    """0 for every line of GPU figures, so that a resume keeps it; raises ValueError for any other line."""
+    """0 for every line of GPU figures, so that a resume keeps it: `gpu.jsonl` goes by time, not by steps.
+
+    Raises ValueError for any other line.
+    """
     match parsed_json(line):
         case {"time": _, "step": _, "local_rank": _, "uuid": _}:
             return 0

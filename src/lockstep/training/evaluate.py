@@ -60,7 +60,7 @@ def evaluate(
         scores.update(logits, labels)
         between(done, rounds)
     for idle in range(done, rounds):
-        if has_shards(model):  # the forward pass gathers the shards, and needs every rank
+        if has_shards(model):  # the forward pass gathers the parameters, which needs every rank
             logits_of(model, loader.eval_image(), pipeline=pipeline, precision=precision, views=views)
         scores.update_without()
         between(idle + 1, rounds)

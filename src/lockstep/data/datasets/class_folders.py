@@ -1,6 +1,6 @@
 """Lists the image files of a split with one folder per class, which may contain folders to any depth.
 
-Files without the suffix of an image are left out; a note gives their number.
+Hidden files, and files without the suffix of an image, are left out; a note gives their number.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Listing:
         return int(self._ends[index - 1]) if index else 0
 
     def fingerprint(self) -> dict[str, str]:
-        """The number of files of each class and a hash of their names. It does not depend on the folder's path."""
+        """For each class with files: their number and a hash of their names. Does not depend on the folder's path."""
         firsts = np.searchsorted(self._labels, np.arange(len(self.classes) + 1)).tolist()
         by_class = {}
         for name, first, last in zip(self.classes, firsts, firsts[1:], strict=False):

@@ -122,7 +122,7 @@ class MNIST(Published):
     @property
     def remedy(self) -> str:
         files = ", ".join(f"{split}-{part}-ubyte.gz" for split in ("train", "t10k") for part in self.parts)
-        return f"put {files} (packed or not) into {self.places[0]}"
+        return f"put {files} (compressed or not) into {self.places[0]}"
 
 
 @dataclass(frozen=True, kw_only=True)
