@@ -64,7 +64,6 @@ class OptimizerOption(ABC):
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
-    """Which part of the model the update of one number depends on."""
 
     @property
     def usual(self) -> UsualRate:

@@ -14,7 +14,6 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
-from lockstep.losses import SummedLoss
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
@@ -80,13 +79,12 @@ def build_parts(job: Job) -> Parts:
     job.precision.configure()
     job, data = build_data(job, world)
     network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
-    loss: SummedLoss = build_loss(job, data, world)
     return Parts(
         job=job,
         plan=data.plan,
         model=network.model,
         optimizer=network.optimizer,
-        criterion=loss.loss,
+        criterion=build_loss(job, data, world).loss,
         freezing=network.freezing,
         begin_forward=network.begin_forward,
         loader=build_loader(job, data, world),
