@@ -1,12 +1,12 @@
-"""What checkpoints cost: a save, a load, and a resume, on resnet50d with AdamW (307 MB) and its real command.
+"""What checkpoints cost: a save, a load, and a resume, for resnet50d with AdamW (307 MB) and its real command.
 
     python benchmarks/checkpoint.py --json checkpoint.json
 
-Save: how long training stands still, and how long until all of it is on the disk (for Lockstep hashed, too), against
-torch.save and safetensors with fsync in line, and torch.distributed.checkpoint's async_save, which does not fsync.
-Load: from a file to model and optimizer, against torch.load and load_state_dict; Lockstep's also checks the sha256 of
-every file. Resume: from the start of the command to its first new step, behind a kill and from nothing. Figures are
-medians; CPU, one thread; files are read from the system's memory.
+Save: how long training stands still, and how long until everything is on the disk (for Lockstep also hashed).
+Compared with torch.save and safetensors with fsync, and with torch.distributed.checkpoint's async_save, which does
+not fsync. Load: from a file to model and optimizer, compared with torch.load and load_state_dict; Lockstep also
+checks the sha256 of every file. Resume: from the start of the command to its first new step, after a kill and from
+nothing. Figures are medians; CPU, one thread; files are read from the page cache.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""The CIFAR-10 speed record as a plain loop of PyTorch: what Lockstep's recipe of it is measured against.
+"""The CIFAR-10 speed record as a plain PyTorch loop, with which Lockstep's recipe is compared.
 
 The facts are those of airbench94_muon.py by Keller Jordan (github.com/KellerJordan/cifar10-airbench; the method in
-arXiv 2404.00498), which reaches 94.01 % in 2.59 s on an A100: network and its initial weights, augmentation, rates,
-types, order of operations, what is compiled, and what the clock runs over. The code is our own. It differs in this:
+arXiv 2404.00498), which reaches 94.01 % in 2.59 s on an A100: the network and its initial weights, augmentation,
+learning rates, types, order of operations, what is compiled, and what the clock includes. The code is our own. It
+differs in this:
 
-- The crops of an epoch are one gather instead of 25 masked copies: the host never waits for the device.
-- The record also evaluates each epoch, with its clock stopped. Here the clock runs once, and there is one evaluation.
-- On a CPU all is float32, where half precision is slow or missing.
+- The crops of an epoch are one gather instead of 25 masked copies, so the host never waits for the device.
+- The record also evaluates after each epoch, with its clock stopped. Here there is one evaluation, and the clock
+  never stops.
+- On a CPU everything is float32, because half precision is slow or missing.
 """
 
 from __future__ import annotations

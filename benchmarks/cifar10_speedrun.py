@@ -1,19 +1,20 @@
-"""The CIFAR-10 speed recipe against a plain loop of the record that it is after: accuracy and seconds, same bytes.
+"""The CIFAR-10 speed recipe against a plain loop of the record that it reproduces: accuracy and seconds, same bytes.
 
     python benchmarks/cifar10_speedrun.py --json cifar10_speedrun.json                   # the data set in data/
     python benchmarks/cifar10_speedrun.py --folder cifar10_jpeg --val-folder test        # images in class folders
-    python benchmarks/cifar10_speedrun.py --device cpu --epochs 1 --seeds 0 1            # a smaller question
-    python benchmarks/cifar10_speedrun.py --device cpu --fake 400 --batch 100 --epochs 1 # that it runs
+    python benchmarks/cifar10_speedrun.py --device cpu --epochs 1 --seeds 0 1            # a smaller comparison
+    python benchmarks/cifar10_speedrun.py --device cpu --fake 400 --batch 100 --epochs 1 # shows that it works
 
 The reference, `cifar10_reference.py`, is airbench94_muon (Jordan 2024, arXiv 2404.00498) in PyTorch alone. It shares
 the decoded images with Lockstep and nothing else. Both train with each seed, in turns, so that the spread over seeds
-is known. For both the clock runs over what the record's runs over: the whitening, the augmentation, all steps, and
-the one evaluation with six views. The device is waited for where it starts and stops. What is outside: decoding, and
-all that is made before training. On a GPU, and wherever something is compiled, both first train once without being
-counted; what is compiled while a clock runs all the same is shown. Lockstep runs as `train.py` does, with its
-telemetry; its checkpoint is written behind the clock.
+is known. For both, the clock includes what the record's clock includes: the whitening, the augmentation, all steps,
+and one evaluation with six views. The device is synchronised when the clock starts and stops. The clock does not
+include decoding, and everything that is made before training. On a GPU, and whenever something is compiled, both
+first train once without being timed; the table shows what is still compiled while a clock runs. Lockstep runs as
+`train.py` does, with its telemetry; its checkpoint is written after the clock has stopped.
 
-On a GPU both are compiled, the reference as the record is. On a CPU nothing is, and both train in float32.
+On a GPU both are compiled, the reference in the same way as the record. On a CPU nothing is compiled, and both train
+in float32.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What a step's arithmetic costs besides the network's own: memory, compilation, averaged weights.
+"""What a step's arithmetic costs besides the network itself: memory, compilation, averaged weights.
 
     python benchmarks/compute.py --json compute.json
 
-Memory: a training step of the speed recipe's network on the CPU, in processes of their own, with the C library as it
-comes and with freed memory kept, as a run has it. In seconds of processor time, the kernel's part apart, because what
-else runs on the machine changes the wall clock more. Averaged weights: one update of those of a resnet50d, by torch's
-`AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of the real command on
-random images, with and without `model.compile`. Compiling: the seconds that the real command says it took,
-for a small job and each of its shapes of batches, with an empty cache and with that of the command before.
+Memory: a training step of the speed recipe's network on the CPU, with the C library's default settings and with
+freed memory kept, as in a run; each in its own process. Figures are seconds of processor time, with the kernel's
+part on its own, because other work on the machine changes the elapsed time more. Averaged weights: one update for a
+resnet50d, by torch's `AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of
+the real command on random images, with and without `model.compile`. Compiling: the seconds that the real command
+reports for it, for a small job and each of its shapes of batches, with an empty cache and with the cache of the
+command before.
 """
 
 from __future__ import annotations

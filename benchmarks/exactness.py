@@ -2,13 +2,12 @@
 
     python benchmarks/exactness.py --json exactness.json
 
-Augmentation: random numbers that are derived from each sample's key, against the same arithmetic on numbers of a
-plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
-against torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the
-examples, against torch's own. Strict: the real command on one and two ranks. Besides training:
-the consensus and the watchdog's sign of life of each step, and the comparison of the replicas at each
-log point, on two ranks. Figures are medians; CPU, one thread per rank. What a save costs is
-`benchmarks/checkpoint.py`.
+Augmentation: random numbers from each sample's key, compared with the same arithmetic on numbers of a plain
+generator, and with torchvision's transforms called sample by sample. Order: a rank's shards of an epoch, compared
+with torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the examples, compared with torch's
+dropout. Strict: the real command on one and two ranks. Besides training: the agreement on stops and the watchdog's
+sign of life at each step, and the comparison of the replicas at each log point, on two ranks. Figures are medians;
+CPU, one thread per rank. `benchmarks/checkpoint.py` measures what a save costs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How many lines the five things take that people write first: as options of Lockstep, and for Lightning.
+"""How many lines the five most usual extensions take: as options of Lockstep, and for Lightning.
 
     python benchmarks/extending_lines.py          counts
     python benchmarks/extending_lines.py --run    also trains with Lightning's parts, to show that they work
 
-Ours are the blocks of docs/extending.md, which a test runs. Lightning's are below, as its documentation shows them,
-with what the same asks for: chosen and given its values on the command line. Lines of code are counted, not blank
-lines, comments, docstrings and imports.
+Lockstep's code is in the blocks of docs/extending.md, which a test runs. Lightning's code is below, as in its
+documentation, with the code that makes it and its values selectable on the command line. Blank lines, comments,
+docstrings and imports are not counted.
 """
 
 from __future__ import annotations

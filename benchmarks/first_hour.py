@@ -1,19 +1,19 @@
-"""The first hour: what is typed, and how long it takes, from a folder of photos to a model in use.
+"""The first hour: what has to be typed, and how long it takes, from a folder of photos to a model in use.
 
     python benchmarks/first_hour.py --photos PHOTOS --timm SCRIPTS
     python benchmarks/first_hour.py --photos PHOTOS
 
 PHOTOS has `train/CLASS/*` and `val/CLASS/*`. SCRIPTS is a folder with timm's train.py, validate.py, inference.py and
-onnx_export.py. They are no part of its package; they are in the top folder of its repository,
-https://github.com/huggingface/pytorch-image-models. Without SCRIPTS that way is left out.
+onnx_export.py. They are not in its package, but in the top folder of its repository,
+https://github.com/huggingface/pytorch-image-models. Without SCRIPTS only Lockstep is measured.
 
-Both ways train the same network of timm from random weights, on the same photos at the same size, with the same
-optimizer, schedule (but for a warm-up of 5 %), crops, batch, epochs and seeds; they evaluate it, say what is on each
-photo of `val`, and export it to ONNX. The ways are gone in turns, once for each seed. Seconds are medians, of whole
-commands with their start.
+Both train the same network of timm from random weights, on the same photos at the same size, with the same
+optimizer, schedule (except for Lockstep's warm-up of 5 %), crops, batch, epochs and seeds. Both evaluate it, predict
+each photo of `val`, and export it to ONNX. They take turns, once for each seed. Seconds are medians of whole
+commands, with their start.
 
-The characters are those of a line that does the job at all; a path counts as one. What is typed besides so that both
-ways train alike is not counted. timm's scripts have no page.
+The characters are those of the shortest line that does the job; a path counts as one. Options that only make both
+train alike are not counted. timm's scripts have no demo page.
 """
 
 from __future__ import annotations

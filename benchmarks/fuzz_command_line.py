@@ -1,12 +1,13 @@
-"""Command lines that nobody would type: whatever is asked for, train.py starts or says in a sentence why not.
+"""Unusual command lines: for each, train.py starts, or says in one sentence why not.
 
     python benchmarks/fuzz_command_line.py
     python benchmarks/fuzz_command_line.py --overrides 500 --seed 3
 
-Each case is the whole route of `python train.py OVERRIDES`, in a process that stays, up to where the ranks would be
-launched. It has to end with 0 or 2, without a traceback, and leave nothing where it was refused. Keys come from the
-schema and from every option of every group; values are numbers at and beyond the ends of every range, other types,
-texts, paths and nestings. The cases run in a child that is watched: one that crashes it or hangs is found.
+Each case goes the whole way of `python train.py OVERRIDES`, up to the launch of the ranks, in one process for many
+cases. It must end with 0 or 2, without a traceback, and a refused command must leave no files. Keys come from the
+schema and from every option of every group. Values are numbers at and beyond the ends of every range, other types,
+texts, paths and nested values. The cases run in a child process under observation, so that a crash or a hang is
+detected.
 """
 
 from __future__ import annotations

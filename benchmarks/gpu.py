@@ -2,14 +2,14 @@
 
     python benchmarks/gpu.py --json gpu.json                                                # resnet50d at 224 and 336
     python benchmarks/gpu.py --folder imagenet_small                                        # also real images
-    python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1      # it runs
+    python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1   # it works
 
-For each size, precision, memory order and with or without `torch.compile`: the raw loop trains timm's model on one
-batch that lies on the device, with fused SGD and nothing else; Lockstep runs as `train.py` does, on random images
-that are resident on the device, gathered, normalised, counted and logged. Both wait for the device every `--interval`
-steps; the figure is the median over these windows without the first two. The two take turns, and what does not fit
-into memory is left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are streamed, augmented
-as for ImageNet, next to the same on random ones.
+The benchmark covers each size, precision and memory order, with and without `torch.compile`. The raw loop trains
+timm's model on one batch on the device, with fused SGD and nothing else. Lockstep runs as `train.py` does, on random
+images that are resident on the device, and gathers, normalises, counts and logs. Both wait for the device every
+`--interval` steps; the figure is the median over these windows without the first two. The two take turns, and cases
+that do not fit into memory are left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are
+streamed and augmented as for ImageNet, and compared with random ones.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""The proof in ten minutes: what Lockstep promises, tried on this machine's GPU by one command.
+"""Tests Lockstep's promises on this machine's GPU, with one command, in ten minutes.
 
     python benchmarks/gpu_check.py --json gpu_check.json            # all steps
     python benchmarks/gpu_check.py --only strict,resume             # some of them
-    python benchmarks/gpu_check.py --device cpu                     # what can be tried without a GPU, in small
+    python benchmarks/gpu_check.py --device cpu                     # the steps that need no GPU, with small jobs
 
-Made for a machine with one card, torch 2.11 or newer and no network. On another machine, with a network, fetch the
-wheels that it lacks; the versions are those of pyproject.toml. 3.12 stands for its Python:
+It is made for a machine with one card, torch 2.11 or newer and no network. On another machine, with a network, fetch
+the wheels that are missing there; the versions are those of pyproject.toml. 3.12 stands for the machine's Python:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
         --platform manylinux_2_17_x86_64 --dest wheels "hydra-core<1.4" "omegaconf<2.4" "simplejpeg<2"
     pip wheel --no-deps --wheel-dir wheels antlr4-python3-runtime==4.9.3
 
-and in the same way, where they are missing, "timm<1.1" "tensorboard<2.22" "nvidia-ml-py<14" "scikit-learn<1.10"
+Do the same for these, if they are missing: "timm<1.1" "tensorboard<2.22" "nvidia-ml-py<14" "scikit-learn<1.10"
 "safetensors<0.9" "rich<16" "filelock<5". Then, on the machine with the card and in the checkout:
 
     python -m pip install --no-index --no-deps --target packages wheels/*.whl
     PYTHONPATH=$PWD/packages:$PWD/src python benchmarks/gpu_check.py --json gpu_check.json
 
-Each step is a process of its own with a limit of time, so that a hang or a crash of one leaves the others alone. The
-verdict is `passed`, `FAILED`, `left out` (it needs what is not here) or `figures` (it measures and judges nothing).
-The exit code is 1 if a step failed.
+Each step is a process with a time limit, so that a hang or a crash of one does not affect the others. The verdict is
+`passed`, `FAILED`, `left out` (something that the step needs is missing) or `figures` (the step only measures). The
+exit code is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ STEPS = {
     "stages": Step("a pipeline of two stages on one device over gloo", 240, gpu_steps.stages),
     "ranks": Step("two ranks on one device over gloo", 240, gpu_steps.ranks),
     "resume": Step("resumes to the bit", 300, gpu_steps.resume),
+    "graph": Step("train.cuda_graph next to launched steps", 120, gpu_steps.graph, "a CPU has no CUDA graphs"),
     "memory": Step("out of memory", 120, gpu_steps.out_of_memory, "it is a GPU whose memory is limited"),
     "stop": Step("SIGTERM and resume", 150, gpu_steps.stop),
     "nvml": Step("NVML next to nvidia-smi", 60, gpu_steps.nvml, "there is no GPU to watch"),

@@ -1,4 +1,4 @@
-"""What the steps of `gpu_check.py` share: how they say what they found, and how a job is trained and read."""
+"""Shared by the steps of `gpu_check.py`: how they report results, train a job and read its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that measure: each returns rows of figures, and judges only what can be wrong."""
+"""The steps of `gpu_check.py` that measure. Each returns rows of figures, and fails only if a result is wrong."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def host(place: Place) -> Rows:
     narrow = () if place.cuda else ("precision=fp32",)  # a CPU may have no instructions for bfloat16
     jobs: dict[str, tuple[str, ...]] = {
         "default": (),
+        **({"default, train.cuda_graph=true": ("train.cuda_graph=true", "batch=103")} if place.cuda else {}),
         "cifar10_speedrun": (
             *speed,
             f"batch={batch}",

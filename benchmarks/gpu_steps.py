@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that pass or fail. Each is given a `Place` and returns what it found."""
+"""The steps of `gpu_check.py` that pass or fail. Each takes a `Place` and returns its result as a text."""
 
 from __future__ import annotations
 
@@ -241,6 +241,32 @@ def resume(place: Place) -> str:
         expect(difference < 1e-9, f"{name}: a weight is {difference:.1e} off in float64, expected 1e-9")
     graphs = "" if place.cuda else "; CUDA graphs need a GPU"
     return f"to the bit: {', '.join(ways)}; from one layout to the other: {difference:.1e} in float64{graphs}"
+
+
+def graph(place: Place) -> str:
+    """Steps that are replayed from a CUDA graph are the steps that are launched; a resume has the bits of the run."""
+    # Two full batches and a short one in an epoch, and a rate that changes at each step.
+    job = (
+        *("dataset=fake", "dataset.size=16", "dataset.classes=10", "dataset.examples=300", "batch=128", "steps=7"),
+        *("train.micro_batches=2", "train.ema=0.9", "train.eval_every=100%", "precision=fp64"),
+    )
+    replayed = ("train.cuda_graph=true",)
+    differences = {}
+    for optimizer in ("adamw", "sgd", "muon"):
+        words = (*job, f"optimizer={optimizer}")
+        expected = trained(place, f"{optimizer}, launched", *words)
+        recorded = trained(place, f"{optimizer}, replayed", *words, *replayed)
+        # A graph reads its rates from float32 tensors.
+        differences[optimizer] = difference = largest_loss_difference(recorded, expected)
+        expect(difference < 1e-4, f"{optimizer}: a loss of replayed steps is {difference:.1e} off, expected 1e-4")
+    # The matrix products of a linear layer add in one order only.
+    linear = (*job, "model=linear", "optimizer=sgd", "schedule=constant", *replayed)
+    whole = trained(place, "whole", *linear)
+    for steps in (4, 7):
+        resumed = trained(place, "resumed", *linear, f"steps={steps}")
+    expect_same_bits(resumed, whole, "a resume under CUDA graphs")
+    shown = ", ".join(f"{difference:.1e} ({optimizer})" for optimizer, difference in differences.items())
+    return f"losses of replayed and launched steps differ by {shown}; a resume has the bits of the run"
 
 
 def out_of_memory(place: Place) -> str:

@@ -1,14 +1,14 @@
-"""Images per second from files and arrays to what a model takes: this project, torchvision's loaders, timm's.
+"""Images per second from files and arrays to the input of a model: Lockstep, torchvision's loaders, timm's.
 
     python benchmarks/input.py --json input.json
 
-JPEG files of 32x32 and of 500x375 pixels, made here unless folders of class folders are named (`--small`, `--large`).
-Small ones are padded, cropped and mirrored; of large ones the box of a random resized crop is resized to 224 and
-mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor,
-Normalize, a DataLoader). Arrays of 32x32 are resized to 336. All ends as normalised float32 on the CPU. One thread
-computes; workers are processes in a DataLoader and threads here. The files are in the page cache. "Of a core" is by
-the seconds that the process computes, all else by the clock on the wall. Below: the decoders alone, and what two
-threads read against two processes, and against the decoder of a GPU where there is one.
+The benchmark makes JPEG files of 32x32 and of 500x375 pixels, unless `--small` and `--large` name folders of class
+folders. Small images are padded, cropped and mirrored. For large images the box of a random resized crop is resized
+to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
+ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
+the CPU. One thread computes; workers are processes in a DataLoader and threads in Lockstep. The files are in the
+page cache. Figures "of a core" count the processor time of the process, all others the elapsed time. The last tables
+have the decoders alone, and two threads against two processes and, if there is a GPU, against its decoder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: taking turns, medians, tables and their JSON."""
+"""Shared by the benchmarks: turns, medians, tables and their JSON."""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --ranks 2 --width 512
 
-Each strategy takes two steps of AdamW on a batch of blank images, in a gang of ranks of its own. *Counted* are the
-bytes of this rank's parameters, gradients and optimizer state behind the second backward pass, when all three are
-there. *Peak* is the most that the operating system has seen resident (`ru_maxrss`), less what was resident before the
-model: it has the activations, the buffers of the collectives and the copy of the whole model from which it is cut.
-Both are the most of any rank.
+Each strategy takes two steps of AdamW on a batch of blank images, in new processes. *Counted* are the bytes of a
+rank's parameters, gradients and optimizer state after the second backward pass, when all three exist. *Peak* is the
+largest resident memory that the operating system has seen (`ru_maxrss`), minus the resident memory before the model
+was built: it includes the activations, the buffers of the collectives and the copy of the whole model before it is
+cut. Both are the largest value of any rank.
 """
 
 from __future__ import annotations

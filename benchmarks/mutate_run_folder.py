@@ -1,15 +1,16 @@
-"""Damages run folders at random and resumes them: each is the same run to the last bit, or refused and left alone.
+"""Damages run folders at random and resumes them: each is the same run to the last bit, or refused and unchanged.
 
     python benchmarks/mutate_run_folder.py --mutations 2000 --json mutations.json
 
-A small real job is stopped halfway, with two checkpoints, and then its folder is copied, one thing in the copy is
+A small real job is stopped halfway, with two checkpoints. Then its folder is copied, one thing in the copy is
 changed (flipped bits, a cut, zeros, foreign content, a file of holes, two files swapped, a file or folder removed,
-renamed, or made a link, a pipe, a socket, a device or a folder), and the command of a user resumes it. Allowed are
+renamed, or made a link, a pipe, a socket, a device or a folder), and the user's command resumes it. These results
+are allowed:
 
-- exit code 0, with the checkpoint, to the bit, of the folder that nobody changed, and from a checkpoint;
-- exit code 2 or 74, with one line on standard error and every file as it was before the command (but `.lock`).
+- exit code 0, resumed from a checkpoint, with a last checkpoint equal to the bit to that of the unchanged folder;
+- exit code 2 or 74, with one line on standard error and every file (but `.lock`) as before the command.
 
-Each command is forked from a process that has imported torch already. Linux. Exits with 1 if anything else happened.
+Each command is forked from a process that has imported torch already. Linux. Exits with 1 after any other result.
 """
 
 from __future__ import annotations

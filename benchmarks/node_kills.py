@@ -1,14 +1,14 @@
-"""Kills one of two machines again and again, and shows that the run is still the one of a single machine.
+"""Kills one of two machines again and again, and shows that the run still equals the run of a single machine.
 
     python benchmarks/node_kills.py --kills 20 --json node_kills.json
 
-The machines are network namespaces with a link between them, so it needs Linux, root and `ip` (iproute2). A small
+The machines are network namespaces with a link between them, so this needs Linux, root and `ip` (iproute2). A small
 real job (dropout, momentum, averaged weights, a checkpoint every four steps) runs on both with `launcher.restarts`,
-and once on one machine with as many ranks. Every process of the machine without main is killed with SIGKILL: while
-its rank starts, in a step, in an evaluation and while main saves, in turns. Which of them it met is read from the run
-folder. Up to 3 s later the same command is started there again, as on a machine that comes back. A run has up to four
-kills, and has to end with exit code 0 and with what the run on one machine has, to the last bit: weights, averaged
-weights, optimizer state, losses, each step once. Exits with 1 if one does not.
+and once on one machine with the same number of ranks. Every process of the machine without main is killed with
+SIGKILL: while its rank starts, in a step, in an evaluation and while main saves, in turns. The run folder shows
+which phase each kill met. Up to 3 s later the same command is started there again, as on a machine that comes back.
+A run has up to four kills. It must end with exit code 0 and equal the run on one machine to the last bit: weights,
+averaged weights, optimizer state, losses, each step once. Exits with 1 if one does not.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their rows are left out
 
 All contenders train the same network on the same 60,000 images of 28x28, batch 64, AdamW, one epoch at a time and in
-turns, each in a process of its own with one thread. The data set is a tensor in memory for all of them. With a linear
-model the step is mostly what the framework adds. Lockstep runs as `train.py` does, with its default telemetry, exact
-metrics and checkpoints; the time of an epoch is that of the second, with its save and its log points, without
-evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW as it comes), the same with the fused
-AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does. The peers get float
-tensors too; "no logging" is the least that each allows.
+turns, each in its own process with one thread. The data set is a tensor in memory for all of them. With a linear
+model a step consists mostly of the framework's own work. Lockstep runs as `train.py` does, with its default
+telemetry, exact metrics and checkpoints; its time is that of the second epoch, with the save and the log points,
+without the evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW with default settings), the
+same with the fused AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does.
+The peers get float tensors; "no logging" means that everything is switched off that the peer allows to switch off.
 """
 
 from __future__ import annotations

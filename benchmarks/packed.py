@@ -1,11 +1,11 @@
-"""What it takes to read images that `lockstep pack` has decoded: batches of random rows of a memory map.
+"""How fast images are read that `lockstep pack` has decoded: batches of random rows of a memory map.
 
     python benchmarks/packed.py --json packed.json
 
-Ways to gather the rows of a batch (of 256, at random) from a map that the system has in memory: torch's advanced
-index, its index_select on whole rows, NumPy's index and its take (what Lockstep does), and rows in the order of the
-file; and the feed of `loader=streaming`, from index lists to batches on the device, next to decoding the same images
-from their folder. Figures are thousands of images per second, medians; CPU.
+The first table compares ways to gather the rows of a batch (256 random ones) from a map in the page cache: torch's
+advanced index, its index_select on whole rows, NumPy's index and its take (which Lockstep uses), and rows in the
+order of the file. The second compares the batches of `loader=streaming`, from index lists to the device, with
+decoding the same images from their folder. Figures are thousands of images per second, medians; CPU.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/randaugment.py --json randaugment.json
 
-Two operations of magnitude 9 on batches of noise; torchvision's on Pillow images, as its reference recipes have it,
+Two operations of magnitude 9 on batches of noise. torchvision's run on Pillow images, as in its reference recipes,
 and on tensors. Microseconds per image, medians; CPU, one thread. With `--device cuda` Lockstep's runs on the GPU.
 """
 

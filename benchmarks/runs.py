@@ -1,4 +1,4 @@
-"""What the benchmarks that train with Lockstep in their own process share."""
+"""Shared by the benchmarks that train with Lockstep in their own process."""
 
 from __future__ import annotations
 

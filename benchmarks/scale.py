@@ -2,13 +2,13 @@
 
     python benchmarks/scale.py --json scale.json
 
-Order: the shards of one rank among 1 to 1,024, and a proof that 1,024 of them in one process cover an epoch. Host:
-what a rank does at a step, a log point, a save and a round of the evaluation besides training, in a process group
-that only pretends (torch's `fake` backend: no message is sent, so this is our own work and not the network's). Store:
-real clients of a real store, as torchrun's or ours, up to 1,024. Mesh: real processes that join a real gloo group
-over the loopback interface, up to 64.
+Order: the shards of one rank among 1 to 1,024, and a check that the shards of 1,024 ranks cover an epoch. Host: the
+work of a rank besides training, at a step, a log point, a save and a round of the evaluation, in a process group
+that only pretends to send (torch's `fake` backend), so that only our own work is measured and not the network.
+Store: up to 1,024 real clients of a real store, as in torchrun's launches and ours. Mesh: up to 64 real processes
+that join a real gloo group over the loopback interface.
 
-What the figures add up to is in docs/scale.md.
+docs/scale.md says what follows from the figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lockstep.telemetry import Telemetry
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import STEPS
-from lockstep.training.sanity_checks import check_replicas
+from lockstep.training.sanity_checks import checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 
 RANKS = (1, 8, 64, 1024)
@@ -149,8 +149,8 @@ def work(world: World) -> dict[str, Callable[[], float]]:
             telemetry.stragglers.end()
 
         def write() -> None:
-            telemetry.flush(step, {})
-            check_replicas(model, world, step)
+            (window,) = telemetry.end_window(step, {}, checksums(model, world))
+            compare_weights(window.checksums, step)
 
         return timed(write)
 

@@ -4,12 +4,12 @@
     python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
-per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
-weights in every eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one.
-`DDP` is DistributedDataParallel as it comes,
-`tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
-The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
-all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.
+per rank, in turns. `alone` sends nothing, so no contender can be faster. `local_sgd` averages weights in every
+eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one. `DDP` is
+DistributedDataParallel with default settings. `tuned` has the settings of a careful user: gradients in the buckets,
+a static graph, no buffers sent in forward. The others are Lockstep's strategies. Batch norm counts per rank for all
+of them. The batch is that of one step over all ranks, so with more ranks each has less. With fewer cores than ranks
+the figures show what sending costs, and no speed-up.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Kills jobs again and again, at random moments, and shows that nothing is lost: the run that was killed is the run.
+"""Kills jobs again and again at random moments, and shows that the killed run equals a run that was never killed.
 
     python benchmarks/soak.py --kills 100 --json soak.json
 
 For each number of ranks a small real job (dropout, averaged weights, bfloat16, loader workers, checkpoints every ten
-steps) is trained to its end once. Then the same command is started again and again in one folder, and its processes
-are all killed with SIGKILL after a random time, so that kills fall into imports, start-up, training, saving and
-evaluation alike. A run that comes to its end is compared with the first, to the last bit: the newest checkpoint, all
-logged figures (those of speed have other values), and that each figure of each step is in each file exactly once.
-Then the next one begins in a new folder, until all kills are spent. Linux. Exits with 1 if there was any difference.
+steps) is trained to its end once. Then the same command is started again and again in one folder, and all its
+processes are killed with SIGKILL after a random time, so that kills happen in imports, start-up, training, saving
+and evaluation. A run that reaches its end is compared with the first, to the last bit: the newest checkpoint, all
+logged figures (except those of speed), and that each figure of each step is in each file exactly once. Then the next
+run begins in a new folder, until all kills are used. Linux. Exits with 1 if there was any difference.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
 
 All contenders train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
 `plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
-`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. A job of a sweep costs what `-m` over
-several jobs of one step takes longer than over one; `the job` is what such a job itself says it took, and `Hydra` the
-same sweep with a job that does nothing. `Hydra --cfg job` is a program of Hydra's that does nothing, with an empty
-config: `--cfg job` is to take at most 1.15 times as long. Medians, in turns.
+`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. The cost of a job of a sweep is the
+time of `-m` over several jobs of one step minus that over one job, for each further job. `the job` is the time that
+such a job reports itself, and `Hydra` the same sweep with a job that does nothing. `Hydra --cfg job` is a Hydra
+program that does nothing, with an empty config; the aim is that `--cfg job` takes at most 1.15 times as long.
+Medians, in turns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Asks jobs to stop at random moments of every phase, and times how long it takes until all their processes are gone.
+"""Asks jobs to stop at random moments of every phase, and measures the time until all their processes have ended.
 
     python benchmarks/stop.py --tries 20 --json stop.json
 
-Each job is the real command. It is sent one SIGTERM a random time after the beginning of a phase: while it starts,
+Each job is the real command. It gets one SIGTERM a random time after the beginning of a phase: while it starts,
 trains, goes through the micro-batches of a slow step, evaluates, compiles, decodes a data set into memory or tries
-what fits. It has to end with exit code 75 and one sentence, and to leave no process. Linux. Exits with 1 if one does
-not.
+what fits into memory. It must end with exit code 75 and one sentence, and leave no process. Linux. Exits with 1 if
+one does not.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from helpers import built, command, losses, records, run_dir, run_until, train, weights
 from lockstep.core import rng
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
-from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.randaugment import randaugment
+from lockstep.models.nets import MaxPoolTo
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import DDP
 from lockstep.strategy.ddp import CommHook
@@ -209,23 +209,32 @@ def test_an_epoch_has_the_order_of_the_cpu() -> None:
     assert torch.equal(rng.permutation(3, 1, 100_000), there.cpu())
 
 
-@pytest.mark.parametrize("mixing", [(), ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9")])
-def test_no_step_waits_for_the_device(
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        (),
+        ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9"),
+        ("train.cuda_graph=true", "train.ema=0.9"),
+    ],
+)
+def test_neither_a_step_nor_a_log_point_waits_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: tuple[str, ...]
 ) -> None:
-    def watched(self: Trainer, shard: Shard) -> dict[str, Any]:
-        # The first steps allocate; from then on until the end of the run, where all is written, nothing may wait.
-        torch.cuda.set_sync_debug_mode("error" if shard.step > 5 and not self.plan.due("log", shard.step) else 0)
-        return step(self, shard)
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(trainer: Trainer, *arguments: Any) -> Any:
+            # The first steps allocate, and the evaluation at the end of an epoch waits.
+            torch.cuda.set_sync_debug_mode("error" if trainer.progress.step > 5 else "default")
+            try:
+                return method(trainer, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    step = Trainer.step
-    monkeypatch.setattr(Trainer, "step", watched)
-    every = ("telemetry.interval=100%", "train.eval_every=100%", "checkpoint.every=100%")
-    job = run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing)
-    try:
-        run_until(World.solo("cuda:0"), job, None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        return call
+
+    for name in ("step", "log"):
+        monkeypatch.setattr(Trainer, name, watched(getattr(Trainer, name)))
+    every = ("telemetry.interval=4", "train.eval_every=100%", "checkpoint.every=100%")
+    run_until(World.solo("cuda:0"), run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing), None)
 
 
 def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:
@@ -313,6 +322,37 @@ def test_a_resume_ends_with_the_bits_of_the_run_that_was_not_stopped(
     whole = noise(tmp_path / "whole", *STRICT, *overrides, "steps=6")
     noise(tmp_path / "resumed", *STRICT, *overrides, "steps=3")
     assert_same_bits(noise(tmp_path / "resumed", *STRICT, *overrides, "steps=6"), whole)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_step_that_is_replayed_is_the_step_that_is_launched(tmp_path: Path, optimizer: str) -> None:
+    # Two full batches and a short one in an epoch, in micro-batches, with a rate that changes at each step.
+    job = (
+        *("model=digitnet", "dataset.examples=300", "train.micro_batches=2", "train.ema=0.9", "precision=fp64"),
+        *(f"optimizer={optimizer}", "schedule=cosine", "steps=7"),
+    )
+    launched = noise(tmp_path / "launched", *job)
+    replayed = noise(tmp_path / "replayed", *job, "train.cuda_graph=true")
+    # A graph reads its rates from float32 tensors.
+    assert largest_difference(launched, replayed) < 1e-4
+
+
+def test_a_resume_of_replayed_steps_has_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    # The matrix products of a linear layer add in one order only.
+    job = ("model=linear", "dataset.examples=300", "train.ema=0.9", "train.cuda_graph=true")
+    whole = noise(tmp_path / "whole", *job, "steps=7")
+    noise(tmp_path / "resumed", *job, "steps=4")
+    assert_same_bits(noise(tmp_path / "resumed", *job, "steps=7"), whole)
+
+
+def test_a_model_that_waits_for_the_device_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = MaxPoolTo.forward
+    monkeypatch.setattr(MaxPoolTo, "forward", lambda self, x: forward(self, x) * float(x.mean() < 9))
+    job = run_dir(tmp_path / "run", "device=cuda", "train.cuda_graph=true", "steps=2")
+    with pytest.raises(InputError, match=r"cannot be recorded .*; use train\.cuda_graph=false"):
+        run_until(World.solo("cuda:0"), job, None)
 
 
 @pytest.mark.parametrize(("first", "second"), [("false", "true"), ("true", "false")])

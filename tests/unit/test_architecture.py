@@ -77,19 +77,19 @@ def modules_named(path: Path) -> set[str]:
     return {name for name in names if name in MODULES}
 
 
-def rooms_imported(*paths: Path) -> set[str]:
-    return {room(name) for path in paths for name in modules_imported(path)}
+def packages_imported(*paths: Path) -> set[str]:
+    return {package_of(name) for path in paths for name in modules_imported(path)}
 
 
-def room(name: str) -> str:
+def package_of(name: str) -> str:
     return name.partition(".")[0]
 
 
-def floors() -> dict[str, int]:
-    """The floor of each room, as the table of CONTRIBUTING.md has it."""
+def layers() -> dict[str, int]:
+    """The layer of each package, as the table of CONTRIBUTING.md has it."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ((?:`\w+` ?)+)\|", text, re.MULTILINE)
-    return {name: int(floor) for floor, names in rows for name in re.findall(r"\w+", names)}
+    return {name: int(layer) for layer, names in rows for name in re.findall(r"\w+", names)}
 
 
 def asks_for_main(tree: ast.AST) -> bool:
@@ -104,14 +104,14 @@ def asks_for_main(tree: ast.AST) -> bool:
     return False
 
 
-def test_the_table_of_the_documentation_has_every_room_once() -> None:
-    assert floors().keys() == {room(name) for name in MODULES}
+def test_the_table_of_the_documentation_has_every_package_once() -> None:
+    assert layers().keys() == {package_of(name) for name in MODULES}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_downward(name: str) -> None:
-    upward = {there for there in modules_imported(MODULES[name]) if room(there) != room(name)}
-    assert all(floors()[room(there)] < floors()[room(name)] for there in upward), upward
+    upward = {there for there in modules_imported(MODULES[name]) if package_of(there) != package_of(name)}
+    assert all(layers()[package_of(there)] < layers()[package_of(name)] for there in upward), upward
 
 
 def test_no_two_modules_import_each_other_not_even_in_a_circle() -> None:
@@ -149,19 +149,19 @@ def test_only_those_who_write_or_show_ask_who_is_main() -> None:
 
 
 def test_a_launcher_does_not_know_what_it_launches() -> None:
-    assert rooms_imported(*sources(PACKAGE / "launcher")) == {"core", "runtime", "launcher"}
+    assert packages_imported(*sources(PACKAGE / "launcher")) == {"core", "runtime", "launcher"}
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
     loop = [MODULES["training.trainer"], MODULES["training.evaluate"]]
     known = {name for path in loop for name in modules_imported(path)}
-    assert not {room(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
+    assert not {package_of(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
     assert not known & {"optim.schedule", "core.run_dir", "core.log"}
 
 
 def test_hydra_and_omegaconf_stay_at_the_border() -> None:
-    rooms = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
-    border = {MODULES["cli.train"], MODULES["runtime.program"], *rooms}
+    packages = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
+    border = {MODULES["cli.train"], MODULES["runtime.program"], *packages}
     beyond = {
         path
         for path in {ROOT / "train.py", *sources(PACKAGE, PLUGINS)}
@@ -214,7 +214,7 @@ def test_the_entry_point_stays_a_table_of_contents() -> None:
     "name",
     [
         "lockstep",
-        *(f"lockstep.{name}" for name in MODULES if room(name) == "config"),
+        *(f"lockstep.{name}" for name in MODULES if package_of(name) == "config"),
         *("lockstep.core.run_dir", "lockstep.runtime.signals", "lockstep.runtime.child", "lockstep.runtime.program"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers import records, train_here
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -92,12 +95,18 @@ def count(telemetry: Telemetry, losses: list[float], hits: list[bool]) -> None:
     telemetry.record(torch.tensor(sum(losses)), logits, micro, torch.zeros(0))
 
 
+def ended(telemetry: Telemetry, step: int, scalars: Mapping[str, Any] | None = None) -> Window:
+    """The window that ends at a step."""
+    (window,) = telemetry.end_window(step, scalars or {})
+    return window
+
+
 def test_a_window_is_the_mean_over_its_examples() -> None:
     sink = Kept()
     telemetry = recorder(sink)
     count(telemetry, [1.0, 2.0, 3.0], [True, True, False])
     count(telemetry, [6.0], [False])
-    window = telemetry.flush(2, {"optim/lr": 0.1, "optim/grad_norm": torch.tensor(2.0)})
+    window = ended(telemetry, 2, {"optim/lr": 0.1, "optim/grad_norm": torch.tensor(2.0)})
     assert (window.first, window.last, window.examples) == (1, 2, 4)
     assert window.loss == pytest.approx(3)
     assert window.top1 == pytest.approx(50)
@@ -115,18 +124,18 @@ def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None
     for step, loss in ((4, 1.0), (5, bad), (6, 1.0), (7, bad)):
         telemetry.step = step
         count(telemetry, [loss], [True])
-    assert telemetry.flush(7, {}).first_bad_step == 5
+    assert ended(telemetry, 7).first_bad_step == 5
     telemetry.step = 8
     count(telemetry, [1.0], [True])
-    assert telemetry.flush(8, {}).first_bad_step is None
+    assert ended(telemetry, 8).first_bad_step is None
 
 
 def test_a_window_starts_behind_the_one_before() -> None:
     telemetry = recorder(Kept(), step=10)
     count(telemetry, [1.0], [True])
-    telemetry.flush(12, {})
+    ended(telemetry, 12)
     count(telemetry, [5.0], [False])
-    window = telemetry.flush(15, {})
+    window = ended(telemetry, 15)
     assert (window.first, window.last, window.examples, window.loss, window.top1) == (13, 15, 1, 5, 0)
 
 
@@ -135,7 +144,7 @@ def test_a_million_small_losses_are_summed_without_loss() -> None:
     count(telemetry, [2.0**24], [True])
     for _ in range(100):
         count(telemetry, [0.01], [True])
-    assert telemetry.flush(101, {}).loss * 101 == pytest.approx(2.0**24 + 1, abs=1e-4)
+    assert ended(telemetry, 101).loss * 101 == pytest.approx(2.0**24 + 1, abs=1e-4)
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=200), st.data())
@@ -149,7 +158,7 @@ def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[f
     then = recorder(Kept(), step=1, window=json.loads(json.dumps(first.open_window())))
     for loss in losses[at:]:
         count(then, [loss], [loss > 0, True])
-    expected, found = whole.flush(2, {}), then.flush(2, {})
+    expected, found = ended(whole, 2), ended(then, 2)
     assert (found.first, found.loss, found.top1) == (expected.first, expected.loss, expected.top1)
     assert found.examples == expected.examples - 2 * at
 
@@ -166,7 +175,7 @@ def test_an_epoch_is_the_mean_over_all_its_examples_whatever_was_logged_and_resu
         for telemetry.step in numbers:
             count(telemetry, [losses[telemetry.step - 1]], [telemetry.step % 3 == 0, True])
             if telemetry.step in logged:
-                telemetry.flush(telemetry.step, {})
+                ended(telemetry, telemetry.step)
 
     last = len(losses)
     whole, first = Kept(), recorder(Kept())
@@ -203,7 +212,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
         count(telemetry, [1.0], [True])
         with telemetry.pause():
             now += 10
-    window = telemetry.flush(2, {})
+    window = ended(telemetry, 2)
     assert (window.waited, window.seconds) == (6, 8)
     figures = sink.lines[0][1]
     assert figures["perf/data_wait_pct"] == 75
@@ -226,7 +235,7 @@ def test_utilisation_is_shown_where_the_peak_is_known() -> None:
         sink = Kept()
         telemetry = recorder(sink, flops=100.0, peak=peak)
         count(telemetry, [1.0], [True])
-        window = telemetry.flush(1, {})
+        window = ended(telemetry, 1)
         assert ("perf/mfu_pct" in sink.lines[0][1]) is shown
         if shown:
             assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate * 100 / 1e6)
@@ -251,3 +260,61 @@ def test_the_files_are_flushed_before_a_checkpoint() -> None:
     sink = Kept()
     recorder(sink).sync()
     assert sink.flushed == 1
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read each window at the log point after it, as on a GPU."""
+    begin = Telemetry.__init__
+
+    def init(self: Telemetry, **arguments: Any) -> None:
+        begin(self, **arguments)
+        self.late = True
+
+    monkeypatch.setattr(Telemetry, "__init__", init)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What a run has logged, without what its clock measured."""
+    return [
+        {name: value for name, value in line.items() if name != "time" and not name.startswith("perf/")}
+        for line in records(folder)
+    ]
+
+
+# Evaluations between log points and at one, a checkpoint in a window, an epoch's end in a window.
+JOB = (
+    "model=linear",
+    "batch=200",
+    "steps=14",
+    "telemetry.interval=3",
+    "train.eval_every=5",
+    "checkpoint.every=4",
+    "precision=fp64",
+)
+
+
+def test_windows_that_are_read_late_are_the_same_lines(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    expected = train_here(tmp_path / "expected", *JOB)
+    request.getfixturevalue("late")
+    found = train_here(tmp_path / "late", *JOB)
+    assert lines(found.path) == lines(expected.path)
+    train_here(tmp_path / "resumed", *JOB, stop_at=7)
+    resumed = train_here(tmp_path / "resumed", *JOB)
+    assert lines(resumed.path) == lines(expected.path)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_window_that_is_read_late_names_its_own_bad_step() -> None:
+    telemetry = recorder(Kept())
+    for telemetry.step in range(1, 5):
+        count(telemetry, [float("nan") if telemetry.step == 1 else 1.0], [True])
+        if telemetry.step == 2:
+            assert telemetry.end_window(2, {"optim/scale": torch.tensor(4.0)}, torch.tensor([7, 7])) == []
+    count(telemetry, [1.0], [True])
+    (window,) = telemetry.end_window(4, {})
+    assert (window.first, window.last, window.first_bad_step) == (1, 2, 1)
+    assert (window.scalars, window.checksums) == ({"optim/scale": 4.0}, [7, 7])
+    (window,) = telemetry.write_windows()
+    assert (window.first, window.last, window.first_bad_step) == (3, 4, None)
+    assert telemetry.write_windows() == []

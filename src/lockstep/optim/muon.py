@@ -41,6 +41,7 @@ class Muon(OptimizerOption):
     iterations: int = ranged(5, least=1, most=20)
     fixed_norm: bool = False
     scope: ClassVar[UpdateScope] = UpdateScope.parameter
+    recordable: ClassVar[bool] = True
 
     @property
     def usual(self) -> UsualRate:
@@ -97,12 +98,16 @@ class MuonOptimizer(torch.optim.Optimizer):
                 updates = orthogonalised(updates, group["iterations"])
             if group["orthogonal"] and group["fixed_norm"]:
                 torch._foreach_mul_(params, _factors_to_orthogonal_norm(params, decay_factor))
-            elif decay_factor != 1:
+            elif group["weight_decay"] != 0:
                 torch._foreach_mul_(params, decay_factor)
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            if isinstance(group["lr"], Tensor):  # `alpha` would read the tensor, and wait for the device
+                torch._foreach_mul_(updates, -group["lr"])
+                torch._foreach_add_(params, updates)
+            else:
+                torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-def _factors_to_orthogonal_norm(params: list[Tensor], factor: float) -> tuple[Tensor, ...]:
+def _factors_to_orthogonal_norm(params: list[Tensor], factor: float | Tensor) -> tuple[Tensor, ...]:
     """The factors that scale each of `params` (o, ...) to `factor` times the norm of an orthogonal matrix of o rows.
 
     They stay on the device: reading them as Python numbers would wait for it.

@@ -64,6 +64,9 @@ class OptimizerOption(ABC):
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
+    recordable: ClassVar[bool] = False
+    """Whether its step can be recorded as a CUDA graph: it takes tensors for learning rates, and has a state that
+    begins at zero."""
 
     @property
     def usual(self) -> UsualRate:
@@ -155,6 +158,7 @@ class SGD(OptimizerOption):
     momentum: float = ranged(0.9, least=0, below=1)
     nesterov: bool = False
     scope: ClassVar[UpdateScope] = UpdateScope.element
+    recordable: ClassVar[bool] = True
 
     @property
     def usual(self) -> UsualRate:
@@ -187,6 +191,7 @@ class Adam(OptimizerOption):
     betas: list[float] = ranged([0.9, 0.999], least=0, below=1)
     eps: float = ranged(1e-8, least=0, most=1e3)
     scope: ClassVar[UpdateScope] = UpdateScope.element
+    recordable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lockstep.telemetry.clock import NO_TIME, Seconds
 from lockstep.telemetry.window import EpochState, Window
 
 
@@ -22,7 +23,7 @@ class Epoch:
         earlier_hits: the hits in this rank's open window that belong to the previous epoch, an int64 scalar on the
             device.
         carried: the examples of the epoch that an earlier process trained on.
-        busy, waited: seconds of training, and of waiting for data, before the epoch's first step.
+        before: the seconds of this process before the epoch's first step.
     """
 
     number: int = -1
@@ -31,8 +32,7 @@ class Epoch:
     examples: int = 0
     earlier_hits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     carried: int = 0
-    busy: float = 0.0
-    waited: float = 0.0
+    before: Seconds = NO_TIME
 
     def state(self, earlier_hits: int) -> EpochState:
         """The epoch for a checkpoint. `earlier_hits` is the sum of all ranks' `earlier_hits`."""
@@ -44,10 +44,9 @@ class Epoch:
         self.loss += loss
         self.hits += int(hits)
         self.examples += int(examples)
-        self.earlier_hits = torch.zeros_like(self.earlier_hits)
 
-    def window(self, first: int, last: int, busy: float, waited: float) -> Window | None:
-        """The epoch's figures so far; `busy` and `waited` are the clocks now. None before its first example."""
+    def window(self, first: int, last: int, seconds: Seconds) -> Window | None:
+        """The epoch's figures so far, when the clock shows `seconds`; None before its first example."""
         if not self.examples:
             return None
         return Window(
@@ -56,6 +55,6 @@ class Epoch:
             loss=self.loss / self.examples,
             top1=100 * self.hits / self.examples,
             examples=self.examples - self.carried,
-            seconds=max(busy - self.busy, 1e-9),
-            waited=waited - self.waited,
+            seconds=max(seconds.busy - self.before.busy, 1e-9),
+            waited=seconds.waited - self.before.waited,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 
@@ -19,6 +20,8 @@ class Window:
         waited: the part of `seconds` in which main's loop waited for data.
         first_bad_step: the first step whose loss, on some rank, is not finite or above the limit; None if the mean
             is fine.
+        scalars: further figures of the last step.
+        checksums: of the weights of each rank, if they have to be compared.
     """
 
     first: int
@@ -29,6 +32,8 @@ class Window:
     seconds: float
     waited: float
     first_bad_step: int | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    checksums: list[int] = field(default_factory=list)
 
     @property
     def rate(self) -> float:

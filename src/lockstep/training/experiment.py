@@ -29,6 +29,7 @@ from lockstep.training.build_model import (
     restore,
 )
 from lockstep.training.build_observers import build_observers
+from lockstep.training.graph_trainer import GraphTrainer
 from lockstep.training.model_card import card_of
 from lockstep.training.run_record import NoRecord, run_record
 from lockstep.training.trainer import Trainer
@@ -69,7 +70,7 @@ def run(
     record.begin(job, progress)
     telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
     checkpointer.on_saved = telemetry.observer.saved
-    trainer = Trainer(
+    trainer = trainer_class(job, world)(
         world=world,
         plan=data.plan,
         network=network,
@@ -94,6 +95,11 @@ def run(
     )
     gpu = train(trainer, gpu_monitor, explaining(job, run_dir, world, trainer, record))
     record.complete(job, progress, {**telemetry.totals_of_run(), **gpu}, skipped=loader.count_skipped())
+
+
+def trainer_class(job: Job, world: World) -> type[Trainer]:
+    """The trainer of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
+    return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
 
 
 def build_checkpointer(job: Job, run_dir: RunDir, world: World, data: TrainingData) -> Checkpointer:

@@ -50,9 +50,13 @@ class Freezing:
         switched = tuple(parameter for parameter in parameters if parameter.requires_grad)
         return cls(switched, tuple(norms), until, sum(parameter.numel() for parameter in parameters))
 
+    def frozen(self, step: int) -> bool:
+        """Whether the layers are frozen in a step, counted from 1."""
+        return self.until is None or step <= self.until
+
     def begin(self, step: int) -> None:
         """Freeze or thaw for a step, counted from 1."""
-        frozen = self.until is None or step <= self.until
+        frozen = self.frozen(step)
         for parameter in self.switched:
             parameter.requires_grad_(not frozen)
         for norm in self.norms:  # an evaluation leaves the whole model in training mode
