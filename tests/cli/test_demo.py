@@ -178,9 +178,9 @@ def test_the_page_allows_only_its_own_script_and_each_answer_another_word(server
 
 
 def test_a_port_that_is_taken_is_one_sentence(server: DemoServer) -> None:
-    with pytest.raises(InputError, match=r"--port is \d+, which cannot be listened on \(.*\): --port 0"):
+    with pytest.raises(InputError, match=r"--port is \d+, but no server can listen there \(.*\): --port 0"):
         DemoServer(server.predictor, server.server_port)
-    with pytest.raises(InputError, match="--port is 70000, which cannot be listened on"):
+    with pytest.raises(InputError, match="--port is 70000, but no server can listen there"):
         DemoServer(server.predictor, 70000)
 
 

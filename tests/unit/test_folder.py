@@ -82,14 +82,14 @@ def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) 
     folder = Folder(path=str(root), decode_size=8)
     assert len(folder.train()) == 6
     assert folder.notes()[0] == (
-        f"{root}/train: left out 8 files that are no images by their names "
+        f"{root}/train: left out 8 files whose names are not those of images "
         "(3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
     )
 
 
 def test_a_class_without_an_image_to_evaluate_is_reported(root: Path) -> None:
     (note,) = Folder(path=str(root)).notes()
-    assert note == "1 of 3 classes have no image in the evaluation split, which says nothing about them: ant"
+    assert note == "1 of 3 classes have no image in the evaluation split, so no score tells anything about them: ant"
 
 
 def test_folders_in_a_class_folder_hold_images_of_the_class(root: Path) -> None:
@@ -192,9 +192,7 @@ def test_a_single_class_is_reported(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / split / "cat" / "a.png")
-    assert Folder(path=str(tmp_path)).notes() == [
-        "all images are of one class, cat, so there is nothing to tell apart"
-    ]
+    assert Folder(path=str(tmp_path)).notes() == ["all images are of one class, cat, so there is nothing to learn"]
 
 
 def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_shards_are_read_in_any_order(shards: Path) -> None:
     assert source.train().labels.tolist() == [0, 1, 0]
     assert levels(source, [2, 0, 1, 0]) == [30, 10, 20, 10]
     assert source.eval().fetch([0])[0, 0, 0, 0] == 40
-    assert source.notes()[0].endswith("left out 1 file that is no image by its name (1 .json)")
+    assert source.notes()[0].endswith("left out 1 file whose name is not that of an image (1 .json)")
     assert "2" in source.notes()[1]
 
 
@@ -96,7 +96,7 @@ def test_a_shard_that_does_not_fit_is_named(shards: Path, files: dict[str, bytes
 
 def test_a_compressed_shard_and_a_class_only_to_evaluate_are_refused(shards: Path) -> None:
     shard(shards / "val-1.tar", e__png=png(1), e__cls=b"7")
-    with pytest.raises(InputError, match=r"val-1.tar:e.png is of class '7', which no training example is of"):
+    with pytest.raises(InputError, match=r"val-1.tar:e.png is of class '7', but no training example is"):
         WebDataset(path=str(shards)).prepare()
     with tarfile.open(shards / "train-2.tar", "w:gz") as tar:
         tar.add(shards / "val-1.tar")

@@ -16,7 +16,7 @@ from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import Pipeline
 from lockstep.strategy.cutting import cut
 from lockstep.strategy.pipeline import Schedule
-from lockstep.strategy.stage import Nobody, become_stage, stage_of
+from lockstep.strategy.stage import NoNeighbours, become_stage, stage_of
 
 IMAGES = torch.zeros(2, 4)
 
@@ -129,7 +129,7 @@ def test_a_stage_has_its_own_layers_and_gives_logits_in_the_last_one() -> None:
     for rank, rows in ((0, 0), (1, 2)):
         model = Network("plain")
         become_stage(model, cut(model, IMAGES, 2, ["second"]), IMAGES, world(rank, 2))
-        stage_of(model).neighbours = Nobody(torch.device("cpu"))
+        stage_of(model).neighbours = NoNeighbours(torch.device("cpu"))
         assert model(IMAGES).shape == (rows, 3)
         model(IMAGES).sum().backward()
         own = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
