@@ -48,10 +48,10 @@ ROOT = Path(__file__).parent.parent
 
 
 class Lockstep:
-    """Real runs, each in a folder of its own.
+    """Real runs, each in its own folder.
 
-    Their network is one object, as the reference's is, so what the first run compiles serves all. Its weights are
-    those that a network of the run's own would begin with.
+    All runs use one network object, as the reference does, so that it is compiled only once. At the start of each run
+    it gets the initial weights of a newly built network.
     """
 
     def __init__(self, words: Sequence[str], device: torch.device) -> None:
@@ -62,7 +62,7 @@ class Lockstep:
         watch = Stopwatch(self.device)
         build, initialise = WhiteNet.build, WhiteNet.initialise
 
-        def kept(recipe: WhiteNet, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        def build_once(recipe: WhiteNet, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
             fresh = build(recipe, classes, input_shape)
             if self.network is None:
                 self.network = fresh
@@ -87,7 +87,7 @@ class Lockstep:
         with (
             tempfile.TemporaryDirectory() as folder,
             redirect_stdout(io.StringIO()),
-            patch.object(WhiteNet, "build", kept),
+            patch.object(WhiteNet, "build", build_once),
             patch.object(WhiteNet, "initialise", whitened),
             patch.object(experiment, "Trainer", Timed),
         ):
@@ -98,8 +98,8 @@ class Lockstep:
 
 
 def words(arguments: argparse.Namespace) -> list[str]:
-    """Lockstep's job."""
-    found = [
+    """The overrides of Lockstep's job."""
+    overrides = [
         "experiment=cifar10_speedrun",
         "name=speedrun",
         f"device={arguments.device}",
@@ -109,15 +109,19 @@ def words(arguments: argparse.Namespace) -> list[str]:
         f"data_root={arguments.data_root}",
     ]
     if arguments.compile:
-        found += [f"model.compile_mode={arguments.compile_mode}"]
+        overrides += [f"model.compile_mode={arguments.compile_mode}"]
     if arguments.device == "cpu":
-        found += ["precision=fp32"]
+        overrides += ["precision=fp32"]
     if arguments.folder is not None:
-        found += ["dataset=folder", f"dataset.path={arguments.folder}", f"dataset.val_folder={arguments.val_folder}"]
-        found += ["dataset.decode_size=32"]
+        overrides += [
+            "dataset=folder",
+            f"dataset.path={arguments.folder}",
+            f"dataset.val_folder={arguments.val_folder}",
+        ]
+        overrides += ["dataset.decode_size=32"]
     if arguments.fake is not None:
-        found += ["dataset=fake", f"dataset.examples={arguments.fake}", "dataset.classes=10", "dataset.size=32"]
-    return found
+        overrides += ["dataset=fake", f"dataset.examples={arguments.fake}", "dataset.classes=10", "dataset.size=32"]
+    return overrides
 
 
 def on_device(split: Any, device: str) -> Split:
@@ -141,7 +145,7 @@ def reference(job: Job, arguments: argparse.Namespace) -> Reference:
 
 
 def compared(figures: dict[str, list[Figures]]) -> Rows:
-    """Means over the seeds, their ratios, and the deviation from seed to seed."""
+    """Means over the seeds, their ratios, and the standard deviation over the seeds."""
     rows: Rows = {}
     for name in ("top1", "seconds", "compilations"):
         columns = {contender: [run[name] for run in runs] for contender, runs in figures.items()}
@@ -174,7 +178,7 @@ def main() -> None:
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"
     job = resolve.resolve(components.build_job(composition.composed(words(arguments))), sweep=False)
-    job.precision.configure()  # here already: what is compiled under another setting would be compiled again
+    job.precision.configure()  # now: a later change of this setting would compile the network again
     contenders: dict[str, Callable[[int], Figures]] = {
         "reference": reference(job, arguments),
         "lockstep": Lockstep(words(arguments), torch.device(job.device)),

@@ -42,7 +42,7 @@ ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 def step_in_process(keep: bool) -> None:
-    """Print the processor time of a step, user's and kernel's, in seconds."""
+    """Print the processor time of a step, in user mode and in the kernel, in seconds."""
     if keep:
         keep_freed_memory(World.solo(), keep=True)
     model = WhiteNet().build(10, (3, 32, 32)).to(memory_format=torch.channels_last)
@@ -65,22 +65,19 @@ def step_in_process(keep: bool) -> None:
 
 def memory(repeats: int) -> Rows:
     """Seconds of a step of 1,000 images in bfloat16."""
-    found: dict[str, list[float]] = {}
+    kernel_seconds: dict[str, list[float]] = {}
 
     def run(*words: str) -> float:
         done = subprocess.run(
             [sys.executable, __file__, "--step", *words], env=ENVIRONMENT, stdout=subprocess.PIPE, check=True
         )
         user, kernel = json.loads(done.stdout.splitlines()[-1])
-        found.setdefault(" ".join(words), []).append(kernel)
+        kernel_seconds.setdefault(" ".join(words), []).append(kernel)
         return float(user + kernel)
 
-    both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
-    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in found.items()}
-    return {
-        "processor time": both,
-        "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},
-    }
+    both = in_turns({"default": partial(run, "plain"), "in a run": partial(run, "kept")}, repeats)
+    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in kernel_seconds.items()}
+    return {"processor time": both, "the kernel's part": {"default": kernel["plain"], "in a run": kernel["kept"]}}
 
 
 def average(repeats: int) -> Rows:
@@ -107,7 +104,7 @@ def compiled(repeats: int) -> Rows:
         "resnet18, bf16, channels_last": ("model=resnet18", "precision=bf16", "model.channels_last=true"),
     }.items():
         step = partial(step_ms, *small, *words)
-        rows[name] = in_turns({"as it is": step, "compiled": partial(step, "model.compile=true")}, repeats)
+        rows[name] = in_turns({"eager": step, "compiled": partial(step, "model.compile=true")}, repeats)
     return rows
 
 

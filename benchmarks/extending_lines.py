@@ -170,15 +170,15 @@ def run_theirs() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the lines of what people write first.")
+    parser = argparse.ArgumentParser(description="Count the lines of five common extensions.")
     parser.add_argument("--run", action="store_true", help="train with Lightning's parts, which has to be installed")
     if parser.parse_args().run:
         run_theirs()
     blocks = re.findall(r"^```python\n# mine/(\S+)\n(.*?)^```", EXTENDING.read_text(), re.MULTILINE | re.DOTALL)
     ours = dict(blocks)
     print(f"{'':24}{'Lockstep':>10}{'Lightning':>11}")
-    for what, file in OURS.items():
-        print(f"{what:24}{lines(ours[file]):10}{lines(THEIRS[what]):11}")
+    for part, file in OURS.items():
+        print(f"{part:24}{lines(ours[file]):10}{lines(THEIRS[part]):11}")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
         "torchvision, tensors": partial(timed, lambda: [transform(image) for image in images]),
         "lockstep": partial(timed, ours),
     }
-    ours()  # whatever is set up at first
+    ours()  # warm-up
     return scaled(in_turns(cases, repeats), 1e6 / batch)
 
 

@@ -82,8 +82,8 @@ def test_pixels_from_0_to_1_are_the_same_pictures(place: Path, tmp_path: Path) -
     done = exported(place, "outputs/digits", "--pixels", "float", "--out", str(tmp_path / "model.onnx"))
     assert done.code == 0, done.err
     predictor = load(place / "outputs" / "digits", device="cpu", precision=FP32())
-    found = run_onnx(tmp_path / "model.onnx", (images(3).float() / 255).numpy())
-    assert (found - predictor.logits(images(3))).abs().max() <= 1e-4
+    outputs = run_onnx(tmp_path / "model.onnx", (images(3).float() / 255).numpy())
+    assert (outputs - predictor.logits(images(3))).abs().max() <= 1e-4
 
 
 @pytest.mark.numerics

@@ -96,16 +96,16 @@ def test_a_faster_way_gives_about_the_same_losses(
 def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> None:
     images = torch.randint(0, 256, (4096, 3, 32, 32), dtype=torch.uint8)
     split = ArraySplit(images, torch.zeros(4096, dtype=torch.int64))
-    wanted = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
+    requests = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
     busy = torch.randn(4096, 4096, device="cuda")
     sums = []
-    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"))(wanted):
+    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"))(requests):
         for _ in range(4):
             busy = (busy @ busy).clamp(-1, 1)  # the sums below wait for it, and the next batches do not
         sums.append(seen.long().sum((1, 2, 3)))
         del seen  # its memory may be given to a later batch
-    for found, (_, indices) in zip(sums, wanted, strict=True):
-        assert torch.equal(found.cpu(), images[indices].long().sum((1, 2, 3)))
+    for total, (_, indices) in zip(sums, requests, strict=True):
+        assert torch.equal(total.cpu(), images[indices].long().sum((1, 2, 3)))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce_overhead"])
@@ -144,8 +144,8 @@ def test_masks_of_dropout_are_those_of_the_cpu_in_any_precision(dtype: torch.dty
         draws = key_draws(model, torch.zeros(1, 3, 16, 16, device=device), 0)
         keys = rng.sample_keys(3, 1, torch.arange(64, device=device), rng.FORWARD)
         ones = torch.ones(64, 3, 16, 16, device=device, dtype=dtype)
-        found: Tensor = KeyedModel(model, draws)(ones, torch.stack([keys, keys], 1)) == 0
-        return found.cpu()
+        masked: Tensor = KeyedModel(model, draws)(ones, torch.stack([keys, keys], 1)) == 0
+        return masked.cpu()
 
     assert torch.equal(mask("cuda", dtype), mask("cpu", torch.float32))
 
@@ -177,21 +177,21 @@ def test_synchronised_batch_norm_is_torchs_and_never_waits_for_the_device(
     ours = convert_sync_batchnorm(copy.deepcopy(reference))
     results = []
     for norm in (reference, ours):
-        entering = x.clone().requires_grad_()
-        norm(entering).sum().backward()  # the first call allocates
+        inputs = x.clone().requires_grad_()
+        norm(inputs).sum().backward()  # the first call allocates
         torch.cuda.set_sync_debug_mode("error")
         try:
             norm.zero_grad()
-            entering.grad = None
-            output = norm(entering)
+            inputs.grad = None
+            output = norm(inputs)
             (output * x.sin()).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        gradients = [tensor.grad for tensor in (entering, *norm.parameters())]
+        gradients = [tensor.grad for tensor in (inputs, *norm.parameters())]
         results.append([output, *gradients, *norm.buffers()])
     bound = 16 * torch.finfo(dtype).eps
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=bound, atol=bound * expected.abs().max().item())
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=bound, atol=bound * expected.abs().max().item())
 
 
 @pytest.mark.usefixtures("nccl_group")
@@ -245,11 +245,11 @@ def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None
     randaugment(there, draws, ops=2, magnitude=9)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = randaugment(there, draws, ops=2, magnitude=9)
+        actual = randaugment(there, draws, ops=2, magnitude=9)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # A rotation may round a coordinate to the pixel beside it, a blend a value to the one below it.
-    assert (found.cpu() != expected).float().mean().item() < 0.001
+    assert (actual.cpu() != expected).float().mean().item() < 0.001
 
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
@@ -257,13 +257,13 @@ def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
     monitor = gpu.Monitor(uuids=[uuid], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 1)
     figures = gpu.sample(monitor.handles[0])
     query = "--query-gpu=memory.used,temperature.gpu,power.draw"
-    told = subprocess.run(
+    smi = subprocess.run(
         ["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=True,
     )
-    used_mib, celsius, watts = (float(word) for word in told.stdout.split(","))
+    used_mib, celsius, watts = (float(word) for word in smi.stdout.split(","))
     monitor.close()
     # nvidia-smi leaves out what the driver keeps for itself.
     assert figures["mem_gb"] == pytest.approx(used_mib * 2**20 / 1e9, abs=1.5)
@@ -295,9 +295,9 @@ def noise(folder: Path, *overrides: str) -> Path:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    found, expected = weights(one), weights(other)
-    assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    actual, expected = weights(one), weights(other)
+    assert actual.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert losses(one) == losses(other)
 
 

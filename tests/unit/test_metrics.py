@@ -26,8 +26,8 @@ PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1
 
 
 @dataclass
-class Kept(Observer):
-    """An observer that keeps what it is told."""
+class Collector(Observer):
+    """An observer that records what it gets."""
 
     lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     ended: str = ""
@@ -44,7 +44,7 @@ class Kept(Observer):
 
 
 class Watched(Display):
-    """A display that keeps what it is told."""
+    """A display that records what it gets."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -63,7 +63,7 @@ class Watched(Display):
 
 @dataclass(frozen=True)
 class Step:
-    """What belongs to one step of a run."""
+    """The fields of a shard that telemetry reads."""
 
     step: int
     epoch: int = 0
@@ -72,7 +72,7 @@ class Step:
 
 
 def recorder(
-    sink: Kept, *, step: int = 0, window: WindowState | None = None, flops: float = 0.0, peak: float = 0.0
+    sink: Collector, *, step: int = 0, window: WindowState | None = None, flops: float = 0.0, peak: float = 0.0
 ) -> Telemetry:
     return Telemetry(
         world=World.solo(),
@@ -102,7 +102,7 @@ def ended(telemetry: Telemetry, step: int, scalars: Mapping[str, Any] | None = N
 
 
 def test_a_window_is_the_mean_over_its_examples() -> None:
-    sink = Kept()
+    sink = Collector()
     telemetry = recorder(sink)
     count(telemetry, [1.0, 2.0, 3.0], [True, True, False])
     count(telemetry, [6.0], [False])
@@ -119,7 +119,7 @@ def test_a_window_is_the_mean_over_its_examples() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
 def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None:
-    telemetry = recorder(Kept(), step=3)
+    telemetry = recorder(Collector(), step=3)
     telemetry.loss_limit = 2000
     for step, loss in ((4, 1.0), (5, bad), (6, 1.0), (7, bad)):
         telemetry.step = step
@@ -131,7 +131,7 @@ def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None
 
 
 def test_a_window_starts_behind_the_one_before() -> None:
-    telemetry = recorder(Kept(), step=10)
+    telemetry = recorder(Collector(), step=10)
     count(telemetry, [1.0], [True])
     ended(telemetry, 12)
     count(telemetry, [5.0], [False])
@@ -140,7 +140,7 @@ def test_a_window_starts_behind_the_one_before() -> None:
 
 
 def test_a_million_small_losses_are_summed_without_loss() -> None:
-    telemetry = recorder(Kept())
+    telemetry = recorder(Collector())
     count(telemetry, [2.0**24], [True])
     for _ in range(100):
         count(telemetry, [0.01], [True])
@@ -150,17 +150,17 @@ def test_a_million_small_losses_are_summed_without_loss() -> None:
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=200), st.data())
 def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[float], data: st.DataObject) -> None:
     at = data.draw(st.integers(1, len(losses) - 1))
-    whole, first = recorder(Kept()), recorder(Kept())
+    whole, first = recorder(Collector()), recorder(Collector())
     for loss in losses:
         count(whole, [loss], [loss > 0, True])
     for loss in losses[:at]:
         count(first, [loss], [loss > 0, True])
-    then = recorder(Kept(), step=1, window=json.loads(json.dumps(first.open_window())))
+    resumed = recorder(Collector(), step=1, window=json.loads(json.dumps(first.open_window())))
     for loss in losses[at:]:
-        count(then, [loss], [loss > 0, True])
-    expected, found = ended(whole, 2), ended(then, 2)
-    assert (found.first, found.loss, found.top1) == (expected.first, expected.loss, expected.top1)
-    assert found.examples == expected.examples - 2 * at
+        count(resumed, [loss], [loss > 0, True])
+    expected, actual = ended(whole, 2), ended(resumed, 2)
+    assert (actual.first, actual.loss, actual.top1) == (expected.first, expected.loss, expected.top1)
+    assert actual.examples == expected.examples - 2 * at
 
 
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=3, max_size=40), st.data())
@@ -178,17 +178,17 @@ def test_an_epoch_is_the_mean_over_all_its_examples_whatever_was_logged_and_resu
                 ended(telemetry, telemetry.step)
 
     last = len(losses)
-    whole, first = Kept(), recorder(Kept())
+    whole, first = Collector(), recorder(Collector())
     uncut = recorder(whole)
     steps(uncut, range(1, last + 1))
     steps(first, range(1, at + 1))
-    resumed = Kept()
+    resumed = Collector()
     then = recorder(resumed, step=at, window=json.loads(json.dumps(first.open_window())))
     steps(then, range(at + 1, last + 1))
     for telemetry in (uncut, then):
         telemetry.evaluated(last, {}, best=True)
-    (_, expected), (_, found) = whole.lines[-1], resumed.lines[-1]
-    assert found == expected  # to the bit
+    (_, expected), (_, actual) = whole.lines[-1], resumed.lines[-1]
+    assert actual == expected  # to the bit
     own = range(10 * ((last - 1) // 10) + 1, last + 1)
     assert expected["loss/train_epoch"] == pytest.approx(sum(losses[step - 1] for step in own) / (2 * len(own)))
     hits = sum(1 + (step % 3 == 0) for step in own)
@@ -205,7 +205,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
             now += 3
             yield Step(step)
 
-    sink = Kept()
+    sink = Collector()
     telemetry = recorder(sink)
     for _ in telemetry.watch(slowly()):
         now += 1
@@ -223,7 +223,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
 
 
 def test_the_steps_that_pass_are_shown_and_known() -> None:
-    telemetry = recorder(Kept())
+    telemetry = recorder(Collector())
     assert [shard.step for shard in telemetry.watch(iter([Step(4), Step(5)]))] == [4, 5]
     assert telemetry.step == 5
     assert isinstance(telemetry.display, Watched)
@@ -232,7 +232,7 @@ def test_the_steps_that_pass_are_shown_and_known() -> None:
 
 def test_utilisation_is_shown_where_the_peak_is_known() -> None:
     for peak, shown in ((0.0, False), (1e6, True)):
-        sink = Kept()
+        sink = Collector()
         telemetry = recorder(sink, flops=100.0, peak=peak)
         count(telemetry, [1.0], [True])
         window = ended(telemetry, 1)
@@ -242,22 +242,28 @@ def test_utilisation_is_shown_where_the_peak_is_known() -> None:
 
 
 def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:
-    sink = Kept()
+    sink = Collector()
     telemetry = recorder(sink)
     telemetry.evaluated(7, {"acc/val_top1": 90.0}, best=True)
     telemetry.close()
     assert sink.lines == [(7, {"acc/val_top1": 90.0})]
-    assert sink.ended == "failed"  # nobody has said otherwise
+    assert sink.ended == "failed"  # the default, unless the run completes
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.closed
 
 
 def test_a_run_without_a_window_has_no_rate() -> None:
-    assert recorder(Kept()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
+    assert recorder(Collector()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
+
+
+def test_rate_and_share_are_of_the_seconds_of_training() -> None:
+    window = Window(first=1, last=4, loss=0.5, top1=80.0, examples=256, seconds=2.0, waited=0.5)
+    assert window.rate == pytest.approx(128)
+    assert window.wait_share == pytest.approx(25)
 
 
 def test_the_files_are_flushed_before_a_checkpoint() -> None:
-    sink = Kept()
+    sink = Collector()
     recorder(sink).sync()
     assert sink.flushed == 1
 
@@ -297,8 +303,8 @@ JOB = (
 def test_windows_that_are_read_late_are_the_same_lines(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     expected = train_here(tmp_path / "expected", *JOB)
     request.getfixturevalue("late")
-    found = train_here(tmp_path / "late", *JOB)
-    assert lines(found.path) == lines(expected.path)
+    late_run = train_here(tmp_path / "late", *JOB)
+    assert lines(late_run.path) == lines(expected.path)
     train_here(tmp_path / "resumed", *JOB, stop_at=7)
     resumed = train_here(tmp_path / "resumed", *JOB)
     assert lines(resumed.path) == lines(expected.path)
@@ -306,7 +312,7 @@ def test_windows_that_are_read_late_are_the_same_lines(tmp_path: Path, request: 
 
 @pytest.mark.usefixtures("late")
 def test_a_window_that_is_read_late_names_its_own_bad_step() -> None:
-    telemetry = recorder(Kept())
+    telemetry = recorder(Collector())
     for telemetry.step in range(1, 5):
         count(telemetry, [float("nan") if telemetry.step == 1 else 1.0], [True])
         if telemetry.step == 2:

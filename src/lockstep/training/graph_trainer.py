@@ -43,7 +43,8 @@ class CudaGraph:
 
     def record(self, function: Callable[[], None]) -> None:
         """Call a function; its kernels are recorded and not run."""
-        with torch.cuda.graph(self.graph):
+        # By default a recording also forbids other threads to allocate memory, and the loader's threads do.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             function()
 
     def replay(self) -> None:

@@ -24,7 +24,7 @@ def checksum(model: nn.Module) -> Tensor:
 def checksums(model: nn.Module, world: World) -> Tensor | None:
     """The checksum of each rank's weights, int64 (ranks,); None where there is nothing to compare. Collective.
 
-    Of weights that are cut over the ranks there is one copy.
+    Weights that are cut over the ranks exist only once.
     """
     if world.size == 1 or has_shards(model):
         return None
@@ -37,7 +37,7 @@ def compare_weights(sums: list[int], step: int) -> None:
     """Compare the `checksums` of the ranks after a step.
 
     Raises:
-        LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
+        LockstepError: a rank's weights differ from the majority's, or from main's if there is no majority.
     """
     if not sums:
         return
