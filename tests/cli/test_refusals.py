@@ -45,7 +45,7 @@ def refusal(output_root: Path, *overrides: str) -> str:
 
 
 KEYS = [
-    ("resume=lastest", "lastest is neither a run folder nor a checkpoint; name one with resume=PATH. Did you mean"),
+    ("resume=newest", "name one with resume=PATH, or the newest run with resume=latest"),
     ("dataset=CIFAR10", "Did you mean 'cifar10', 'cifar100'?"),
     ("strategy=DDP", "strategy=DDP: there is no strategy of that name. Did you mean 'ddp', 'dp'?"),
     ("model=vit_base", "Did you mean 'vit_base_"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.config.invocation import Invocation
 from lockstep.config.schema import Job
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
 from lockstep.core.run_dir import MANIFEST, RunDir, latest, slug
 from lockstep.core.safe_read import kind
@@ -126,5 +126,7 @@ def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
         return None
     if RunDir(path).overrides.is_file():
         return path.resolve()
-    hint = did_you_mean(job["resume"], ["latest"])
-    raise InputError(f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH.{hint}")
+    raise InputError(
+        f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH, or the newest run with "
+        "resume=latest"
+    )
