@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     """Run a command other than `train`."""
     from lockstep.runtime import program
 
-    arguments = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
+    values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
     module, function = COMMANDS[options.command]
     with program.command_line(), program.bypass_hydra_errors():
-        getattr(importlib.import_module(f"lockstep.cli.{module}"), function)(**arguments)
+        getattr(importlib.import_module(f"lockstep.cli.{module}"), function)(**values)
