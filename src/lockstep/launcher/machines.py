@@ -24,6 +24,9 @@ from lockstep.launcher.processes import GRACE_S, POLL_S
 # Seconds that machines have at least to come to their first meeting, and that a job which could start with those
 # that are there waits for more.
 FIRST_S, LAST_CALL_S = 600.0, 5.0
+# Seconds that a machine which returns waits for its old connection to be known as gone. A packet that was lost while
+# the link was down is sent again after a second or two.
+RETURN_S = 10.0
 
 
 @dataclass(eq=False)
@@ -34,6 +37,8 @@ class Member:
         host: its name; its address until it has said it.
         node_rank: what it was told to be; None if it was not.
         overrides: of its command; None until it has said them.
+        connected_at: when it came.
+        welcome: whether it was told the run folder.
         ready: whether it sees the run folder, and waits for the word to start.
         refused: why it cannot take part.
         leaving: whether it was asked to stop.
@@ -46,6 +51,8 @@ class Member:
     host: str
     node_rank: int | None = None
     overrides: list[str] | None = None
+    connected_at: float = field(default_factory=time.monotonic)
+    welcome: bool = False
     ready: bool = False
     refused: str = ""
     leaving: bool = False
@@ -121,9 +128,8 @@ class Machines:
         """Take note of who has come, what they say, and who is gone."""
         self._accept()
         for member in self.arrived:
-            unknown = member.overrides is None
             member.poll()
-            if unknown and member.overrides is not None:
+            if member.overrides is not None and not (member.welcome or member.gone):
                 self._welcome(member)
             if member.refused:
                 self._refuse(member)
@@ -140,16 +146,18 @@ class Machines:
                 self.arrived.append(Member(connection, connection.peer_address))
 
     def _welcome(self, member: Member) -> None:
-        """Tell a machine the run folder, if it was started with main's command."""
+        """Tell a machine the run folder, if it was started with main's command, and once no other has its number."""
         assert self.run_dir is not None
         assert member.overrides is not None
         others = [other for other in (*self.arrived, *self.members) if other is not member and not other.gone]
+        same_number = member.node_rank is not None and member.node_rank in [other.node_rank for other in others]
         if sorted(member.overrides) != self.overrides:
             theirs, ours = (" ".join(words) or "nothing" for words in (sorted(member.overrides), self.overrides))
             member.refused = f"it was started with {theirs}, and main with {ours}; use the same command on each"
-        elif member.node_rank is not None and member.node_rank in [other.node_rank for other in others]:
+        elif same_number and time.monotonic() > member.connected_at + RETURN_S:
             member.refused = f"another machine has launcher.node_rank={member.node_rank} too; give each its own"
-        else:
+        elif not same_number:
+            member.welcome = True
             member.send(folder=str(self.run_dir.path), lock=safe_read.read_text(self.run_dir.lock))
 
     def _refuse(self, member: Member) -> None:
