@@ -1,12 +1,12 @@
-"""What checkpoints cost: a save, a load, and a resume, on resnet50d with AdamW (307 MB) and its real command.
+"""What checkpoints cost: a save, a load, and a resume, for resnet50d with AdamW (307 MB) and its real command.
 
     python benchmarks/checkpoint.py --json checkpoint.json
 
-Save: how long training stands still, and how long until all of it is on the disk (for Lockstep hashed, too), against
-torch.save and safetensors with fsync in line, and torch.distributed.checkpoint's async_save, which does not fsync.
-Load: from a file to model and optimizer, against torch.load and load_state_dict; Lockstep's also checks the sha256 of
-every file. Resume: from the start of the command to its first new step, behind a kill and from nothing. Figures are
-medians; CPU, one thread; files are read from the system's memory.
+Save: how long training stands still, and how long until everything is on the disk (for Lockstep also hashed).
+Compared with torch.save and safetensors with fsync, and with torch.distributed.checkpoint's async_save, which does
+not fsync. Load: from a file to model and optimizer, compared with torch.load and load_state_dict; Lockstep also
+checks the sha256 of every file. Resume: from the start of the command to its first new step, after a kill and from
+nothing. Figures are medians; CPU, one thread; files are read from the page cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parts() -> Parts:
 
 
 def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Both as safetensors wants them."""
+    """Weights and optimizer state as one flat dict, which safetensors needs."""
     moments = {
         f"{number}.{name}": tensor
         for number, state in optimizer.state_dict()["state"].items()
@@ -65,7 +65,7 @@ def flat(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor
 def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int) -> dict[str, Figures]:
     """Milliseconds that training stands still, and until a save is on the disk."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    # Every step is the best one and takes the place of the one before it, as in a run that gets better.
+    # Each checkpoint replaces the one before it, as in a run that improves at every evaluation.
     keeper = Checkpointer(run_dir=RunDir.at(folder / "run"), fingerprint={}, keep=1, keep_best=0, writes=True)
     durable: dict[str, list[float]] = {}
     steps = iter(range(1, 1000))
@@ -110,7 +110,7 @@ def saving(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rep
     }
     stopped = in_turns(cases, repeats)
     keeper.close()
-    on_disk = {name: sorted(found)[len(found) // 2] for name, found in durable.items()}
+    on_disk = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in durable.items()}
     return {"stands still": scaled(stopped, 1000), "until it is on the disk": scaled(on_disk, 1000)}
 
 
@@ -119,9 +119,9 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def plain(mmap: bool) -> None:
-        found = torch.load(folder / "torch.save, fsync", mmap=mmap)
-        model.load_state_dict(found["model"])
-        optimizer.load_state_dict(found["optimizer"])
+        saved = torch.load(folder / "torch.save, fsync", mmap=mmap)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
 
     def tensors() -> None:
         load_file(folder / "safetensors, fsync")
@@ -141,7 +141,7 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
 
 
 def first_step(folder: Path, after: int) -> float:
-    """Seconds from the start of the command to the first line of a step behind `after`; the command is killed."""
+    """Seconds from the start of the command to the log line of the first step after `after`; then it is killed."""
     run = folder / "run"
     words = [*JOB, *QUIET, "checkpoint.every=2", f"hydra.run.dir={run}", f"output_root={folder}"]
     began = time.perf_counter()
@@ -175,11 +175,11 @@ def resuming(repeats: int) -> Figures:
     def behind_a_kill() -> float:
         with tempfile.TemporaryDirectory() as folder:
             first_step(Path(folder), 0)
-            # The lines behind the newest checkpoint are written anew: the first new step is the one after these.
+            # A resume repeats the steps after the newest checkpoint: drop their lines, so that only new ones count.
             newest = checkpoint.candidates(Path(folder, "run", "checkpoints"))[0]
             lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]
-            Path(folder, "run", "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept))
+            earlier = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]
+            Path(folder, "run", "metrics.jsonl").write_text("".join(f"{line}\n" for line in earlier))
             return first_step(Path(folder), int(newest.name[5:]))
 
     return in_turns({"from nothing": cold, "behind a kill": behind_a_kill}, repeats)

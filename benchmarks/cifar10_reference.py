@@ -1,12 +1,14 @@
-"""The CIFAR-10 speed record as a plain loop of PyTorch: what Lockstep's recipe of it is measured against.
+"""The CIFAR-10 speed record as a plain PyTorch loop, with which Lockstep's recipe is compared.
 
 The facts are those of airbench94_muon.py by Keller Jordan (github.com/KellerJordan/cifar10-airbench; the method in
-arXiv 2404.00498), which reaches 94.01 % in 2.59 s on an A100: network and its initial weights, augmentation, rates,
-types, order of operations, what is compiled, and what the clock runs over. The code is our own. It differs in this:
+arXiv 2404.00498), which reaches 94.01 % in 2.59 s on an A100: the network and its initial weights, augmentation,
+learning rates, types, order of operations, what is compiled, and what the clock includes. The code is our own. It
+differs in this:
 
-- The crops of an epoch are one gather instead of 25 masked copies: the host never waits for the device.
-- The record also evaluates each epoch, with its clock stopped. Here the clock runs once, and there is one evaluation.
-- On a CPU all is float32, where half precision is slow or missing.
+- The crops of an epoch are one gather instead of 25 masked copies, so the host never waits for the device.
+- The record also evaluates after each epoch, with its clock stopped. Here there is one evaluation, and the clock
+  never stops.
+- On a CPU everything is float32, because half precision is slow or missing.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from torch.nn import functional as F
 from measure import Figures, Stopwatch
 
 WIDTHS = (64, 256, 256)
-WHITENED = 5000  # training images that the first layer is made from
+WHITENED = 5000  # training images from which the first layer is computed
 PAD = 2
-BIAS_EPOCHS = 3  # for which the first layer's bias is trained
-# For the sum of a batch's losses, as is the decay.
+BIAS_EPOCHS = 3  # epochs in which the first layer's bias is trained
+# Learning rates and decay are for the sum of the losses of a batch, not their mean.
 BIAS_RATE, HEAD_RATE, FILTER_RATE = 0.053, 0.67, 0.24
 DECAY_PER_IMAGE = 2e-6
 Split = tuple[Tensor, Tensor]
 
 
 class Network(nn.Module):
-    """Whitened 2x2 patches, three blocks of two convolutions, a linear layer. All in `dtype` but the batch norms."""
+    """Whitened 2x2 patches, three blocks of two convolutions, a linear layer; in `dtype`, except the batch norms."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Begin anew: filters are the identity in their first channels, the head's weights deviate by one."""
+        """Initialise: filters start with identities, the head's weights have a standard deviation of one."""
         for layer in (self.whitening, *self.filters, *self.norms, self.head):
             layer.reset_parameters()
         for weight in self.filters.parameters():
@@ -57,7 +59,7 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:
-        """Make the first layer from normalised images: principal directions of their patches, with both signs."""
+        """Set the first layer to the principal directions of the patches of normalised images, with both signs."""
         patches = images.float().unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
         variances, directions = torch.linalg.eigh(patches.T @ patches / len(patches), UPLO="U")
         filters = (directions / (variances + 5e-4).sqrt()).T.reshape(12, 3, 2, 2)
@@ -89,7 +91,7 @@ def orthogonal(update: Tensor) -> Tensor:
 
 
 class FilterMuon:
-    """Muon for the filters, one after the other: each is brought to a fixed norm, then moved."""
+    """Muon for the filters, one after the other: each is scaled to a fixed norm and then updated."""
 
     def __init__(self, filters: Sequence[nn.Parameter], orthogonal: Callable[[Tensor], Tensor]) -> None:
         self.filters = filters
@@ -107,17 +109,17 @@ class FilterMuon:
 
 
 class Batches:
-    """Training batches: half of the images mirrored at first and all of them in turns, each epoch with new crops."""
+    """Training batches. Half of the images are mirrored in even epochs, the others in odd ones; crops are new."""
 
     def __init__(self, images: Tensor, labels: Tensor, batch: int) -> None:
         mirrored = torch.rand(len(images), device=images.device) < 0.5
         images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
-        # Channels last in memory, and here in the shape too: a gathered image is then one piece.
+        # Channels last, also in the shape: the gather then copies contiguous pixels.
         self.padded = F.pad(images, [PAD] * 4, mode="reflect").permute(0, 2, 3, 1).contiguous()
         self.labels, self.batch = labels, batch
 
     def __len__(self) -> int:
-        """Steps of an epoch, without the short batch that may be left."""
+        """Steps of an epoch, without a last short batch."""
         return len(self.padded) // self.batch
 
     def epoch(self, number: int) -> Iterator[Split]:
@@ -130,7 +132,7 @@ class Batches:
             yield images[chosen].permute(0, 3, 1, 2), self.labels[chosen]
 
     def _cropped(self) -> Tensor:
-        """Each image's own crop, (n, side, side, 3), by one gather."""
+        """A random crop of each image, (n, side, side, 3), by one gather."""
         count, side, device = len(self.padded), self.padded.shape[1] - 2 * PAD, self.padded.device
         rows, columns = torch.randint(2 * PAD + 1, (2, count, 1), device=device) + torch.arange(side, device=device)
         image = torch.arange(count, device=device)
@@ -138,14 +140,16 @@ class Batches:
 
 
 class Reference:
-    """Runs of the record on one network, so that what the first one compiles serves all.
+    """Runs of the record. All use one network object, so that it is compiled only once.
 
     Args:
-        train: uint8 images (n, 3, 32, 32) and labels, on the device; `test` likewise.
-        mean: of a channel, for pixels from 0 to 1; `std` likewise.
-        epochs: eight in the record.
-        batch: images of a step; the rates are those of 2000.
-        compiled: whether to compile the network and the iteration of Newton and Schulz.
+        train: uint8 images (n, 3, 32, 32) and labels, on the device.
+        test: the same for the test split.
+        mean: the mean of each channel, for pixels from 0 to 1.
+        std: the standard deviation of each channel, for pixels from 0 to 1.
+        epochs: the record has eight.
+        batch: images per step; the learning rates are for 2000.
+        compiled: whether to compile the network and the Newton-Schulz iteration.
     """
 
     def __init__(
@@ -176,7 +180,9 @@ class Reference:
         torch.manual_seed(seed)
         torch.backends.cudnn.benchmark = True
         self.model.reset()
-        decay = DECAY_PER_IMAGE * self.batch  # SGD adds it to the gradient: by a rate, all weights decay alike
+        decay = (
+            DECAY_PER_IMAGE * self.batch
+        )  # divided by the rate below, because SGD multiplies it by the rate: all weights decay alike
         rates = [BIAS_RATE, BIAS_RATE, HEAD_RATE]
         params = [[self.model.whitening.bias], [norm.bias for norm in self.model.norms], [self.model.head.weight]]
         sgd = torch.optim.SGD(
@@ -196,7 +202,7 @@ class Reference:
         return {"top1": top1, "seconds": watch.seconds, "compilations": watch.compilations}
 
     def fit(self, batches: Batches, sgd: torch.optim.SGD, rates: Sequence[float], muon: FilterMuon) -> None:
-        """Train the network; nothing here waits for the device. The first of `rates` is the first layer's bias's."""
+        """Train the network; nothing here waits for the device. `rates[0]` is for the bias of the first layer."""
         self.model.train()
         step, steps, bias_steps = 0, self.epochs * len(batches), BIAS_EPOCHS * len(batches)
         for epoch in range(self.epochs):
@@ -219,7 +225,7 @@ class Reference:
         return 100 * int((logits.argmax(1) == labels).sum()) / len(labels)
 
     def _six_views(self, images: Tensor) -> Tensor:
-        """Half from the mirrored pair in place, a quarter from each of the two moved by a pixel."""
+        """Weighted logits of image and mirror image: 1/2 in place, 1/4 for each of two shifts by a pixel."""
         side = images.shape[-1]
         padded = F.pad(images, [1] * 4, mode="reflect")
         moved = [self._pair(padded[..., at : at + side, at : at + side]) for at in (0, 2)]
@@ -227,9 +233,9 @@ class Reference:
 
     def _pair(self, images: Tensor) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)  # one layout, one compilation
-        # A CUDA graph writes all its logits to one place: each product is made before the next call.
-        found: Tensor = 0.5 * self.model(images) + 0.5 * self.model(images.flip(-1))
-        return found
+        # A CUDA graph reuses its output memory: each product is computed before the next call.
+        logits: Tensor = 0.5 * self.model(images) + 0.5 * self.model(images.flip(-1))
+        return logits
 
     def _unit(self, images: Tensor) -> Tensor:
         return (images.to(self.dtype) / 255).contiguous(memory_format=torch.channels_last)

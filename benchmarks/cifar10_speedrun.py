@@ -1,19 +1,20 @@
-"""The CIFAR-10 speed recipe against a plain loop of the record that it is after: accuracy and seconds, same bytes.
+"""The CIFAR-10 speed recipe against a plain loop of the record that it reproduces: accuracy and seconds, same bytes.
 
     python benchmarks/cifar10_speedrun.py --json cifar10_speedrun.json                   # the data set in data/
     python benchmarks/cifar10_speedrun.py --folder cifar10_jpeg --val-folder test        # images in class folders
-    python benchmarks/cifar10_speedrun.py --device cpu --epochs 1 --seeds 0 1            # a smaller question
-    python benchmarks/cifar10_speedrun.py --device cpu --fake 400 --batch 100 --epochs 1 # that it runs
+    python benchmarks/cifar10_speedrun.py --device cpu --epochs 1 --seeds 0 1            # a smaller comparison
+    python benchmarks/cifar10_speedrun.py --device cpu --fake 400 --batch 100 --epochs 1 # shows that it works
 
 The reference, `cifar10_reference.py`, is airbench94_muon (Jordan 2024, arXiv 2404.00498) in PyTorch alone. It shares
 the decoded images with Lockstep and nothing else. Both train with each seed, in turns, so that the spread over seeds
-is known. For both the clock runs over what the record's runs over: the whitening, the augmentation, all steps, and
-the one evaluation with six views. The device is waited for where it starts and stops. What is outside: decoding, and
-all that is made before training. On a GPU, and wherever something is compiled, both first train once without being
-counted; what is compiled while a clock runs all the same is shown. Lockstep runs as `train.py` does, with its
-telemetry; its checkpoint is written behind the clock.
+is known. For both, the clock includes what the record's clock includes: the whitening, the augmentation, all steps,
+and one evaluation with six views. The device is synchronised when the clock starts and stops. The clock does not
+include decoding, and everything that is made before training. On a GPU, and whenever something is compiled, both
+first train once without being timed; the table shows what is still compiled while a clock runs. Lockstep runs as
+`train.py` does, with its telemetry; its checkpoint is written after the clock has stopped.
 
-On a GPU both are compiled, the reference as the record is. On a CPU nothing is, and both train in float32.
+On a GPU both are compiled, the reference in the same way as the record. On a CPU nothing is compiled, and both train
+in float32.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ ROOT = Path(__file__).parent.parent
 
 
 class Lockstep:
-    """Real runs, each in a folder of its own.
+    """Real runs, each in its own folder.
 
-    Their network is one object, as the reference's is, so what the first run compiles serves all. Its weights are
-    those that a network of the run's own would begin with.
+    All runs use one network object, as the reference does, so that it is compiled only once. At the start of each run
+    it gets the initial weights of a newly built network.
     """
 
     def __init__(self, words: Sequence[str], device: torch.device) -> None:
@@ -61,7 +62,7 @@ class Lockstep:
         watch = Stopwatch(self.device)
         build, initialise = WhiteNet.build, WhiteNet.initialise
 
-        def kept(recipe: WhiteNet, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        def build_once(recipe: WhiteNet, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
             fresh = build(recipe, classes, input_shape)
             if self.network is None:
                 self.network = fresh
@@ -86,7 +87,7 @@ class Lockstep:
         with (
             tempfile.TemporaryDirectory() as folder,
             redirect_stdout(io.StringIO()),
-            patch.object(WhiteNet, "build", kept),
+            patch.object(WhiteNet, "build", build_once),
             patch.object(WhiteNet, "initialise", whitened),
             patch.object(experiment, "Trainer", Timed),
         ):
@@ -97,8 +98,8 @@ class Lockstep:
 
 
 def words(arguments: argparse.Namespace) -> list[str]:
-    """Lockstep's job."""
-    found = [
+    """The overrides of Lockstep's job."""
+    overrides = [
         "experiment=cifar10_speedrun",
         "name=speedrun",
         f"device={arguments.device}",
@@ -108,15 +109,19 @@ def words(arguments: argparse.Namespace) -> list[str]:
         f"data_root={arguments.data_root}",
     ]
     if arguments.compile:
-        found += [f"model.compile_mode={arguments.compile_mode}"]
+        overrides += [f"model.compile_mode={arguments.compile_mode}"]
     if arguments.device == "cpu":
-        found += ["precision=fp32"]
+        overrides += ["precision=fp32"]
     if arguments.folder is not None:
-        found += ["dataset=folder", f"dataset.path={arguments.folder}", f"dataset.val_folder={arguments.val_folder}"]
-        found += ["dataset.decode_size=32"]
+        overrides += [
+            "dataset=folder",
+            f"dataset.path={arguments.folder}",
+            f"dataset.val_folder={arguments.val_folder}",
+        ]
+        overrides += ["dataset.decode_size=32"]
     if arguments.fake is not None:
-        found += ["dataset=fake", f"dataset.examples={arguments.fake}", "dataset.classes=10", "dataset.size=32"]
-    return found
+        overrides += ["dataset=fake", f"dataset.examples={arguments.fake}", "dataset.classes=10", "dataset.size=32"]
+    return overrides
 
 
 def on_device(split: Any, device: str) -> Split:
@@ -140,7 +145,7 @@ def reference(job: Job, arguments: argparse.Namespace) -> Reference:
 
 
 def compared(figures: dict[str, list[Figures]]) -> Rows:
-    """Means over the seeds, their ratios, and the deviation from seed to seed."""
+    """Means over the seeds, their ratios, and the standard deviation over the seeds."""
     rows: Rows = {}
     for name in ("top1", "seconds", "compilations"):
         columns = {contender: [run[name] for run in runs] for contender, runs in figures.items()}
@@ -173,7 +178,7 @@ def main() -> None:
     if arguments.compile is None:
         arguments.compile = arguments.device != "cpu"
     job = resolve.resolve(components.build_job(composition.composed(words(arguments))), sweep=False)
-    job.precision.configure()  # here already: what is compiled under another setting would be compiled again
+    job.precision.configure()  # now: a later change of this setting would compile the network again
     contenders: dict[str, Callable[[int], Figures]] = {
         "reference": reference(job, arguments),
         "lockstep": Lockstep(words(arguments), torch.device(job.device)),

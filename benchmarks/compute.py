@@ -1,13 +1,14 @@
-"""What a step's arithmetic costs besides the network's own: memory, compilation, averaged weights.
+"""What a step's arithmetic costs besides the network itself: memory, compilation, averaged weights.
 
     python benchmarks/compute.py --json compute.json
 
-Memory: a training step of the speed recipe's network on the CPU, in processes of their own, with the C library as it
-comes and with freed memory kept, as a run has it. In seconds of processor time, the kernel's part apart, because what
-else runs on the machine changes the wall clock more. Averaged weights: one update of those of a resnet50d, by torch's
-`AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of the real command on
-random images, with and without `model.compile`. Compiling: the seconds that the real command says it took,
-for a small job and each of its shapes of batches, with an empty cache and with that of the command before.
+Memory: a training step of the speed recipe's network on the CPU, with the C library's default settings and with
+freed memory kept, as in a run; each in its own process. Figures are seconds of processor time, with the kernel's
+part on its own, because other work on the machine changes the elapsed time more. Averaged weights: one update for a
+resnet50d, by torch's `AveragedModel` and by ours, which gives the same numbers. Compiled: milliseconds per step of
+the real command on random images, with and without `model.compile`. Compiling: the seconds that the real command
+reports for it, for a small job and each of its shapes of batches, with an empty cache and with the cache of the
+command before.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 def step_in_process(keep: bool) -> None:
-    """Print the processor time of a step, user's and kernel's, in seconds."""
+    """Print the processor time of a step, in user mode and in the kernel, in seconds."""
     if keep:
         keep_freed_memory(World.solo(), keep=True)
     model = WhiteNet().build(10, (3, 32, 32)).to(memory_format=torch.channels_last)
@@ -64,22 +65,19 @@ def step_in_process(keep: bool) -> None:
 
 def memory(repeats: int) -> Rows:
     """Seconds of a step of 1,000 images in bfloat16."""
-    found: dict[str, list[float]] = {}
+    kernel_seconds: dict[str, list[float]] = {}
 
     def run(*words: str) -> float:
         done = subprocess.run(
             [sys.executable, __file__, "--step", *words], env=ENVIRONMENT, stdout=subprocess.PIPE, check=True
         )
         user, kernel = json.loads(done.stdout.splitlines()[-1])
-        found.setdefault(" ".join(words), []).append(kernel)
+        kernel_seconds.setdefault(" ".join(words), []).append(kernel)
         return float(user + kernel)
 
-    both = in_turns({"as it comes": partial(run, "plain"), "kept": partial(run, "kept")}, repeats)
-    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in found.items()}
-    return {
-        "processor time": both,
-        "the kernel's part": {"as it comes": kernel["plain"], "kept": kernel["kept"]},
-    }
+    both = in_turns({"default": partial(run, "plain"), "in a run": partial(run, "kept")}, repeats)
+    kernel = {name: sorted(figures)[len(figures) // 2] for name, figures in kernel_seconds.items()}
+    return {"processor time": both, "the kernel's part": {"default": kernel["plain"], "in a run": kernel["kept"]}}
 
 
 def average(repeats: int) -> Rows:
@@ -106,7 +104,7 @@ def compiled(repeats: int) -> Rows:
         "resnet18, bf16, channels_last": ("model=resnet18", "precision=bf16", "model.channels_last=true"),
     }.items():
         step = partial(step_ms, *small, *words)
-        rows[name] = in_turns({"as it is": step, "compiled": partial(step, "model.compile=true")}, repeats)
+        rows[name] = in_turns({"eager": step, "compiled": partial(step, "model.compile=true")}, repeats)
     return rows
 
 

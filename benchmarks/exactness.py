@@ -2,13 +2,12 @@
 
     python benchmarks/exactness.py --json exactness.json
 
-Augmentation: random numbers that are derived from each sample's key, against the same arithmetic on numbers of a
-plain generator, and against torchvision's transforms called sample by sample. Order: a rank's shards of an epoch,
-against torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the
-examples, against torch's own. Strict: the real command on one and two ranks. Besides training:
-the consensus and the watchdog's sign of life of each step, and the comparison of the replicas at each
-log point, on two ranks. Figures are medians; CPU, one thread per rank. What a save costs is
-`benchmarks/checkpoint.py`.
+Augmentation: random numbers from each sample's key, compared with the same arithmetic on numbers of a plain
+generator, and with torchvision's transforms called sample by sample. Order: a rank's shards of an epoch, compared
+with torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the examples, compared with torch's
+dropout. Strict: the real command on one and two ranks. Besides training: the agreement on stops and the watchdog's
+sign of life at each step, and the comparison of the replicas at each log point, on two ranks. Figures are medians;
+CPU, one thread per rank. `benchmarks/checkpoint.py` measures what a save costs.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, ti
 
 ROOT = Path(__file__).parent.parent
 BATCH = 256
-STEP_S = 0.005  # of other work between two votes
-LOG_INTERVAL = 20  # telemetry.interval, as it is by default: the replicas are compared at log points
+STEP_S = 0.005  # seconds of other work between two rounds of the consensus
+LOG_INTERVAL = 20  # the default of telemetry.interval: the replicas are compared at log points
 
 
 def augmentation() -> Rows:
-    """Microseconds per sample of a batch; first of five random numbers for each alone."""
+    """Microseconds per sample of a batch. The first row draws only five random numbers per sample."""
     generator = torch.Generator()
 
     class Drawn(SampleRNG):
-        """Numbers of a plain generator."""
+        """The same interface, with numbers of a plain generator."""
 
         def uniform(self, n: int) -> Tensor:
             return torch.rand(len(self.indices), generator=generator)
@@ -103,12 +102,12 @@ def augmentation() -> Rows:
 
 
 def order() -> Rows:
-    """Milliseconds for one rank's part of an epoch, the second of two."""
+    """Milliseconds for the part of an epoch of the second of two ranks."""
 
     def theirs(examples: int) -> None:
         dataset = TensorDataset(torch.empty(examples))
         sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=2, rank=1)
-        # torch types a sampler by what its data set holds.
+        # In torch's types a sampler yields elements of the data set; in fact it yields indices.
         for indices in BatchSampler(sampler, BATCH // 2, drop_last=False):  # type: ignore[arg-type]
             torch.tensor(indices)
 
@@ -184,7 +183,7 @@ def each_step() -> Rows:
 
 
 def rank_entry(folder: Path) -> None:
-    """What a rank of `each_step` does; the first one leaves the figures."""
+    """Measure as one rank of `each_step`; main writes the figures."""
     with (
         join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
         Path(folder, f"{world.rank}.stacks").open("w") as stacks,
@@ -197,14 +196,14 @@ def rank_entry(folder: Path) -> None:
 
 
 def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) -> Figures:
-    """Seconds of what a step, or a log point, has besides training."""
+    """Seconds of the work of a step, or of a log point, besides training."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
     consensus = StopConsensus(world)
 
     def voted() -> float:
-        time.sleep(STEP_S)  # the sum of the step before goes on meanwhile
+        time.sleep(STEP_S)  # meanwhile the reduction of the step before completes
         return timed(lambda: consensus.agree(False, False, busy=STEP_S))
 
     def lived() -> float:
@@ -218,14 +217,14 @@ def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) ->
         world.barrier()
         return timed(lambda: check_replicas(model, world, 1))
 
-    found = in_turns({"consensus": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
+    seconds = in_turns({"consensus": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
     consensus.close()
-    found["check_replicas, per step"] = found["check_replicas, 25.6 M"] / LOG_INTERVAL
-    return found
+    seconds["check_replicas, per step"] = seconds["check_replicas, 25.6 M"] / LOG_INTERVAL
+    return seconds
 
 
 def exit_as_rank(folder: Path) -> None:
-    """How the spawn launcher calls a rank."""
+    """The entry point that the spawn launcher calls in a rank."""
     rank_entry(folder)
     sys.exit(0)
 

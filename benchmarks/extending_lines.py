@@ -1,11 +1,11 @@
-"""How many lines the five things take that people write first: as options of Lockstep, and for Lightning.
+"""How many lines the five most usual extensions take: as options of Lockstep, and for Lightning.
 
     python benchmarks/extending_lines.py          counts
     python benchmarks/extending_lines.py --run    also trains with Lightning's parts, to show that they work
 
-Ours are the blocks of docs/extending.md, which a test runs. Lightning's are below, as its documentation shows them,
-with what the same asks for: chosen and given its values on the command line. Lines of code are counted, not blank
-lines, comments, docstrings and imports.
+Lockstep's code is in the blocks of docs/extending.md, which a test runs. Lightning's code is below, as in its
+documentation, with the code that makes it and its values selectable on the command line. Blank lines, comments,
+docstrings and imports are not counted.
 """
 
 from __future__ import annotations
@@ -170,15 +170,15 @@ def run_theirs() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the lines of what people write first.")
+    parser = argparse.ArgumentParser(description="Count the lines of five common extensions.")
     parser.add_argument("--run", action="store_true", help="train with Lightning's parts, which has to be installed")
     if parser.parse_args().run:
         run_theirs()
     blocks = re.findall(r"^```python\n# mine/(\S+)\n(.*?)^```", EXTENDING.read_text(), re.MULTILINE | re.DOTALL)
     ours = dict(blocks)
     print(f"{'':24}{'Lockstep':>10}{'Lightning':>11}")
-    for what, file in OURS.items():
-        print(f"{what:24}{lines(ours[file]):10}{lines(THEIRS[what]):11}")
+    for part, file in OURS.items():
+        print(f"{part:24}{lines(ours[file]):10}{lines(THEIRS[part]):11}")
 
 
 if __name__ == "__main__":

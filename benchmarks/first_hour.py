@@ -1,19 +1,19 @@
-"""The first hour: what is typed, and how long it takes, from a folder of photos to a model in use.
+"""The first hour: what has to be typed, and how long it takes, from a folder of photos to a model in use.
 
     python benchmarks/first_hour.py --photos PHOTOS --timm SCRIPTS
     python benchmarks/first_hour.py --photos PHOTOS
 
 PHOTOS has `train/CLASS/*` and `val/CLASS/*`. SCRIPTS is a folder with timm's train.py, validate.py, inference.py and
-onnx_export.py. They are no part of its package; they are in the top folder of its repository,
-https://github.com/huggingface/pytorch-image-models. Without SCRIPTS that way is left out.
+onnx_export.py. They are not in its package, but in the top folder of its repository,
+https://github.com/huggingface/pytorch-image-models. Without SCRIPTS only Lockstep is measured.
 
-Both ways train the same network of timm from random weights, on the same photos at the same size, with the same
-optimizer, schedule (but for a warm-up of 5 %), crops, batch, epochs and seeds; they evaluate it, say what is on each
-photo of `val`, and export it to ONNX. The ways are gone in turns, once for each seed. Seconds are medians, of whole
-commands with their start.
+Both train the same network of timm from random weights, on the same photos at the same size, with the same
+optimizer, schedule (except for Lockstep's warm-up of 5 %), crops, batch, epochs and seeds. Both evaluate it, predict
+each photo of `val`, and export it to ONNX. They take turns, once for each seed. Seconds are medians of whole
+commands, with their start.
 
-The characters are those of a line that does the job at all; a path counts as one. What is typed besides so that both
-ways train alike is not counted. timm's scripts have no page.
+The characters are those of the shortest line that does the job; a path counts as one. Options that only make both
+train alike are not counted. timm's scripts have no demo page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAME = (
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is typed: with what is counted, and with what only makes the two ways alike."""
+    """A command line: `typed` is counted; `alike` only makes the two ways train alike."""
 
     typed: str
     alike: str = ""
@@ -59,7 +59,7 @@ Way = Mapping[str, Line]
 
 
 def lockstep(photos: str, epochs: int, seed: int) -> Way:
-    """The first hour with Lockstep."""
+    """The commands of the first hour with Lockstep."""
     data = f"dataset=folder dataset.path={photos} dataset.decode_size={STORED} dataset.input_size={SIZE}"
     return {
         "train": Line(
@@ -74,7 +74,7 @@ def lockstep(photos: str, epochs: int, seed: int) -> Way:
 
 
 def timm(photos: str, scripts: str, epochs: int, seed: int, classes: int) -> Way:
-    """The same with timm's scripts. What the network is has to be typed again for each of them."""
+    """The commands of the first hour with timm's scripts. Each needs the description of the network again."""
     network = f"--model {MODEL} --num-classes {classes}"
     size, weights = f"--input-size 3 {SIZE} {SIZE}", "--checkpoint output/train/run/model_best.pth.tar"
     crop = f"--interpolation bilinear --crop-pct {SIZE / STORED:.4f}"
@@ -97,12 +97,12 @@ def timm(photos: str, scripts: str, epochs: int, seed: int, classes: int) -> Way
 
 
 def environment() -> dict[str, str]:
-    """Of the commands: those of this interpreter's environment come first."""
+    """The variables of the commands, with the programs of this interpreter's environment first on the path."""
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 def run(line: str, folder: Path) -> str:
-    """Type a line in a folder; returns what it printed. Ends the program if the line fails."""
+    """Run a command line in a folder; returns its output. Ends the program if the command fails."""
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environment(), capture_output=True, text=True, check=False
     )
@@ -112,7 +112,7 @@ def run(line: str, folder: Path) -> str:
 
 
 def show_page(line: str, folder: Path) -> str:
-    """Open a page that a line serves, then end it with Ctrl-C."""
+    """Start a command that serves a web page, load the page, and end the command with Ctrl-C."""
     with subprocess.Popen(
         shlex.split(line), cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True
     ) as server:
@@ -131,8 +131,8 @@ TOP1: Mapping[str, Callable[[str], float]] = {
 }
 
 
-def gone(name: str, way: Way) -> tuple[dict[str, float], float]:
-    """The seconds of each line of a way, gone once, and the top-1 that it ends with."""
+def time_way(name: str, way: Way) -> tuple[dict[str, float], float]:
+    """Run the commands of a way once; returns the seconds of each, and the final top-1."""
     seconds, top1 = {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for step, line in way.items():
@@ -149,22 +149,26 @@ def main() -> None:
     options.add_argument("--photos", type=Path, required=True)
     options.add_argument("--timm", type=Path, metavar="SCRIPTS")
     options.add_argument("--epochs", type=int, default=5)
-    given = options.parse_args()
-    photos = given.photos.resolve()
+    arguments = options.parse_args()
+    photos = arguments.photos.resolve()
     classes = sum(entry.is_dir() for entry in (photos / "train").iterdir())
 
     def ways(photos: str, scripts: str, seed: int) -> dict[str, Way]:
-        made = {LOCKSTEP: lockstep(photos, given.epochs, seed)}
-        return made if given.timm is None else made | {TIMM: timm(photos, scripts, given.epochs, seed, classes)}
+        by_name = {LOCKSTEP: lockstep(photos, arguments.epochs, seed)}
+        return (
+            by_name
+            if arguments.timm is None
+            else by_name | {TIMM: timm(photos, scripts, arguments.epochs, seed, classes)}
+        )
 
     short = ways("P", "S", 0)
     steps = short[LOCKSTEP]
     seconds: dict[tuple[str, str], list[float]] = {}
     top1: dict[str, list[float]] = {name: [] for name in short}
-    scripts = shlex.quote(str(given.timm.resolve())) if given.timm is not None else ""
-    for seed in range(given.repeats):
+    scripts = shlex.quote(str(arguments.timm.resolve())) if arguments.timm is not None else ""
+    for seed in range(arguments.repeats):
         for name, way in ways(shlex.quote(str(photos)), scripts, seed).items():
-            lasted, accuracy = gone(name, way)
+            lasted, accuracy = time_way(name, way)
             top1[name].append(accuracy)
             for step, duration in lasted.items():
                 seconds.setdefault((step, name), []).append(duration)
@@ -175,12 +179,12 @@ def main() -> None:
         },
         "seconds": {step: {name: medians[step, name] for name in short if (step, name) in medians} for step in steps},
         "top-1 on val, %": {
-            f"seed {seed}": {name: top1[name][seed] for name in top1} for seed in range(given.repeats)
+            f"seed {seed}": {name: top1[name][seed] for name in top1} for seed in range(arguments.repeats)
         },
     }
     for title, rows in tables.items():
         show(title, rows)
-    write(given.json, tables)
+    write(arguments.json, tables)
 
 
 if __name__ == "__main__":

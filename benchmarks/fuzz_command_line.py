@@ -1,12 +1,13 @@
-"""Command lines that nobody would type: whatever is asked for, train.py starts or says in a sentence why not.
+"""Unusual command lines: for each, train.py starts, or says in one sentence why not.
 
     python benchmarks/fuzz_command_line.py
     python benchmarks/fuzz_command_line.py --overrides 500 --seed 3
 
-Each case is the whole route of `python train.py OVERRIDES`, in a process that stays, up to where the ranks would be
-launched. It has to end with 0 or 2, without a traceback, and leave nothing where it was refused. Keys come from the
-schema and from every option of every group; values are numbers at and beyond the ends of every range, other types,
-texts, paths and nestings. The cases run in a child that is watched: one that crashes it or hangs is found.
+Each case goes the whole way of `python train.py OVERRIDES`, up to the launch of the ranks, in one process for many
+cases. It must end with 0 or 2, without a traceback, and a refused command must leave no files. Keys come from the
+schema and from every option of every group. Values are numbers at and beyond the ends of every range, other types,
+texts, paths and nested values. The cases run in a child process under observation, so that a crash or a hang is
+detected.
 """
 
 from __future__ import annotations
@@ -31,92 +32,28 @@ from typing import Any
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 CONF = TRAIN.parent / "conf"
-STARTS_S, HANGS_S = 600.0, 120.0  # of the imports, and of one case
-FOUND = "found.jsonl"
-ROOM = 2.0**28  # bytes of memory that the cases believe to have
+STARTS_S, HANGS_S = 600.0, 120.0  # time limits: for the imports, and for one case
+RESULTS = "results.jsonl"
+ROOM = 2.0**28  # bytes of memory that a case is told to be available
 
-NUMBERS = [
-    *(
-        "0",
-        "1",
-        "-1",
-        "2",
-        "3",
-        "7",
-        "64",
-        "255",
-        "1024",
-        "65536",
-        "999999",
-        "1000000",
-        "100000",
-        "2147483648",
-        "1e9",
-    ),
-    *("9223372036854775807", "9223372036854775808", "1e30", "1" + "0" * 30, "9" * 299, "9" * 400, "9" * 5000),
-    *(
-        "0.5",
-        "1.0",
-        "-0.1",
-        "1e-300",
-        "1e-320",
-        "1e308",
-        "1e400",
-        "-1e400",
-        "nan",
-        "-nan",
-        "inf",
-        "-inf",
-        ".inf",
-        "1_0",
-    ),
-    *("0x10", "0b1", "1e", "+5", "٣", "½", "1,000", "007"),
-]
+
+def tokens(text: str) -> list[str]:
+    """The words of a text: short to write, many to a line."""
+    return text.split()
+
+
+NUMBERS = tokens("0 1 -1 2 3 7 64 255 1024 65536 999999 1000000 100000 2147483648 1e9")
+NUMBERS += ["9223372036854775807", "9223372036854775808", "1e30", "1" + "0" * 30, "9" * 299, "9" * 400, "9" * 5000]
+NUMBERS += tokens("0.5 1.0 -0.1 1e-300 1e-320 1e308 1e400 -1e400 nan -nan inf -inf .inf 1_0")
+NUMBERS += tokens("0x10 0b1 1e +5 ٣ ½ 1,000 007")
 DURATIONS = ["1ep", "0ep", "5%", "0%", "101%", "-1ep", "1.5", "0.5ep", "9" * 30 + "ep", "9" * 400 + "ep", "10min"]
 DURATIONS += ["0s", "1e3s", "500h", "501h", "9" * 20 + "h", "1 ep", "ep", "%", "min", "1day", "infep", "nan%"]
-WORDS = [
-    "auto",
-    "null",
-    "none",
-    "true",
-    "false",
-    "True",
-    "yes",
-    "latest",
-    "exact",
-    "strict",
-    "cpu",
-    "cuda",
-    "default",
-]
+WORDS = tokens("auto null none true false True yes latest exact strict cpu cuda default")
 WORDS += ["''", '""', "", "' '", "~", "???", "${name}", "${epochs}", "${oc.env:HOME}", "${now:%Y}", "${", r"\${name}"]
-WORDS += [
-    "${hydra:job.num}",
-    "${train}",
-    "${model.width}",
-    "file",
-    "square",
-    "nccl",
-    "gloo",
-    "lamb",
-    "adamw",
-    "max_autotune",
-]
+WORDS += tokens("${hydra:job.num} ${train} ${model.width} file square nccl gloo lamb adamw max_autotune")
 PATHS = ["/dev/null", "/dev/null/x", "/proc/nowhere", "/proc/self/mem", "/etc/passwd", ".", "..", "/", "a/b", "fifo"]
 PATHS += ["file", "file/x", "~", "~nobody-here/x", "a" * 255, "a" * 256, "a/" * 3000, "b" * 5000, "photos", "loop"]
-NESTED = [
-    "[]",
-    "{}",
-    "[1,2]",
-    "[a,b]",
-    "[[1],[2]]",
-    "{a:1}",
-    "{a:{b:[1]}}",
-    "[0.1,0.9]",
-    "[0.9,0.1]",
-    "[nan,inf]",
-    "[1,a]",
-]
+NESTED = tokens("[] {} [1,2] [a,b] [[1],[2]] {a:1} {a:{b:[1]}} [0.1,0.9] [0.9,0.1] [nan,inf] [1,a]")
 NESTED += [
     "[" * 25 + "]" * 25,
     "[" * 1000,
@@ -124,92 +61,42 @@ NESTED += [
     "{a:" * 200 + "1" + "}" * 200,
     "[" + "1," * 300 + "1]",
 ]
-NESTED += [
-    "(1)",
-    "1,2",
-    "choice(1,2)",
-    "range(1,3)",
-    "int(3.9)",
-    "float(1)",
-    "str(1)",
-    "sort(2,1)",
-    "glob(*)",
-    "shuffle(1)",
-]
-NESTED += [
-    "[null]",
-    "{}{}",
-    "]",
-    "[1",
-    "'a",
-    "a'",
-    '"a',
-    "a=b",
-    "=",
-    "a b",
-    "a\tb",
-    "a\nb",
-    "é",
-    "😀",
-    "\u202e",
-    "\udc80",
-    "'\udc80'",
-    "'\x1b[2J'",
-]
-USUAL = ["epochs=3", "steps=5", "batch=32", "seed=7", "device=cpu", "name=mine", "train.ema=0.9", "train.mixup=0.2"]
-USUAL += [
-    "loader=streaming",
-    "augment=crop_flip",
-    "optimizer=sgd",
-    "optimizer=muon",
-    "schedule=step",
-    "precision=bf16",
-]
-USUAL += ["strategy=ddp", "launcher=spawn", "launcher.ranks=2", "checkpoint.every=10min", "telemetry.interval=10%"]
-USUAL += [
-    "model=linear",
-    "model=whitenet",
-    "repro=strict",
-    "train.micro_batches=2",
-    "dataset.input_size=16",
-    "batch=auto",
-]
-HYDRA = [
-    "hydra.run.dir",
-    "hydra.sweep.dir",
-    "hydra.sweep.subdir",
-    "hydra.job.name",
-    "hydra.output_subdir",
-    "hydra.job.chdir",
-]
-HYDRA += ["hydra.searchpath", "hydra.run", "hydra.job", "hydra", "hydra.runtime.cwd", "hydra.mode"]
+NESTED += tokens("(1) 1,2 choice(1,2) range(1,3) int(3.9) float(1) str(1) sort(2,1) glob(*) shuffle(1)")
+NESTED += ["[null]", "{}{}", "]", "[1", "'a", "a'", '"a', "a=b", "="]
+NESTED += ["a b", "a\tb", "a\nb", "é", "😀", "\u202e", "\udc80", "'\udc80'", "'\x1b[2J'"]
+USUAL = tokens("epochs=3 steps=5 batch=32 seed=7 device=cpu name=mine train.ema=0.9 train.mixup=0.2")
+USUAL += tokens("loader=streaming augment=crop_flip optimizer=sgd optimizer=muon schedule=step precision=bf16")
+USUAL += tokens("strategy=ddp launcher=spawn launcher.ranks=2 checkpoint.every=10min telemetry.interval=10%")
+USUAL += tokens("model=linear model=whitenet repro=strict train.micro_batches=2 dataset.input_size=16 batch=auto")
+HYDRA = tokens("hydra.run.dir hydra.sweep.dir hydra.sweep.subdir hydra.job.name hydra.output_subdir hydra.job.chdir")
+HYDRA += tokens("hydra.searchpath hydra.run hydra.job hydra hydra.runtime.cwd hydra.mode")
 
 
 def option_keys() -> list[tuple[str, str]]:
-    """Every key with what has to be given before it for it to be one: an option of its group, or nothing."""
+    """Every key, with the override that chooses its option first (empty if the key always exists)."""
     import yaml
 
     from lockstep.config import schema
 
-    found = [(field.name, "") for field in dataclasses.fields(schema.Job)]
+    keys = [(field.name, "") for field in dataclasses.fields(schema.Job)]
     for name, block in (
         ("train", schema.TrainBlock),
         ("checkpoint", schema.CheckpointBlock),
         ("telemetry", schema.TelemetryBlock),
     ):
-        found += [(f"{name}.{field.name}", "") for field in dataclasses.fields(block)]
+        keys += [(f"{name}.{field.name}", "") for field in dataclasses.fields(block)]
     for group in schema.GROUPS:
         for path in sorted((CONF / group).glob("*.yaml")):
-            found += [(f"{group}.{key}", f"{group}={path.stem}") for key in yaml.safe_load(path.read_text())]
-    found += [
+            keys += [(f"{group}.{key}", f"{group}={path.stem}") for key in yaml.safe_load(path.read_text())]
+    keys += [
         (f"model.{key}", "model=resnet18") for key in ("name", "pretrained", "drop_rate", "drop_path_rate", "options")
     ]
-    found += [("model.options.x", "model=resnet18"), ("optimizer.options.x.y", "optimizer=timm")]
-    return found + [(key, "") for key in HYDRA]
+    keys += [("model.options.x", "model=resnet18"), ("optimizer.options.x.y", "optimizer=timm")]
+    return keys + [(key, "") for key in HYDRA]
 
 
 def command_lines() -> Any:
-    """A strategy for the words behind `python train.py`."""
+    """A Hypothesis strategy for the words after `python train.py`."""
     from hypothesis import strategies as st
 
     from lockstep.config import schema
@@ -244,7 +131,7 @@ def command_lines() -> Any:
 
 
 def places(folder: Path) -> None:
-    """What the values in `PATHS` name: a file, a pipe, a loop of links, photos."""
+    """Create the files that the values in `PATHS` name: a file, a pipe, a link to itself, photos."""
     import torch
     from torchvision.io import write_jpeg
 
@@ -263,9 +150,9 @@ def left_behind(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def short_of_training() -> Iterator[None]:
-    """Have jobs end where their ranks would be launched, on a machine without a network and with little memory.
+    """Make jobs end before their ranks are launched, and pretend to have no network and little memory.
 
-    A command then leaves by an exception: this process stays for the next one.
+    A command then ends with an exception instead of ending this process.
     """
     from lockstep.data.datasets.published import Published
     from lockstep.job import machine_limits
@@ -284,14 +171,14 @@ def short_of_training() -> Iterator[None]:
 
 
 def attempt(words: list[str], folder: Path) -> tuple[int, str]:
-    """The exit code of a command line, and what is wrong with how it ended (empty: nothing)."""
+    """Run a command line; returns its exit code and a problem with its end (empty if there is none)."""
     from lockstep.data.datasets import builtin
 
-    environment, said = dict(os.environ), io.StringIO()
+    environment, stderr = dict(os.environ), io.StringIO()
     sys.argv = ["train.py", *words]
     code: Any = 0
     problem = ""
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         try:
             runpy.run_path(str(TRAIN), run_name="__main__")
         except SystemExit as left:
@@ -302,12 +189,12 @@ def attempt(words: list[str], folder: Path) -> tuple[int, str]:
     os.environ.clear()
     os.environ.update(environment)
     builtin._random.cache_clear()
-    if "Traceback" in said.getvalue() or code not in (0, 2):
-        problem = said.getvalue().strip() or f"exit code {code}"
+    if "Traceback" in stderr.getvalue() or code not in (0, 2):
+        problem = stderr.getvalue().strip() or f"exit code {code}"
     elif code == 2 and left_behind(folder):
-        problem = f"refused, and left {left_behind(folder)}: {said.getvalue()}"
-    elif code == 2 and max(map(len, said.getvalue().splitlines())) > 1000:
-        problem = f"a long sentence: {said.getvalue()}"
+        problem = f"refused, and left {left_behind(folder)}: {stderr.getvalue()}"
+    elif code == 2 and max(map(len, stderr.getvalue().splitlines())) > 1000:
+        problem = f"a long sentence: {stderr.getvalue()}"
     for name in left_behind(folder):
         path = folder / name
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -315,7 +202,7 @@ def attempt(words: list[str], folder: Path) -> tuple[int, str]:
 
 
 def child(folder: Path, overrides: int, seed: int) -> None:
-    """Try command lines until so many overrides were; a line of `FOUND` before each and behind it."""
+    """Try command lines until so many overrides were; write a line of `RESULTS` before and after each one."""
     import torch
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
@@ -326,7 +213,7 @@ def child(folder: Path, overrides: int, seed: int) -> None:
     os.chdir(where)
     places(where)
     tried = 0
-    with (folder / FOUND).open("a", buffering=1) as found, short_of_training():
+    with (folder / RESULTS).open("a", buffering=1) as results, short_of_training():
 
         @seeded(seed)
         @settings(
@@ -341,16 +228,16 @@ def child(folder: Path, overrides: int, seed: int) -> None:
             nonlocal tried
             if tried >= overrides:
                 return
-            found.write(json.dumps({"words": words}) + "\n")
+            results.write(json.dumps({"words": words}) + "\n")
             code, problem = attempt(words, where)
-            found.write(json.dumps({"code": code, "problem": problem}) + "\n")
+            results.write(json.dumps({"code": code, "problem": problem}) + "\n")
             tried += len(words)
 
         case()
 
 
 def watched(folder: Path, overrides: int, seed: int) -> str:
-    """Run `child` in a process of its own and wait for it; says what ended it, where that was not its own end."""
+    """Run `child` in a new process and wait for it; returns what ended it, or an empty text if it finished."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -365,7 +252,7 @@ def watched(folder: Path, overrides: int, seed: int) -> str:
         if ended:
             code = os.waitstatus_to_exitcode(status)
             return "" if code == 0 else f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        grown = (folder / FOUND).stat().st_size
+        grown = (folder / RESULTS).stat().st_size
         size, since = grown, since if grown == size else time.monotonic()
         if time.monotonic() - since > (limit := HANGS_S if grown else STARTS_S):
             os.kill(pid, signal.SIGKILL)
@@ -377,13 +264,13 @@ def watched(folder: Path, overrides: int, seed: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overrides", type=int, default=10_000, help="how many are tried, a few at a time [10000]")
-    parser.add_argument("--seed", type=int, default=0, help="of what is tried [0]")
+    parser.add_argument("--seed", type=int, default=0, help="of the random cases [0]")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:
-        (Path(folder) / FOUND).touch()
+        (Path(folder) / RESULTS).touch()
         crash = watched(Path(folder), arguments.overrides, arguments.seed)
-        lines = [json.loads(line) for line in (Path(folder) / FOUND).read_text().splitlines()]
+        lines = [json.loads(line) for line in (Path(folder) / RESULTS).read_text().splitlines()]
     words, ends = [line["words"] for line in lines[::2]], lines[1::2]
     problems = [(case, end["problem"]) for case, end in zip(words, ends, strict=False) if end["problem"]]
     problems += [(words[-1] if words else [], crash)] if crash else []

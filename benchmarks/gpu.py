@@ -2,14 +2,14 @@
 
     python benchmarks/gpu.py --json gpu.json                                                # resnet50d at 224 and 336
     python benchmarks/gpu.py --folder imagenet_small                                        # also real images
-    python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1      # it runs
+    python benchmarks/gpu.py --device cpu --model resnet18 --sizes 64 --batch 8 --steps 3 --interval 1   # it works
 
-For each size, precision, memory order and with or without `torch.compile`: the raw loop trains timm's model on one
-batch that lies on the device, with fused SGD and nothing else; Lockstep runs as `train.py` does, on random images
-that are resident on the device, gathered, normalised, counted and logged. Both wait for the device every `--interval`
-steps; the figure is the median over these windows without the first two. The two take turns, and what does not fit
-into memory is left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are streamed, augmented
-as for ImageNet, next to the same on random ones.
+The benchmark covers each size, precision and memory order, with and without `torch.compile`. The raw loop trains
+timm's model on one batch on the device, with fused SGD and nothing else. Lockstep runs as `train.py` does, on random
+images that are resident on the device, and gathers, normalises, counts and logs. Both wait for the device every
+`--interval` steps; the figure is the median over these windows without the first two. The two take turns, and cases
+that do not fit into memory are left out. With `--folder` (train/CLASS/*.jpg and val/CLASS/*.jpg) real images are
+streamed and augmented as for ImageNet, and compared with random ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Measure = Callable[[], float]
 
 
 def raw(job: Job, steps: int, interval: int) -> float:
-    """Images per second of the least that trains the job's model."""
+    """Images per second of the smallest loop that trains the job's model."""
     device, storage = torch.device(job.device), job.precision.storage
     layout = job.model.memory_format
     assert isinstance(job.model, Timm)
@@ -76,7 +76,7 @@ def raw(job: Job, steps: int, interval: int) -> float:
 
 
 def lockstep(words: list[str]) -> float:
-    """The same of the real run."""
+    """Images per second of the real run."""
     with tempfile.TemporaryDirectory() as folder:
         job, run = prepared(Path(folder) / "run", words)
         with console.capture():
@@ -85,8 +85,8 @@ def lockstep(words: list[str]) -> float:
         return statistics.median([line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line][2:])
 
 
-def words(arguments: argparse.Namespace, size: int, precision: str, *others: str) -> list[str]:
-    """The job of a row."""
+def words(arguments: argparse.Namespace, size: int, precision: str, *extra: str) -> list[str]:
+    """The overrides of a row's job."""
     return [
         f"model={arguments.model}",
         f"precision={precision}",
@@ -106,7 +106,7 @@ def words(arguments: argparse.Namespace, size: int, precision: str, *others: str
         "train.eval_every=100%",
         "checkpoint.every=100%",
         "launcher.ranks=1",
-        *others,
+        *extra,
     ]
 
 
@@ -120,7 +120,7 @@ def built(overrides: list[str]) -> Job:
 
 
 def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
-    """Rates of both, their ratio, and what they mean; empty where a step does not fit into memory."""
+    """Rates of both, their ratio, memory and MFU; empty if a step does not fit into memory."""
     job = built(overrides)
     device = torch.device(job.device)
     gigabytes: Figures = {}
@@ -145,13 +145,13 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
         if not micro_batch_search.is_out_of_memory(error):
             raise
         return {}
-    found = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}
-    found["ratio"] = rates["lockstep"] / rates["raw"]
+    figures = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}
+    figures["ratio"] = rates["lockstep"] / rates["raw"]
     if peak := peak_flops(device, job.precision.dtype, tf32=job.precision.matmul == "high"):
         assert isinstance(job.model, Timm)
         model = timm.create_model(job.model.name, num_classes=CLASSES)
-        found["MFU, %"] = 100 * rates["lockstep"] * training_flops(model, job.dataset.input_shape) / peak
-    return found
+        figures["MFU, %"] = 100 * rates["lockstep"] * training_flops(model, job.dataset.input_shape) / peak
+    return figures
 
 
 def synthetic(arguments: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
@@ -172,7 +172,7 @@ def synthetic(arguments: argparse.Namespace) -> Iterator[tuple[str, Rows]]:
 
 
 def real(arguments: argparse.Namespace) -> Rows:
-    """Images per second on random images that are resident, and on the folder's, decoded while the GPU trains."""
+    """Images per second on resident random images, and on the folder's images, decoded while the GPU trains."""
     size, precision = arguments.sizes[0], arguments.precisions[-1]
     fast = ["model.channels_last=true", f"model.compile={str(not arguments.no_compile).lower()}"]
     streamed = [
@@ -187,8 +187,8 @@ def real(arguments: argparse.Namespace) -> Rows:
         "random, img/s": lambda: lockstep(words(arguments, size, precision, *fast)),
         "streamed, img/s": lambda: lockstep(streamed),
     }
-    found = in_turns(cases, arguments.repeats)
-    return {precision: {**found, "ratio": found["streamed, img/s"] / found["random, img/s"]}}
+    rates = in_turns(cases, arguments.repeats)
+    return {precision: {**rates, "ratio": rates["streamed, img/s"] / rates["random, img/s"]}}
 
 
 def main() -> int:
@@ -196,10 +196,10 @@ def main() -> int:
     options.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     options.add_argument("--model", default="resnet50d", help="a name of timm")
     options.add_argument("--sizes", type=int, nargs="+", default=[224, 336])
-    options.add_argument("--precisions", nargs="+", default=None, help="fp32 tf32 fp16 bf16 as it comes")
+    options.add_argument("--precisions", nargs="+", default=None, help="[fp32 tf32 fp16 bf16; on a CPU fp32 bf16]")
     options.add_argument("--batch", type=int, default=256)
     options.add_argument("--steps", type=int, default=100)
-    options.add_argument("--interval", type=int, default=10, help="steps of a window")
+    options.add_argument("--interval", type=int, default=10, help="steps per window")
     options.add_argument("--no-compile", action="store_true", help="leave the compiled rows out")
     options.add_argument("--folder", type=Path, help="real images to stream")
     arguments = options.parse_args()

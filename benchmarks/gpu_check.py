@@ -1,25 +1,25 @@
-"""The proof in ten minutes: what Lockstep promises, tried on this machine's GPU by one command.
+"""Tests Lockstep's promises on this machine's GPU, with one command, in ten minutes.
 
     python benchmarks/gpu_check.py --json gpu_check.json            # all steps
     python benchmarks/gpu_check.py --only strict,resume             # some of them
-    python benchmarks/gpu_check.py --device cpu                     # what can be tried without a GPU, in small
+    python benchmarks/gpu_check.py --device cpu                     # the steps that need no GPU, with small jobs
 
-Made for a machine with one card, torch 2.11 or newer and no network. On another machine, with a network, fetch the
-wheels that it lacks; the versions are those of pyproject.toml. 3.12 stands for its Python:
+It is made for a machine with one card, torch 2.11 or newer and no network. On another machine, with a network, fetch
+the wheels that are missing there; the versions are those of pyproject.toml. 3.12 stands for the machine's Python:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
         --platform manylinux_2_17_x86_64 --dest wheels "hydra-core<1.4" "omegaconf<2.4" "simplejpeg<2"
     pip wheel --no-deps --wheel-dir wheels antlr4-python3-runtime==4.9.3
 
-and in the same way, where they are missing, "timm<1.1" "tensorboard<2.22" "nvidia-ml-py<14" "scikit-learn<1.10"
+Do the same for these, if they are missing: "timm<1.1" "tensorboard<2.22" "nvidia-ml-py<14" "scikit-learn<1.10"
 "safetensors<0.9" "rich<16" "filelock<5". Then, on the machine with the card and in the checkout:
 
     python -m pip install --no-index --no-deps --target packages wheels/*.whl
     PYTHONPATH=$PWD/packages:$PWD/src python benchmarks/gpu_check.py --json gpu_check.json
 
-Each step is a process of its own with a limit of time, so that a hang or a crash of one leaves the others alone. The
-verdict is `passed`, `FAILED`, `left out` (it needs what is not here) or `figures` (it measures and judges nothing).
-The exit code is 1 if a step failed.
+Each step is a process with a time limit, so that a hang or a crash of one does not affect the others. The verdict is
+`passed`, `FAILED`, `left out` (something that the step needs is missing) or `figures` (the step only measures). The
+exit code is 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -48,16 +48,20 @@ from gpu_jobs import MARK, ROOT, Failed, Place, kill, marked
 from lockstep.core.safe_write import write_atomic
 from measure import Rows, console, parser, write
 
-# The last lines of a failed step's output that are shown.
+# The number of lines that are shown from the end of a failed step's output.
 SHOWN = 30
 COLOURS = {"passed": "green", "FAILED": "red", "left out": "yellow", "figures": "cyan"}
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step: what it looks at, its limit in seconds, and a function that returns a sentence or figures.
+    """A step of the check.
 
-    `gpu_only` is the reason why it cannot be run on a CPU, if it cannot.
+    Fields:
+        title: what the step checks.
+        limit_s: its time limit in seconds.
+        call: runs the step; returns a sentence, or figures if it only measures.
+        gpu_only: why the step cannot run on a CPU; empty if it can.
     """
 
     title: str
@@ -68,10 +72,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a step ended, and what was found."""
+    """How a step ended: `finding` is its sentence, or its figures as text."""
 
     verdict: str
-    found: str
+    finding: str
     figures: Rows = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -85,6 +89,7 @@ STEPS = {
     "stages": Step("a pipeline of two stages on one device over gloo", 240, gpu_steps.stages),
     "ranks": Step("two ranks on one device over gloo", 240, gpu_steps.ranks),
     "resume": Step("resumes to the bit", 300, gpu_steps.resume),
+    "graph": Step("train.cuda_graph next to launched steps", 120, gpu_steps.graph, "a CPU has no CUDA graphs"),
     "memory": Step("out of memory", 120, gpu_steps.out_of_memory, "it is a GPU whose memory is limited"),
     "stop": Step("SIGTERM and resume", 150, gpu_steps.stop),
     "nvml": Step("NVML next to nvidia-smi", 60, gpu_steps.nvml, "there is no GPU to watch"),
@@ -97,28 +102,28 @@ STEPS = {
 def verdict(step: Step, place: Place) -> Verdict:
     """Run a step in this process."""
     try:
-        found = step.call(place)
+        outcome = step.call(place)
     except Failed as sentence:
         return Verdict("FAILED", str(sentence))
     except Exception as error:  # one step's error must not hide what the others find
         traceback.print_exc()
         return Verdict("FAILED", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    if isinstance(found, str):
-        return Verdict("passed", found)
+    if isinstance(outcome, str):
+        return Verdict("passed", outcome)
     rows = (
         f"{name}: " + ", ".join(f"{column} {short(figure)}" for column, figure in figures.items())
-        for name, figures in found.items()
+        for name, figures in outcome.items()
     )
-    return Verdict("figures", "; ".join(rows), found)
+    return Verdict("figures", "; ".join(rows), outcome)
 
 
 def short(figure: float) -> str:
-    """Four digits of it, or all before the point."""
+    """A figure with four digits, or as a whole number from 1,000 on."""
     return f"{figure:,.0f}" if abs(figure) >= 1000 else f"{figure:.4g}"
 
 
 def apart(name: str, device: str, left_s: float) -> Verdict:
-    """Run a step in a process group of its own, for `left_s` seconds at most, and end all that is left of it."""
+    """Run a step in its own process group, for `left_s` seconds at most, and then kill what is left of it."""
     began = time.perf_counter()
     limit_s = STEPS[name].limit_s
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as text:
@@ -149,9 +154,9 @@ def apart(name: str, device: str, left_s: float) -> Verdict:
             ended = Verdict(**json.loads(result.read_text()))
         if ended.verdict == "FAILED":
             console.print(
-                f"the end of what {name} wrote:", *output.read_text().splitlines()[-SHOWN:], sep="\n", markup=False
+                f"the end of the output of {name}:", *output.read_text().splitlines()[-SHOWN:], sep="\n", markup=False
             )
-    return Verdict(ended.verdict, ended.found, ended.figures, round(time.perf_counter() - began, 1))
+    return Verdict(ended.verdict, ended.finding, ended.figures, round(time.perf_counter() - began, 1))
 
 
 def show(verdicts: dict[str, Verdict]) -> None:
@@ -159,7 +164,7 @@ def show(verdicts: dict[str, Verdict]) -> None:
     table = Table("step", "verdict", "seconds", "found", title="gpu_check", title_justify="left")
     for name, step in verdicts.items():
         coloured = f"[{COLOURS[step.verdict]}]{step.verdict}[/]"
-        table.add_row(f"{name}: {STEPS[name].title}", coloured, f"{step.seconds:.1f}", escape(step.found))
+        table.add_row(f"{name}: {STEPS[name].title}", coloured, f"{step.seconds:.1f}", escape(step.finding))
     console.print(table)
 
 
@@ -174,12 +179,12 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--only", type=names, default=list(STEPS), metavar="STEP[,STEP]", help=", ".join(STEPS))
     options.add_argument("--device", choices=["cpu", "cuda"], help="[cuda, where there is one]")
-    options.add_argument("--budget", type=float, metavar="SECONDS", help="leave out what is not done within them")
+    options.add_argument("--budget", type=float, metavar="SECONDS", help="leave out steps that are not done by then")
     options.add_argument("--step-in", type=Path, help=argparse.SUPPRESS)  # be the process of one step
     arguments = options.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        print("torch finds no CUDA GPU here; --device cpu tries what can be tried without", file=sys.stderr)
+        print("torch finds no CUDA GPU here; --device cpu runs the steps that need none", file=sys.stderr)
         return 2
     if arguments.step_in is not None:
         (name,) = arguments.only

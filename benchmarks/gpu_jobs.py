@@ -1,4 +1,4 @@
-"""What the steps of `gpu_check.py` share: how they say what they found, and how a job is trained and read."""
+"""Shared by the steps of `gpu_check.py`: how they report results, train a job and read its files."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from measure import living
 from runs import prepared
 
 ROOT = Path(__file__).parent.parent
-# Which processes are a step's, in their environment: the ranks of torchrun have sessions of their own.
+# A variable in the environment of all processes of a step: torchrun's ranks are in sessions of their own.
 MARK = "LOCKSTEP_GPU_CHECK"
-# For an event that takes moments, on a machine that is slow and busy. The step's own limit is above it.
+# Seconds to wait for an event that usually takes moments, also on a slow machine. The limit of a step is larger.
 PATIENCE_S = 60.0
 QUIET = ("name=check", "logger=jsonl", "telemetry.interval=1")
-# Small images and no evaluation within the run; the rate is low, so that rounding is not magnified.
+# Small images, and an evaluation only at the end. The learning rate is low, so that rounding errors do not grow.
 SMALL = (
     *("dataset=fake", "dataset.size=32", "dataset.classes=10", "steps=3"),
     *("optimizer=sgd", "optimizer.lr=0.01", "schedule=constant", "train.eval_every=100%", "checkpoint.every=100%"),
@@ -38,12 +38,12 @@ NORMED = (*SMALL, "model=test_resnet", "augment=crop_flip")
 
 
 class Failed(Exception):
-    """What a step expected and did not find, in one sentence."""
+    """A step failed: one sentence with the expected and the actual result."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step runs: `cpu` or `cuda`, and a folder of its own."""
+    """Where a step runs: on `cpu` or `cuda`, and in its own folder."""
 
     device: str
     folder: Path
@@ -54,12 +54,12 @@ class Place:
 
     @property
     def half(self) -> str:
-        """The 16-bit format that is looked at: float16 has a loss scaler, and needs a GPU."""
+        """The 16-bit format to check: float16 on a GPU, because it has a loss scaler, else bfloat16."""
         return "fp16" if self.cuda else "bf16"
 
     @property
     def batch(self) -> tuple[str, str]:
-        """A batch that this device takes moments for, and three of them."""
+        """Overrides for a batch that is quick on this device, and for a data set of three batches."""
         batch = 128 if self.cuda else 16
         return f"batch={batch}", f"dataset.examples={3 * batch}"
 
@@ -71,12 +71,12 @@ def expect(condition: bool, sentence: str) -> None:
 
 
 def prepared_job(place: Place, name: str, *overrides: str) -> tuple[Job, RunDir]:
-    """A job on this device, in the folder of the run `name`."""
+    """A job on this device, and its run folder `name`."""
     return prepared(place.folder / name, [*QUIET, f"device={place.device}", *overrides])
 
 
 def trained(place: Place, name: str, *overrides: str, heartbeat: Callable[[], None] = lambda: None) -> RunDir:
-    """Train a job in this process, or go on with the run `name`; `heartbeat` is called after each step."""
+    """Train a job in this process, or resume the run `name`; `heartbeat` is called after each step."""
     job, run = prepared_job(place, name, *overrides)
     torch.set_num_threads(int(job.launcher.threads))
     experiment.run(job, run, World.solo("cuda:0" if place.cuda else "cpu"), heartbeat=heartbeat)
@@ -84,7 +84,7 @@ def trained(place: Place, name: str, *overrides: str, heartbeat: Callable[[], No
 
 
 def command(place: Place, name: str, *overrides: str, launch: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """`train.py` as a user starts it, with its run folder at `name` of the step's folder; its stderr is a pipe."""
+    """Start `train.py` as a user does, with the run folder `name` in the step's folder; its stderr is a pipe."""
     folder = place.folder / name
     words = [*QUIET, f"device={place.device}", f"output_root={place.folder}", f"hydra.run.dir={folder}", *overrides]
     return subprocess.Popen(
@@ -100,15 +100,15 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> None:
     """Wait for a command, and raise Failed if it ends with another code than `code`."""
     _, errors = process.communicate()
     print(errors, file=sys.stderr)
-    last = (errors.splitlines() or ["nothing was said"])[-1]
+    last = (errors.splitlines() or ["no message"])[-1]
     expect(process.returncode == code, f"train.py ended with {process.returncode}, expected {code}: {last}")
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
+def wait_for(condition: Callable[[], bool], event: str) -> None:
     """Poll until `condition` holds, and raise Failed if it does not for too long."""
     began = time.monotonic()
     while not condition():
-        expect(time.monotonic() < began + PATIENCE_S, f"{what}: not so within {PATIENCE_S:.0f} s")
+        expect(time.monotonic() < began + PATIENCE_S, f"{event}: not so within {PATIENCE_S:.0f} s")
         time.sleep(0.05)
 
 
@@ -118,7 +118,7 @@ def marked(folder: Path) -> list[int]:
 
 
 def kill(pids: list[int]) -> None:
-    """End processes at once, those that are gone already too."""
+    """Kill processes; those that have ended already are ignored."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -151,24 +151,24 @@ def newest(run: RunDir) -> checkpoint.LoadedCheckpoint:
     return checkpoint.load(path)
 
 
-def expect_same_bits(found: RunDir, expected: RunDir, what: str) -> None:
+def expect_same_bits(actual: RunDir, expected: RunDir, title: str) -> None:
     """Raise Failed, with the first difference, unless two runs ended with the same state."""
-    ours, theirs = state(found), state(expected)
+    ours, theirs = state(actual), state(expected)
     different = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    expect(not different, f"{what}: {len(different)} of {len(theirs)} tensors differ, e.g. {different[:1]}")
+    expect(not different, f"{title}: {len(different)} of {len(theirs)} tensors differ, e.g. {different[:1]}")
 
 
-def largest_loss_difference(found: RunDir, expected: RunDir) -> float:
-    """Of the losses of the same steps, relative to the expected ones; infinite if one of them is not finite."""
-    pairs = list(zip(losses(found), losses(expected), strict=True))
-    if not all(math.isfinite(tensor) for pair in pairs for tensor in pair):
+def largest_loss_difference(actual: RunDir, expected: RunDir) -> float:
+    """The largest difference of the losses at a step, relative to `expected`; infinite if one is not finite."""
+    pairs = list(zip(losses(actual), losses(expected), strict=True))
+    if not all(math.isfinite(loss) for pair in pairs for loss in pair):
         return math.inf
-    return max(abs(one - other) / abs(other) for one, other in pairs)
+    return max(abs(loss - reference) / abs(reference) for loss, reference in pairs)
 
 
-def largest_weight_difference(found: RunDir, expected: RunDir) -> float:
-    """Of all tensors of the model, relative to the largest number in each."""
-    ours, theirs = newest(found).model, newest(expected).model
+def largest_weight_difference(actual: RunDir, expected: RunDir) -> float:
+    """The largest difference in the tensors of the model, relative to the largest number of each tensor."""
+    ours, theirs = newest(actual).model, newest(expected).model
     return max(
         float((ours[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-12))
         for name, tensor in floats(theirs)
@@ -176,5 +176,5 @@ def largest_weight_difference(found: RunDir, expected: RunDir) -> float:
 
 
 def floats(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Those that are no counters."""
+    """The floating-point tensors, without counters."""
     return [(name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point()]

@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that measure: each returns rows of figures, and judges only what can be wrong."""
+"""The steps of `gpu_check.py` that measure. Each returns rows of figures, and fails only if a result is wrong."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_jobs import ROOT, Place, expect, trained
 from measure import Figures, Rows
 
-# Calls of CUDA that start work on the device; a graph is one.
+# CUDA calls that start work on the device; a whole graph is one call.
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-# The first steps allocate. CUDA lets the host be some thousand launches ahead: few enough steps do not fill that.
+# The first steps allocate memory. CUDA lets the host run about a thousand launches ahead: the timed steps stay below.
 WARM, TIMED, PROFILED = 20, 5, 5
 
 
 def model(place: Place) -> Rows:
     """Images per second of Lockstep and of a raw loop over the same model, by the functions of `gpu.py`."""
-    import gpu  # and with it timm, which takes a second that no other step needs
+    import gpu  # imports timm, which takes a second, and which no other step needs
 
     small = {"model": "resnet10t", "batch": 4, "steps": 4, "interval": 1}
     large = {"model": "resnet50d", "batch": 256, "steps": 40, "interval": 5}
@@ -49,7 +49,7 @@ def model(place: Place) -> Rows:
 
 
 def speedrun(place: Place) -> Rows:
-    """The command that compares the speed recipe with its reference, on random pixels, which nobody can learn."""
+    """The speed recipe and its reference, by the command that compares them, on random pixels."""
     script = (sys.executable, "benchmarks/cifar10_speedrun.py")
     folder, figures = place.folder / "pixels", place.folder / "speedrun.json"
     images, epochs = (2000, "8") if place.cuda else (200, "1")  # of a class; the recipe's batch is 2,000
@@ -63,18 +63,19 @@ def speedrun(place: Place) -> Rows:
     words = ["--folder", str(folder), "--val-folder", "val", "--device", place.device, "--epochs", epochs]
     code = subprocess.call([*script, *words, "--seeds", "0", "--json", str(figures)], cwd=ROOT)
     expect(code == 0, f"cifar10_speedrun.py ended with {code}")
-    found = json.loads(figures.read_text())
-    tables = (table for title, table in found.items() if title.endswith("epochs"))
+    report = json.loads(figures.read_text())
+    tables = (table for title, table in report.items() if title.endswith("epochs"))
     return {name: row for table in tables for name, row in table.items()}
 
 
 def host(place: Place) -> Rows:
-    """What the host does in a step between log points: its time, its launches, and that it waits for nothing."""
+    """Host time and launches of a step between log points. The step fails if the host waits for the device."""
     speed = ("experiment=cifar10_speedrun", "dataset=fake", "dataset.size=32", "dataset.classes=10")
     batch = 2000 if place.cuda else 16
     narrow = () if place.cuda else ("precision=fp32",)  # a CPU may have no instructions for bfloat16
     jobs: dict[str, tuple[str, ...]] = {
         "default": (),
+        **({"default, train.cuda_graph=true": ("train.cuda_graph=true", "batch=103")} if place.cuda else {}),
         "cifar10_speedrun": (
             *speed,
             f"batch={batch}",
@@ -87,19 +88,23 @@ def host(place: Place) -> Rows:
 
 
 def host_figures(place: Place, name: str, *job: str) -> Figures:
-    """Of one job. A step that waits for the device raises torch's error."""
+    """Host time and launches per step of one job.
+
+    Raises:
+        RuntimeError: torch's, if a step waits for the device.
+    """
     steps = WARM + TIMED + PROFILED + 1
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * place.cuda]
     profiler = profile(activities=activities)
     ends: list[float] = []
 
     def ended() -> None:
-        """Called at the end of each step, before what is due at it is logged."""
+        """Called at the end of each step, before logging."""
         step = len(ends) + 1
         if place.cuda:
             torch.cuda.set_sync_debug_mode("default")
         if place.cuda and step == WARM:
-            torch.cuda.synchronize()  # the timed steps begin with nothing ahead of them
+            torch.cuda.synchronize()  # the timed steps start with an idle device
         if step == WARM + TIMED:
             profiler.start()
         if step == WARM + TIMED + PROFILED:
@@ -118,5 +123,5 @@ def host_figures(place: Place, name: str, *job: str) -> Figures:
 
 
 def launches(profiler: Any) -> int:
-    """The launches that a profile has seen."""
+    """The number of launches in a profile."""
     return sum(event.count for event in profiler.key_averages() if event.key.startswith(LAUNCHES))

@@ -1,4 +1,4 @@
-"""The steps of `gpu_check.py` that pass or fail. Each is given a `Place` and returns what it found."""
+"""The steps of `gpu_check.py` that pass or fail. Each takes a `Place` and returns its result as a text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from lockstep.telemetry.gpu import sample, watched_gpus
 from lockstep.training.fingerprint import plan_of
 
 STRICT_MODELS = ("digitnet", "basicnet", "whitenet", "resnet18")
-# The digits are learnt to 99 %; a broken kernel or a lost update costs more than the difference.
+# The default job reaches 99 %; a wrong kernel or a lost update costs more than the difference.
 LEAST_TOP1 = 98.0
 
 
@@ -62,7 +62,7 @@ def default(place: Place) -> str:
 
 
 def strict(place: Place) -> str:
-    """Two processes train the same models, and every weight, momentum and statistic has the same bits."""
+    """Two processes train the same models; every weight, momentum and statistic must have the same bits."""
     places = [replace(place, folder=place.folder / name) for name in ("first", "second")]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = pool.map(strict_digests, places)
@@ -82,12 +82,12 @@ def strict_digests(place: Place) -> dict[str, str]:
 
 
 def half(place: Place) -> str:
-    """The digits with SGD in 16 bits: finite, and as well learnt as in float32."""
+    """The digits with SGD in 16 bits: finite losses, about as low as in float32."""
     job = ("model.width=8", "model.dropout=0", "optimizer=sgd", "optimizer.lr=0.05", "epochs=3")
     runs = {name: trained(place, name, *job, f"precision={name}") for name in ("fp32", place.half)}
     whole, short = (losses(run) for run in runs.values())
-    # The first loss is that of the same weights. Later a step that overflowed may have been left out, as is usual
-    # while the loss scale is found, so what is compared is the level that training comes to.
+    # Both runs have the same weights at their first loss. Later the loss scaler may have skipped steps that
+    # overflowed, as is usual at the start; so compare the level of the last losses.
     first = abs(short[0] - whole[0]) / whole[0]
     level, expected = (sum(run[-20:]) / 20 for run in (short, whole))
     expect(first < 0.01, f"the first loss is {short[0]:.4f} in {place.half}, and {whole[0]:.4f} in fp32")
@@ -101,9 +101,9 @@ def half(place: Place) -> str:
 
 
 def hooks(place: Place) -> str:
-    """The gradients of DDP in a group of one, with each hook, next to those of the bare model.
+    """The gradients of DDP in a group of one rank, with each hook, compared with those of the bare model.
 
-    A lone rank of Lockstep joins no group, so it is made here.
+    A single rank of Lockstep joins no process group, so this step creates one.
     """
     device = torch.device("cuda:0" if place.cuda else "cpu")
     backend = "nccl" if place.cuda else "gloo"
@@ -119,7 +119,7 @@ def hooks(place: Place) -> str:
             replica = DDP(comm_hook=hook).replicate(
                 copy.deepcopy(bare), plan_of(job, len(job.dataset.train())), (images[:2],)
             )
-            # PowerSGD sends whole gradients in its first ten steps, and a matrix of rank one from then on.
+            # PowerSGD sends whole gradients in its first ten steps, and a matrix of rank one afterwards.
             passes = [gradients(replica, images) for _ in range(14 if hook is CommHook.powersgd else 2)]
             compare_gradients(hook, passes, expected)
     finally:
@@ -128,18 +128,18 @@ def hooks(place: Place) -> str:
 
 
 def gradients(model: nn.Module, images: Tensor) -> list[Tensor]:
-    """Of a loss that is no sum of logits, which group norm would make zero in places."""
+    """The gradients of a nonlinear loss: for a sum of logits, group norm would make some of them zero."""
     model.zero_grad()
     model(images).logsumexp(1).mean().backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def compare_gradients(hook: CommHook, passes: list[list[Tensor]], expected: list[Tensor]) -> None:
-    """Raise Failed unless every pass gave the gradient as exactly as the hook sends it."""
+    """Raise Failed unless the gradient of every pass is as exact as the hook's format allows."""
     eps = {CommHook.fp16: 2.0**-11, CommHook.bf16: 2.0**-8}.get(hook, 1e-5)
     whole = torch.cat([tensor.flatten() for tensor in expected])
-    for number, found in enumerate(passes, 1):
-        sent = torch.cat([tensor.flatten() for tensor in found])
+    for number, gradients_of_pass in enumerate(passes, 1):
+        sent = torch.cat([tensor.flatten() for tensor in gradients_of_pass])
         if hook is CommHook.powersgd and number > 10:
             cosine = float(torch.nn.functional.cosine_similarity(sent, whole, dim=0))
             expect(
@@ -151,7 +151,7 @@ def compare_gradients(hook: CommHook, passes: list[list[Tensor]], expected: list
 
 
 def parts(place: Place) -> str:
-    """The gradients of a model that FSDP has cut, in a group of one, next to those of the bare model."""
+    """The gradients of a model that FSDP has sharded, in a group of one rank, and those of the bare model."""
     world = World.solo("cuda:0" if place.cuda else "cpu")
     job, _ = prepared_job(place, "unused", *SMALL, *place.batch, "model=digitnet", "model.dropout=0")
     torch.manual_seed(0)
@@ -164,16 +164,16 @@ def parts(place: Place) -> str:
     try:
         FSDP().cut(model, world, FP32())
         expect(has_shards(model), "no parameter is cut")
-        found = torch.cat([whole(gradient).flatten() for gradient in gradients(model, images)])
+        actual = torch.cat([whole(gradient).flatten() for gradient in gradients(model, images)])
     finally:
         dist.destroy_process_group()
-    difference = float((found - expected).abs().max() / expected.abs().max())
+    difference = float((actual - expected).abs().max() / expected.abs().max())
     expect(difference < 1e-5, f"a gradient is {difference:.1e} off that of the bare model, expected 1e-5")
     return f"{backend}: the gradients are within {difference:.1e} of those of the bare model"
 
 
 def stages(place: Place) -> str:
-    """A pipeline of two stages that share a device is the run of one rank, with micro-batches of uneven sizes."""
+    """A pipeline of two stages on one device is the same run as one rank, with micro-batches of uneven sizes."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
     job = (*NORMED, "dataset.examples=33", "dataset.size=64", "batch=16", "train.micro_batches=3", "precision=fp64")
     several = ("strategy=pipeline", "launcher.backend=gloo", "launcher.threads=1")
@@ -188,12 +188,12 @@ def stages(place: Place) -> str:
 
 
 def ranks(place: Place) -> str:
-    """Two ranks that share a device are the run of one rank, also where a step has one example for both."""
+    """Two ranks on one device are the same run as one rank, also at a step with one example for both."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
     # Two epochs of two batches of 16 and one of a single example, with batch norm over all ranks.
     job = (*NORMED, "dataset.examples=33", "dataset.size=64", "batch=16", "steps=6")
     several = ("strategy=ddp", "launcher.backend=gloo", "launcher.threads=1")
-    # float64 shows a wrong statistic or share. A CPU may have no instructions for bfloat16, and takes its time.
+    # float64 shows a wrong statistic or a wrong shard. A CPU without bfloat16 instructions would be too slow.
     bounds = {"fp64": 1e-9, "bf16": 0.1} if place.cuda else {"fp64": 1e-9}
     differences = {}
     for precision, bound in bounds.items():
@@ -211,11 +211,11 @@ def ranks(place: Place) -> str:
 
 
 def resume(place: Place) -> str:
-    """Runs that went on are those that were not stopped.
+    """A resumed run is the same as one that was not stopped.
 
-    To the bit where both parts use the same kernels, which `repro=strict` makes deterministic; one virtual shard, as
-    CUDA graphs know no micro-batches. Another memory layout has kernels that add in another order, so there float64
-    bounds the difference: a momentum that came back permuted would be a thousand million times larger.
+    To the bit if both parts use the same kernels, which `repro=strict` makes deterministic; with one virtual shard,
+    because CUDA graphs do not support micro-batches. With another memory format the kernels add in another order, so
+    there the difference is bounded in float64: a wrongly permuted momentum would make it 10^9 times larger.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     job = (*NORMED, *place.batch, "strategy=strict", "strategy.shards=1")
@@ -228,7 +228,7 @@ def resume(place: Place) -> str:
     for way, overrides in ways.items():
         for name, steps in (("whole", 6), ("resumed", 3), ("resumed", 6)):
             if "model.compile=true" in overrides:
-                torch.compiler.reset()  # a command begins with nothing compiled
+                torch.compiler.reset()  # a new command has nothing compiled either
             trained(place, f"{way}, {name}", *job, *overrides, f"steps={steps}")
         expect_same_bits(RunDir(place.folder / f"{way}, resumed"), RunDir(place.folder / f"{way}, whole"), way)
     exact = (*NORMED, *place.batch, "precision=fp64")
@@ -243,10 +243,36 @@ def resume(place: Place) -> str:
     return f"to the bit: {', '.join(ways)}; from one layout to the other: {difference:.1e} in float64{graphs}"
 
 
-def out_of_memory(place: Place) -> str:
-    """A batch that does not fit is said with its remedy, and the remedy works.
+def graph(place: Place) -> str:
+    """Steps that are replayed from a CUDA graph are the steps that are launched; a resume has the bits of the run."""
+    # Two full batches and a short one in an epoch, and a rate that changes at each step.
+    job = (
+        *("dataset=fake", "dataset.size=16", "dataset.classes=10", "dataset.examples=300", "batch=128", "steps=7"),
+        *("train.micro_batches=2", "train.ema=0.9", "train.eval_every=100%", "precision=fp64"),
+    )
+    replayed = ("train.cuda_graph=true",)
+    differences = {}
+    for optimizer in ("adamw", "sgd", "muon"):
+        words = (*job, f"optimizer={optimizer}")
+        expected = trained(place, f"{optimizer}, launched", *words)
+        recorded = trained(place, f"{optimizer}, replayed", *words, *replayed)
+        # A graph reads its rates from float32 tensors.
+        differences[optimizer] = difference = largest_loss_difference(recorded, expected)
+        expect(difference < 1e-4, f"{optimizer}: a loss of replayed steps is {difference:.1e} off, expected 1e-4")
+    # The matrix products of a linear layer add in one order only.
+    linear = (*job, "model=linear", "optimizer=sgd", "schedule=constant", *replayed)
+    whole = trained(place, "whole", *linear)
+    for steps in (4, 7):
+        resumed = trained(place, "resumed", *linear, f"steps={steps}")
+    expect_same_bits(resumed, whole, "a resume under CUDA graphs")
+    shown = ", ".join(f"{difference:.1e} ({optimizer})" for optimizer, difference in differences.items())
+    return f"losses of replayed and launched steps differ by {shown}; a resume has the bits of the run"
 
-    The allocator is given 2 GB, which is the same to it as a small card.
+
+def out_of_memory(place: Place) -> str:
+    """The error for a batch that does not fit names its remedy, and the remedy works.
+
+    The allocator is limited to 2 GB, as on a small GPU.
     """
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(2e9 / total)
@@ -265,7 +291,7 @@ def out_of_memory(place: Place) -> str:
 
 
 def stop(place: Place) -> str:
-    """SIGTERM saves and ends with 75, the same command goes on, and no process is left."""
+    """At SIGTERM a run saves and ends with exit code 75, the same command resumes it, and no process is left."""
     job = ("model.width=8", "checkpoint.every=100%", "schedule=constant")
     folder = place.folder / "run"
     run = RunDir(folder)
@@ -284,7 +310,7 @@ def stop(place: Place) -> str:
 
 
 def nvml(place: Place) -> str:
-    """What is sampled of a busy card is what nvidia-smi says of it."""
+    """The samples of a busy GPU agree with nvidia-smi."""
     (uuid,) = watched_gpus(nn.Linear(1, 1), World.solo("cuda:0"))
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(free // 4, dtype=torch.uint8, device="cuda")
@@ -292,7 +318,7 @@ def nvml(place: Place) -> str:
     product = torch.empty_like(factor)
     query = "--query-gpu=memory.used,memory.reserved,utilization.gpu,power.draw,power.limit,temperature.gpu"
     began = time.monotonic()
-    while time.monotonic() < began + 2:  # the driver's utilisation is of up to the last second
+    while time.monotonic() < began + 2:  # the driver's utilisation is an average over up to the last second
         torch.mm(factor, factor, out=product)
         torch.cuda.synchronize()
     with subprocess.Popen(
@@ -302,12 +328,12 @@ def nvml(place: Place) -> str:
             torch.mm(factor, factor, out=product)
             torch.cuda.synchronize()
         assert smi.stdout is not None
-        told = smi.stdout.read()
+        answer = smi.stdout.read()
     pynvml.nvmlInit()
     here = sample(pynvml.nvmlDeviceGetHandleByUUID(uuid))
     pynvml.nvmlShutdown()
-    used, reserved, busy, watts, limit, celsius = (float(word) for word in told.split(","))
-    # nvidia-smi counts what the driver keeps for itself apart.
+    used, reserved, busy, watts, limit, celsius = (float(word) for word in answer.split(","))
+    # nvidia-smi reports the driver's own memory separately.
     gigabytes = (used + reserved) * 2**20 / 1e9
     expect(here["mem_gb"] > held.numel() / 1e9, f"{here['mem_gb']:.2f} GB are in use, with more than that allocated")
     expect(

@@ -1,14 +1,14 @@
-"""Images per second from files and arrays to what a model takes: this project, torchvision's loaders, timm's.
+"""Images per second from files and arrays to the input of a model: Lockstep, torchvision's loaders, timm's.
 
     python benchmarks/input.py --json input.json
 
-JPEG files of 32x32 and of 500x375 pixels, made here unless folders of class folders are named (`--small`, `--large`).
-Small ones are padded, cropped and mirrored; of large ones the box of a random resized crop is resized to 224 and
-mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor,
-Normalize, a DataLoader). Arrays of 32x32 are resized to 336. All ends as normalised float32 on the CPU. One thread
-computes; workers are processes in a DataLoader and threads here. The files are in the page cache. "Of a core" is by
-the seconds that the process computes, all else by the clock on the wall. Below: the decoders alone, and what two
-threads read against two processes, and against the decoder of a GPU where there is one.
+The benchmark makes JPEG files of 32x32 and of 500x375 pixels, unless `--small` and `--large` name folders of class
+folders. Small images are padded, cropped and mirrored. For large images the box of a random resized crop is resized
+to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
+ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
+the CPU. One thread computes; workers are processes in a DataLoader and threads in Lockstep. The files are in the
+page cache. Figures "of a core" count the processor time of the process, all others the elapsed time. The last tables
+have the decoders alone, and two threads against two processes and, if there is a GPU, against its decoder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Clock = Callable[[], float]
 
 
 def photographs(folder: Path, number: int, height: int, width: int) -> Path:
-    """JPEG files in two class folders: smooth shapes with some grain, about as large as photographs of that size."""
+    """JPEG files in two class folders: smooth shapes with grain, about as many bytes as photographs of that size."""
     generator = np.random.default_rng(0)
     for at in range(number):
         coarse = generator.integers(0, 256, (max(2, height // 16), max(2, width // 16), 3), dtype=np.uint8)
@@ -66,7 +66,7 @@ def photographs(folder: Path, number: int, height: int, width: int) -> Path:
 
 
 def per_second(batches: Callable[[], Iterable[Any]], images: int, clock: Clock) -> float:
-    """Images per second of a whole pass: of the wall clock, or of the computing of this process."""
+    """Images per second of a whole pass, by the wall clock or by the processor time of this process."""
     began = clock()
     for _ in batches():
         pass
@@ -74,12 +74,12 @@ def per_second(batches: Callable[[], Iterable[Any]], images: int, clock: Clock) 
 
 
 def clock_of(workers: int) -> Clock:
-    """Without workers: the seconds that this process computes, of which others on the machine take none."""
+    """With workers the wall clock; without, the processor time, which other processes do not change."""
     return time.perf_counter if workers else time.process_time
 
 
 def theirs(data: Dataset[Any], batch: int, workers: int) -> Callable[[], float]:
-    """A DataLoader as the recipes have it; its workers are started before anything is timed."""
+    """A DataLoader as in the recipes; its workers are started before the clock."""
     loader: DataLoader[Any] = DataLoader(
         data, batch_size=batch, shuffle=True, num_workers=workers, persistent_workers=bool(workers)
     )
@@ -89,7 +89,7 @@ def theirs(data: Dataset[Any], batch: int, workers: int) -> Callable[[], float]:
 
 
 def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> Callable[[], float]:
-    """A loader of this project and its pipeline, as they feed a run for an epoch."""
+    """A loader and the pipeline of this project, for one epoch of a run."""
     steps = -(-len(split) // batch)
     every = {"log_every": steps, "eval_every": steps, "save_every": steps}
     plan = Plan(examples=len(split), batch=batch, total_steps=steps, micro_batches=1, **every)
@@ -119,7 +119,7 @@ def decoded_first(source: Source, split: Split, augment: Any, batch: int) -> flo
 
 
 def spread(folder: Folder, number: int) -> tuple[FileSplit, list[int]]:
-    """Some files from all over a split, and their places in it."""
+    """Some files, spread evenly over a split, and their indices in it."""
     whole = folder.train()
     places = list(range(0, len(whole), max(1, len(whole) // number)))[:number]
     return replace(whole, paths=[whole.paths[at] for at in places], labels=whole.labels[places]), places
@@ -146,7 +146,7 @@ def with_timm(root: Path, places: list[int], workers: int) -> Callable[[], float
     )
     if workers:
         next(iter(loader))
-    batches = len(loader)  # the last one is left out
+    batches = len(loader)  # timm drops the last, short batch
     return partial(per_second, lambda: loader, 32 * batches, clock_of(workers))
 
 
@@ -204,7 +204,7 @@ def upsampled() -> Cases:
 
 
 class _Transformed(Dataset[Any]):
-    """Images with a transform for each."""
+    """A data set that transforms each image when it is read."""
 
     def __init__(self, images: list[Image.Image], transform: Callable[[Image.Image], Tensor]) -> None:
         self.images, self.transform = images, transform
@@ -241,18 +241,18 @@ def decoders(root: Path, number: int) -> Cases:
 
 
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
-    """Whole batches as this project decodes them, by two processes of a DataLoader and by threads."""
+    """Batches decoded by this project, in two processes of a DataLoader, in threads, and on a GPU if there is one."""
     split, _ = spread(
         Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size), number
     )
-    wanted = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
+    index_lists = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
     loader: DataLoader[Any] = DataLoader(
-        _Batches(split), batch_sampler=wanted, collate_fn=_as_is, num_workers=2, persistent_workers=True
+        _Batches(split), batch_sampler=index_lists, collate_fn=_as_is, num_workers=2, persistent_workers=True
     )
     next(iter(loader))
 
     def threads(number: int) -> Iterator[Any]:
-        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(indices)) for indices in wanted)
+        return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(indices)) for indices in index_lists)
 
     cases: Cases = {
         "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
@@ -260,13 +260,13 @@ def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
         "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
     if torch.cuda.is_available():
-        files = [[Path(str(split.paths[at])) for at in indices] for indices in wanted]
+        files = [[Path(str(split.paths[at])) for at in indices] for indices in index_lists]
         cases["GPU"] = partial(per_second, partial(_at_once, files, "cuda"), len(split), time.perf_counter)
     return cases
 
 
 def _at_once(files: Iterable[list[Path]], device: str) -> Iterator[list[Tensor]]:
-    """Files decoded on a device (nvJPEG on a GPU), a batch at a time, at their own sizes."""
+    """Decode files on a device (nvJPEG on a GPU), one batch at a time, without resizing."""
     for paths in files:
         images = decode_jpeg([read_file(str(path)) for path in paths], mode=ImageReadMode.RGB, device=device)
         if device == "cuda":
@@ -275,7 +275,7 @@ def _at_once(files: Iterable[list[Path]], device: str) -> Iterator[list[Tensor]]
 
 
 class _Batches(Dataset[Any]):
-    """A split as a DataLoader reads it in batches."""
+    """A split from which a DataLoader reads whole batches."""
 
     def __init__(self, split: Split) -> None:
         self.split = split
@@ -294,9 +294,9 @@ def main() -> None:
     options.add_argument("--large", type=Path, help="class folders of larger JPEG files, e.g. imagenet/val")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as made:
-        few = arguments.small or photographs(Path(made, "small", "train"), 4096, 32, 32)
-        many = arguments.large or photographs(Path(made, "large", "train"), 160, 375, 500)
+    with tempfile.TemporaryDirectory() as folder:
+        few = arguments.small or photographs(Path(folder, "small", "train"), 4096, 32, 32)
+        many = arguments.large or photographs(Path(folder, "large", "train"), 160, 375, 500)
         few, many = few.absolute(), many.absolute()
         tables: dict[str, Rows] = {}
         parts: dict[str, dict[str, Callable[[], Cases]]] = {

@@ -1,4 +1,4 @@
-"""What the benchmarks share: taking turns, medians, tables and their JSON."""
+"""Shared by the benchmarks: turns, medians, tables and their JSON."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Rows = dict[str, Figures]
 
 
 def parser(doc: str | None, *, repeats: int | None = None, of: str = "turns") -> argparse.ArgumentParser:
-    """The options that benchmarks have: how often, where that is asked for, and where the figures go."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """The common options: `--json`, and `--repeats` if there is a default for it."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if repeats is not None:
-        made.add_argument("--repeats", type=int, default=repeats, help=f"{of} [{repeats}]")
-    made.add_argument("--json", type=Path, help="where the figures go")
-    return made
+        options.add_argument("--repeats", type=int, default=repeats, help=f"{of} [{repeats}]")
+    options.add_argument("--json", type=Path, help="where the figures go")
+    return options
 
 
 def living(text: str) -> list[int]:
@@ -45,7 +45,7 @@ def living(text: str) -> list[int]:
         try:
             environment = (entry / "environ").read_bytes()
             ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:  # it ended just now, or is someone else's
+        except OSError:  # the process has just ended, or belongs to another user
             continue
         if text.encode() in environment and not ended:
             numbers.append(int(entry.name))
@@ -60,9 +60,9 @@ def timed(call: Callable[[], object]) -> float:
 
 
 class Stopwatch:
-    """Seconds of a device's work between `start` and `stop`, added up, and how many graphs were compiled meanwhile.
+    """Seconds of a device's work between `start` and `stop`, added up, and the number of graphs compiled meanwhile.
 
-    The device is waited for at both ends: its clock is that of what it has done, not of what it was given to do.
+    Both methods wait for the device, so that the seconds are of finished work, not of launched work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,16 +90,16 @@ class Stopwatch:
 
 
 def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
-    """The median of what each case measures: called in turns, so that what else runs here slows all alike."""
-    found: dict[str, list[float]] = {name: [] for name in cases}
+    """The median of each case, called in turns, so that other load on the machine slows all of them alike."""
+    values: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, measure in cases.items():
-            found[name].append(measure())
-    return {name: statistics.median(figures) for name, figures in found.items()}
+            values[name].append(measure())
+    return {name: statistics.median(figures) for name, figures in values.items()}
 
 
 def step_ms(*job: str) -> float:
-    """Milliseconds per step of the real command on the CPU, as its own log has them, without the first window."""
+    """Milliseconds per step of the real command on the CPU, from its own log, without the first window."""
     quiet = ("logger=jsonl", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
@@ -133,7 +133,7 @@ def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+    """Facts about this machine on which the figures depend."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -148,7 +148,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path | None, tables: Mapping[str, Rows], **facts: Any) -> None:
-    """Print the machine, and keep the tables as JSON where a path is given."""
+    """Print the facts of the machine, and write the tables as JSON if there is a path."""
     about = machine()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()))
     if path is not None:

@@ -3,11 +3,11 @@
     python benchmarks/memory.py --json memory.json
     python benchmarks/memory.py --ranks 2 --width 512
 
-Each strategy takes two steps of AdamW on a batch of blank images, in a gang of ranks of its own. *Counted* are the
-bytes of this rank's parameters, gradients and optimizer state behind the second backward pass, when all three are
-there. *Peak* is the most that the operating system has seen resident (`ru_maxrss`), less what was resident before the
-model: it has the activations, the buffers of the collectives and the copy of the whole model from which it is cut.
-Both are the most of any rank.
+Each strategy takes two steps of AdamW on a batch of blank images, in new processes. *Counted* are the bytes of a
+rank's parameters, gradients and optimizer state after the second backward pass, when all three exist. *Peak* is the
+largest resident memory that the operating system has seen (`ru_maxrss`), minus the resident memory before the model
+was built: it includes the activations, the buffers of the collectives and the copy of the whole model before it is
+cut. Both are the largest value of any rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PLAN = Plan(examples=BATCH, batch=BATCH, total_steps=2, micro_batches=1, log_eve
 
 
 def network(width: int) -> nn.Module:
-    """`LAYERS` square layers of `width`, which have nearly all parameters, behind images of one by `width` pixels."""
+    """`LAYERS` layers of `width` x `width`, which have nearly all parameters, for images of 1 x `width` pixels."""
     hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, CLASSES))
 
@@ -58,13 +58,13 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tens
 
 
 def resident() -> int:
-    """The most bytes that this process has had resident."""
+    """The largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def rank_entry(folder: Path) -> None:
-    """What each rank does; the first one leaves the figures in GB."""
-    name, width = json.loads(Path(folder, "asked.json").read_text())
+    """Measure as one rank; main writes the figures in GB."""
+    name, width = json.loads(Path(folder, "request.json").read_text())
     strategy: Strategy = components.build_option("strategy", name)
     with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
         batch = BATCH // strategy.data_world(world).size
@@ -85,25 +85,25 @@ def rank_entry(folder: Path) -> None:
         figures = world.gather((counted / 1e9, (resident() - before) / 1e9))
         if world.is_main:
             most = [max(column) for column in zip(*figures, strict=True)]
-            Path(folder, "found.json").write_text(json.dumps(most))
+            Path(folder, "figures.json").write_text(json.dumps(most))
 
 
 def exit_as_rank(folder: Path) -> None:
-    """How the spawn launcher calls a rank."""
+    """The entry point that the spawn launcher calls in a rank."""
     rank_entry(folder)
     sys.exit(0)
 
 
 def measured(ranks: int, width: int) -> Rows:
-    """GB of each strategy on so many ranks: counted, and at the peak."""
-    found: Rows = {}
+    """GB per rank of each strategy on `ranks` ranks: counted, and at the peak."""
+    rows: Rows = {}
     for name in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "asked.json").write_text(json.dumps([name, width]))
+            Path(folder, "request.json").write_text(json.dumps([name, width]))
             Spawn(ranks=ranks, threads=1).run(rank_entry, RunDir.at(Path(folder)))
-            counted, peak = json.loads(Path(folder, "found.json").read_text())
-        found[name] = {"counted": counted, "peak": peak}
-    return found
+            counted, peak = json.loads(Path(folder, "figures.json").read_text())
+        rows[name] = {"counted": counted, "peak": peak}
+    return rows
 
 
 def main() -> None:

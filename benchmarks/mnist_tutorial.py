@@ -1,9 +1,9 @@
-"""The MNIST tutorial against its own plain loop: accuracy and wall clock, interleaved, same machine.
+"""The MNIST recipe against the tutorial's own plain loop: accuracy and elapsed time, in turns, on the same machine.
 
     python benchmarks/mnist_tutorial.py --data-root DATA --seeds 0 1 2
 
-DATA holds MNIST/raw. The plain loop is what the tutorials write: torchvision's MNIST through PIL, ToTensor and
-Normalize, a DataLoader without workers, AdamW, no logging, one evaluation at the end.
+DATA holds MNIST/raw. The plain loop is the tutorials' code: torchvision's MNIST through PIL, ToTensor and Normalize,
+a DataLoader without workers, AdamW, no logging, one evaluation at the end.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Damages run folders at random and resumes them: each is the same run to the last bit, or refused and left alone.
+"""Damages run folders at random and resumes them: each is the same run to the last bit, or refused and unchanged.
 
     python benchmarks/mutate_run_folder.py --mutations 2000 --json mutations.json
 
-A small real job is stopped halfway, with two checkpoints, and then its folder is copied, one thing in the copy is
+A small real job is stopped halfway, with two checkpoints. Then its folder is copied, one thing in the copy is
 changed (flipped bits, a cut, zeros, foreign content, a file of holes, two files swapped, a file or folder removed,
-renamed, or made a link, a pipe, a socket, a device or a folder), and the command of a user resumes it. Allowed are
+renamed, or made a link, a pipe, a socket, a device or a folder), and the user's command resumes it. These results
+are allowed:
 
-- exit code 0, with the checkpoint, to the bit, of the folder that nobody changed, and from a checkpoint;
-- exit code 2 or 74, with one line on standard error and every file as it was before the command (but `.lock`).
+- exit code 0, resumed from a checkpoint, with a last checkpoint equal to the bit to that of the unchanged folder;
+- exit code 2 or 74, with one line on standard error and every file (but `.lock`) as before the command.
 
-Each command is forked from a process that has imported torch already. Linux. Exits with 1 if anything else happened.
+Each command is forked from a process that has imported torch already. Linux. Exits with 1 after any other result.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ FOREIGN = (
 
 @dataclass
 class Tally:
-    """What came of the mutations of one kind."""
+    """Counts of the results of one kind of mutation."""
 
     same: int = 0
     refused: int = 0
@@ -116,7 +117,7 @@ class Ended:
 
 
 def forked(work: Callable[[], object], folder: Path) -> Ended:
-    """Run `work` in a copy of this process, as `python` would run it as a program."""
+    """Run `work` in a fork of this process, with the output and the exit code of a program."""
     out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
     if (child := os.fork()) == 0:
         code = 70
@@ -146,7 +147,7 @@ def forked(work: Callable[[], object], folder: Path) -> Ended:
 
 
 class _StopAt(StopRequest):
-    """A wish to stop behind a step, as a signal's would be."""
+    """A stop request after a step, as a signal makes one."""
 
     def __init__(self, step: int) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class _StopAt(StopRequest):
 
 
 def stopped_halfway(folder: Path) -> None:
-    """The job in `folder`, stopped after step `STOP_AT`."""
+    """Run the job in `folder` and stop it after step `STOP_AT`."""
     overrides = (*JOB, f"output_root={folder.parent}")
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()
@@ -170,7 +171,7 @@ def stopped_halfway(folder: Path) -> None:
 
 
 def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
-    """`python train.py resume=FOLDER`, from where Hydra has `composed` the config of the command itself."""
+    """Run `python train.py resume=FOLDER`, with the config that Hydra has already `composed` for this command."""
     overrides = (f"resume={folder}", f"output_root={folder.parent}")
     called = Invocation(
         overrides=overrides, command="python train.py", sweep=False, number=0, folder=None, hydra="{}\n"
@@ -192,10 +193,10 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
 
 def bits(folder: Path) -> str:
     """A hash of everything in the newest checkpoint."""
-    found = checkpoint.latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
-    if found is None:
+    newest = checkpoint.latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
+    if newest is None:
         return "none"
-    loaded = checkpoint.load(found)
+    loaded = checkpoint.load(newest)
     digest = hashlib.sha256()
     for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
         digest.update(part)
@@ -203,19 +204,19 @@ def bits(folder: Path) -> str:
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:
-    """Everything in a folder: its kind and, of a file, its size and content."""
-    found = {}
+    """Everything in a folder, by path: its kind, and the size and a hash of a file, or the target of a link."""
+    entries = {}
     for path in sorted(folder.rglob("*")):
         status, content = path.lstat(), ""
         if stat.S_ISLNK(status.st_mode):
             content = str(path.readlink())
         elif stat.S_ISREG(status.st_mode):
-            # Of a file of holes the beginning.
+            # Only the beginning: a sparse file may be huge.
             with path.open("rb") as file:
                 content = f"{status.st_size} {hashlib.sha256(file.read(2**24)).hexdigest()}"
-        found[str(path.relative_to(folder))] = (stat.S_IFMT(status.st_mode), content)
-    found.pop(".lock", None)
-    return found
+        entries[str(path.relative_to(folder))] = (stat.S_IFMT(status.st_mode), content)
+    entries.pop(".lock", None)
+    return entries
 
 
 def files(folder: Path) -> list[Path]:
@@ -230,7 +231,7 @@ def flip(path: Path, dice: random.Random, count: int) -> None:
 
 
 def splice(path: Path, dice: random.Random, insert: bytes | None) -> None:
-    """Take a piece out of a file, or put `insert` in its place."""
+    """Remove a piece of a file, or replace it by `insert`."""
     data = path.read_bytes()
     start = dice.randrange(len(data) + 1)
     end = start + dice.randrange(1, 64)
@@ -238,16 +239,16 @@ def splice(path: Path, dice: random.Random, insert: bytes | None) -> None:
 
 
 def lines(path: Path, dice: random.Random, times: int) -> None:
-    """Drop one line of a file (`times` 0), or repeat it."""
-    found = path.read_bytes().splitlines(keepends=True)
-    if found:
-        at = dice.randrange(len(found))
-        found[at : at + 1] = found[at : at + 1] * times
-    path.write_bytes(b"".join(found))
+    """Remove one line of a file (`times` = 0), or repeat it."""
+    content = path.read_bytes().splitlines(keepends=True)
+    if content:
+        at = dice.randrange(len(content))
+        content[at : at + 1] = content[at : at + 1] * times
+    path.write_bytes(b"".join(content))
 
 
 def instead(path: Path, make: Callable[[Path], object]) -> None:
-    """Put something else in the place of a file or a folder."""
+    """Replace a file or a folder by what `make` creates."""
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     make(path)
 
@@ -259,14 +260,14 @@ def each_of(paths: list[Path], change: Callable[[Path], object]) -> None:
 
 def bound(path: Path) -> None:
     place = Path.cwd()
-    os.chdir(path.parent)  # the name of a socket has 107 bytes at most
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
+    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
     os.chdir(place)
 
 
 def device(path: Path) -> None:
-    """An endless one, where this process may make one."""
+    """Create a device like /dev/zero, if this process may do so."""
     with suppress(PermissionError):
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))
 
@@ -276,25 +277,26 @@ def holes(path: Path) -> None:
         file.truncate(2**40)
 
 
-def swapped(one: Path, other: Path) -> None:
-    aside = one.with_name(".aside")
-    one.rename(aside)
-    other.rename(one)
-    aside.rename(other)
+def swapped(first: Path, second: Path) -> None:
+    aside = first.with_name(".aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
 
 
 def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
-    """Every kind of mutation, each of a file that is drawn by `dice`."""
+    """Every kind of mutation, each for a random file."""
     steps = sorted(folder.glob("checkpoints/step-*"))
 
     def any_file() -> Path:
         return dice.choice(files(folder))
 
     def twin(path: Path) -> None:
-        """The same file of another checkpoint, or another file."""
-        others = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
+        """Swap the file with the same file of another checkpoint, or with any other file."""
+        candidates = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
         swapped(
-            path, dice.choice(others if path.parent in steps else [file for file in files(folder) if file != path])
+            path,
+            dice.choice(candidates if path.parent in steps else [file for file in files(folder) if file != path]),
         )
 
     yield "bit flipped", any_file(), lambda path: flip(path, dice, 1)
@@ -330,7 +332,7 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
 
 
 def judge(ended: Ended, before: dict[str, tuple[int, str]], folder: Path, expected: str) -> str:
-    """What is wrong with the end of a command, or an empty string."""
+    """A sentence about what is wrong with the end of a command; empty if nothing is."""
     shown = f"exit code {ended.code}: {(ended.err or ended.out)[-600:]}"
     if ended.code is None:
         return "it did not end"
@@ -350,11 +352,11 @@ def judge(ended: Ended, before: dict[str, tuple[int, str]], folder: Path, expect
 
 
 def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
-    """Resume so many mutated copies of one run; what came of them, by the kind of the mutation."""
+    """Resume `mutations` damaged copies of one run; returns the results by the kind of mutation."""
     dice = random.Random(seed)
     original, undamaged = root / "original", root / "undamaged"
-    if (made := forked(lambda: stopped_halfway(original), original)).code:
-        raise SystemExit(f"the job to mutate could not be made: {made.err}")
+    if (job := forked(lambda: stopped_halfway(original), original)).code:
+        raise SystemExit(f"the job to mutate could not be made: {job.err}")
     shutil.copytree(original, undamaged)
     composed = composition.composed(["name=resume"])
     if (done := resumed(undamaged, composed)).code:
@@ -376,7 +378,7 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
             if fault := judge(ended, before, folder, expected):
                 tally.faults.append(f"{number}: {name}, {path.relative_to(folder)}: {fault}")
                 console.print(tally.faults[-1], soft_wrap=True, markup=False)
-                continue  # kept, to be looked at
+                continue  # leave the folder for inspection
             tally.same += ended.code == 0
             tally.refused += ended.code != 0
             shutil.rmtree(folder)

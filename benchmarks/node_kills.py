@@ -1,14 +1,14 @@
-"""Kills one of two machines again and again, and shows that the run is still the one of a single machine.
+"""Kills one of two machines again and again, and shows that the run still equals the run of a single machine.
 
     python benchmarks/node_kills.py --kills 20 --json node_kills.json
 
-The machines are network namespaces with a link between them, so it needs Linux, root and `ip` (iproute2). A small
+The machines are network namespaces with a link between them, so this needs Linux, root and `ip` (iproute2). A small
 real job (dropout, momentum, averaged weights, a checkpoint every four steps) runs on both with `launcher.restarts`,
-and once on one machine with as many ranks. Every process of the machine without main is killed with SIGKILL: while
-its rank starts, in a step, in an evaluation and while main saves, in turns. Which of them it met is read from the run
-folder. Up to 3 s later the same command is started there again, as on a machine that comes back. A run has up to four
-kills, and has to end with exit code 0 and with what the run on one machine has, to the last bit: weights, averaged
-weights, optimizer state, losses, each step once. Exits with 1 if one does not.
+and once on one machine with the same number of ranks. Every process of the machine without main is killed with
+SIGKILL: while its rank starts, in a step, in an evaluation and while main saves, in turns. The run folder shows
+which phase each kill met. Up to 3 s later the same command is started there again, as on a machine that comes back.
+A run has up to four kills. It must end with exit code 0 and equal the run on one machine to the last bit: weights,
+averaged weights, optimizer state, losses, each step once. Exits with 1 if one does not.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ JOB = (
 )
 PHASES = ("start-up", "step", "evaluation", "checkpoint")
 RANK = b"lockstep.runtime.child"
-PATIENCE_S = 300.0  # for anything that has to happen
+PATIENCE_S = 300.0  # the time limit for every event
 LONGEST_AWAY_S = 3.0
 
 console = Console(highlight=False, width=110)
 
 
 class Failed(Exception):
-    """A run did not come through, and where."""
+    """A run failed; the message says where."""
 
 
 @dataclass
 class Tally:
-    """What became of the runs and of the kills: by the phase that one was meant for, and the phase that it met."""
+    """Counts of runs and kills. `met` counts kills by the intended phase and the phase in which they happened."""
 
     runs: int = 0
     equal: int = 0
@@ -71,22 +71,22 @@ class Tally:
 
 
 class TwoMachines:
-    """A run on two machines, of which the other than main's is killed."""
+    """A run on two machines; the second one, without main, is killed."""
 
-    def __init__(self, run: RunDir, main: Machine, other: Machine, restarts: int) -> None:
-        self.run, self.other = run, other
+    def __init__(self, run: RunDir, main: Machine, second: Machine, restarts: int) -> None:
+        self.run, self.second = run, second
         self.overrides = (
             *("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1", "launcher.timeout=2min"),
             *(f"launcher.rendezvous={main.address}:29500", f"launcher.restarts={restarts}"),
         )
         self.processes = [start(run, *self.overrides, shell=main.shell)]
-        self.ranks_began = 0.0  # when the rank of this attempt was seen
-        self.start_other()
+        self.ranks_began = 0.0  # the time at which the rank of this attempt was first seen
+        self.start_second()
 
-    def start_other(self) -> None:
-        self.processes.append(start(self.run, *self.overrides, shell=self.other.shell))
+    def start_second(self) -> None:
+        self.processes.append(start(self.run, *self.overrides, shell=self.second.shell))
 
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], event: str) -> None:
         """Wait until `condition` holds.
 
         Raises:
@@ -96,20 +96,20 @@ class TwoMachines:
         while not condition():
             code = self.processes[0].poll()
             if code is not None or time.monotonic() > until:
-                raise Failed(f"no {what}; main's machine has exit code {code}")
+                raise Failed(f"no {event}; main's machine has exit code {code}")
             time.sleep(0.001)
 
     def await_rank(self) -> None:
-        """Wait until the other machine has a rank."""
-        self.wait_for(lambda: any(RANK in words_of(pid) for pid in self.other.pids()), "rank on the other machine")
+        """Wait until the second machine has a rank."""
+        self.wait_for(lambda: any(RANK in words_of(pid) for pid in self.second.pids()), "rank on the second machine")
         self.ranks_began = time.time()
 
     def await_phase(self, phase: str, chance: random.Random) -> None:
-        """Wait for a moment of this phase."""
+        """Wait for a random moment in this phase."""
         if phase == "start-up":
             time.sleep(chance.uniform(0, 6))
             return
-        first = chance.randrange(1, 4)  # of the steps of this attempt
+        first = chance.randrange(1, 4)  # steps of this attempt to wait for
         self.wait_for(lambda: len(self.new_lines()) >= first, "step")
         while True:
             self.wait_for(lambda: self.phase() == phase, phase)
@@ -122,7 +122,7 @@ class TwoMachines:
         return [line for line in lines(self.run) if line["time"] > self.ranks_began]
 
     def phase(self) -> str:
-        """What the ranks do now."""
+        """The phase in which the ranks are now."""
         if any(self.run.checkpoints.glob(".*.tmp")):
             return "checkpoint"
         new = self.new_lines()
@@ -130,18 +130,18 @@ class TwoMachines:
             return "start-up"
         return "evaluation" if new[-1]["step"] % EVAL_EVERY == 0 and "loss/val" not in new[-1] else "step"
 
-    def kill_other(self, phase: str, chance: random.Random) -> str:
-        """Kill the other machine in a phase, and bring it back; returns the phase that it met."""
+    def kill_second(self, phase: str, chance: random.Random) -> str:
+        """Kill the second machine in a phase and start it again; returns the phase in which the kill happened."""
         self.await_rank()
-        pids = self.other.pids()  # asked before the moment: asking takes longer than a save
+        pids = self.second.pids()  # before the wait, because listing the processes takes longer than a save
         self.await_phase(phase, chance)
         met = self.phase()
-        for pid in (*pids, *self.other.pids()):
+        for pid in (*pids, *self.second.pids()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.processes[-1].wait()
         time.sleep(chance.uniform(0, LONGEST_AWAY_S))
-        self.start_other()
+        self.start_second()
         return met
 
     def await_end(self) -> None:
@@ -150,7 +150,7 @@ class TwoMachines:
         Raises:
             Failed: one did not end with exit code 0.
         """
-        for name, process in (("main's machine", self.processes[0]), ("the other", self.processes[-1])):
+        for name, process in (("main's machine", self.processes[0]), ("the second machine", self.processes[-1])):
             if code := process.wait(PATIENCE_S):
                 raise Failed(f"{name} ended with exit code {code}")
 
@@ -162,7 +162,7 @@ class TwoMachines:
 
 
 def start(run: RunDir, *overrides: str, shell: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    """The command of a user; what it prints is added to a file beside the folder."""
+    """Start the command as a user does; its output is appended to a file beside the folder."""
     words = [sys.executable, "train.py", *JOB, *overrides, f"hydra.run.dir={run.path}"]
     with run.path.with_suffix(".out").open("ab") as out:
         return subprocess.Popen(
@@ -197,7 +197,7 @@ def attempt(tally: Tally, run: RunDir, machines: tuple[Machine, Machine], kills:
     phases = chance.sample(PHASES, kills)
     with closing(TwoMachines(run, *machines, restarts=kills)) as job:
         for phase in phases:
-            met = job.kill_other(phase, chance)
+            met = job.kill_second(phase, chance)
             tally.met[phase, met] += 1
             job.await_rank()
             tally.survived[phase] += 1
@@ -206,7 +206,7 @@ def attempt(tally: Tally, run: RunDir, machines: tuple[Machine, Machine], kills:
 
 
 def compare(tally: Tally, run: RunDir, expected: Record) -> None:
-    """Count whether a run has what the one on one machine has."""
+    """Compare a run with the one on one machine, and count it if it is equal."""
     record = Record.of(run)
     differences = list(record.differences(expected))
     if record.fingerprint != expected.fingerprint:
@@ -218,7 +218,7 @@ def compare(tally: Tally, run: RunDir, expected: Record) -> None:
 def show(tally: Tally) -> None:
     table = Table("meant for", "kills", *(f"met {phase}" for phase in PHASES), "survived")
     for phase in PHASES:
-        met = [tally.met[phase, other] for other in PHASES]
+        met = [tally.met[phase, met_phase] for met_phase in PHASES]
         table.add_row(phase, *map(str, (sum(met), *met, tally.survived[phase])))
     console.print(table)
     kills, survived = tally.met.total(), tally.survived.total()

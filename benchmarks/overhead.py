@@ -4,12 +4,12 @@
     pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their rows are left out
 
 All contenders train the same network on the same 60,000 images of 28x28, batch 64, AdamW, one epoch at a time and in
-turns, each in a process of its own with one thread. The data set is a tensor in memory for all of them. With a linear
-model the step is mostly what the framework adds. Lockstep runs as `train.py` does, with its default telemetry, exact
-metrics and checkpoints; the time of an epoch is that of the second, with its save and its log points, without
-evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW as it comes), the same with the fused
-AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does. The peers get float
-tensors too; "no logging" is the least that each allows.
+turns, each in its own process with one thread. The data set is a tensor in memory for all of them. With a linear
+model a step consists mostly of the framework's own work. Lockstep runs as `train.py` does, with its default
+telemetry, exact metrics and checkpoints; its time is that of the second epoch, with the save and the log points,
+without the evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW with default settings), the
+same with the fused AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does.
+The peers get float tensors; "no logging" means that everything is switched off that the peer allows to switch off.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def tensors() -> tuple[Tensor, Tensor]:
-    """The same, normalised once and for all."""
+    """Images that are normalised in advance, and labels."""
     images, labels = data()
     return (images.float() / 255 - 0.5) / 0.25, labels
 
@@ -84,7 +84,7 @@ class Slices:
 
 
 class Chunks:
-    """What Lockstep's input comes down to: uint8 images gathered and normalised many batches at a time."""
+    """Lockstep's input pipeline in its simplest form: uint8 images gathered and normalised many batches at a time."""
 
     def __init__(self) -> None:
         self.images, self.labels = data()
@@ -130,7 +130,7 @@ def bare(name: str, batches: Batches, *, fused: bool = False) -> Epoch:
 
 
 def accelerate(name: str, batches: Batches) -> Epoch:
-    """Accelerate wraps model and optimizer, and the loader where there is one."""
+    """Accelerate wraps the model, the optimizer and, if there is one, the DataLoader."""
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
     model = network(name)
     wrapped, optimizer = accelerator.prepare(model, adamw(model))
@@ -140,15 +140,15 @@ def accelerate(name: str, batches: Batches) -> Epoch:
 
 
 def fabric(name: str, batches: Batches) -> Epoch:
-    """Lightning Fabric wraps both too."""
-    made = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
+    """Lightning Fabric wraps the model and the optimizer."""
+    wrapper = importlib.import_module("lightning.fabric").Fabric(accelerator="cpu")
     model = network(name)
-    wrapped, optimizer = made.setup(model, adamw(model))
-    return loop(batches, wrapped, optimizer, made.backward)
+    wrapped, optimizer = wrapper.setup(model, adamw(model))
+    return loop(batches, wrapped, optimizer, wrapper.backward)
 
 
 def lightning(name: str, *, logs: bool) -> Epoch:
-    """Lightning's Trainer: without any logger, checkpoint or bar, or as it comes with `self.log` of the loss."""
+    """Lightning's Trainer: without logger, checkpoint and progress bar, or with its defaults and `self.log`."""
     peer = importlib.import_module("lightning.pytorch")
     batches = through_a_loader()
 
@@ -156,7 +156,7 @@ def lightning(name: str, *, logs: bool) -> Epoch:
         def __init__(self) -> None:
             super().__init__()
             self.network = network(name)
-            self.took = 0.0
+            self.seconds = 0.0
 
         def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
             loss = F.cross_entropy(self.network(batch[0]), batch[1])
@@ -168,10 +168,10 @@ def lightning(name: str, *, logs: bool) -> Epoch:
             return adamw(self)
 
         def on_train_epoch_start(self) -> None:
-            self.took = -time.perf_counter()
+            self.seconds = -time.perf_counter()
 
         def on_train_epoch_end(self) -> None:
-            self.took += time.perf_counter()
+            self.seconds += time.perf_counter()
 
     def epoch() -> float:
         off = {} if logs else {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -179,13 +179,13 @@ def lightning(name: str, *, logs: bool) -> Epoch:
             module = Module()
             options: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "enable_progress_bar": False, **off}
             peer.Trainer(default_root_dir=folder, **options).fit(module, batches)
-            return module.took
+            return module.seconds
 
     return epoch
 
 
 def hf_trainer(name: str, *, logs: bool) -> Epoch:
-    """The HF Trainer: without logging and saving, or as it comes but for its bar."""
+    """The HF Trainer: without logging and saving, or with its defaults. It never shows its progress bar here."""
     peer = importlib.import_module("transformers")
 
     class Module(nn.Module):
@@ -211,13 +211,13 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
             return self.images[indices], self.labels[indices]
 
     class Clock(peer.TrainerCallback):  # type: ignore[name-defined]
-        took = 0.0
+        seconds = 0.0
 
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            self.took = -time.perf_counter()
+            self.seconds = -time.perf_counter()
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            self.took += time.perf_counter()
+            self.seconds += time.perf_counter()
 
     examples = Examples()
 
@@ -225,7 +225,7 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
         off = {} if logs else {"logging_strategy": "no", "save_strategy": "no"}
         with tempfile.TemporaryDirectory() as folder:
             clock = Clock()
-            asked = peer.TrainingArguments(
+            arguments = peer.TrainingArguments(
                 folder,
                 num_train_epochs=1,
                 per_device_train_batch_size=BATCH,
@@ -237,18 +237,18 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
             )
             peer.Trainer(
                 model=Module(),
-                args=asked,
+                args=arguments,
                 train_dataset=examples,
                 data_collator=lambda both: {"images": both[0], "labels": both[1]},
                 callbacks=[clock],
             ).train()
-            return clock.took
+            return clock.seconds
 
     return epoch
 
 
 def lockstep(name: str, *overrides: str) -> Epoch:
-    """The real run, in a folder of its own each time; the second epoch is timed."""
+    """The real run, each time in a new folder; the second epoch is timed."""
 
     def epoch() -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -275,13 +275,13 @@ def lockstep(name: str, *overrides: str) -> Epoch:
             ends: list[float] = []
             with log.console.capture():
                 experiment.run(job, run, World.solo(), heartbeat=lambda: ends.append(time.perf_counter()))
-            # A save shows life too: of the first epoch, in whose background part the second one begins.
+            # A save also calls the heartbeat: here that of the first epoch, which is written during the second epoch.
             return ends[2 * STEPS + 1] - ends[STEPS]
 
     return epoch
 
 
-# Each with the package that it needs.
+# By name: the package that a contender needs, and how its epoch is built.
 CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
     "bare": ("torch", lambda name: bare(name, Slices())),
     "bare, fused": ("torch", lambda name: bare(name, Slices(), fused=True)),
@@ -299,11 +299,11 @@ CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
 
 
 def serve(contender: str, model: str, examples: int, turns: Connection) -> None:
-    """A process of one contender, which trains an epoch whenever it is its turn, and says how long that took."""
+    """The process of one contender: trains one epoch per turn and sends its seconds."""
     global EXAMPLES, STEPS
     EXAMPLES, STEPS = examples, -(-examples // BATCH)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of peers about their own defaults
+    warnings.simplefilter("ignore")  # peers warn about their own defaults
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(None):
         epoch = CONTENDERS[contender][1](model)
@@ -313,7 +313,7 @@ def serve(contender: str, model: str, examples: int, turns: Connection) -> None:
 
 @contextlib.contextmanager
 def contenders(model: str, examples: int) -> Iterator[dict[str, Epoch]]:
-    """Everyone who is installed, each in a process of its own: what a framework imports slows torch for all in it."""
+    """All installed contenders, each in its own process, because a framework's imports can slow torch down."""
     context = multiprocessing.get_context("spawn")
     lines: dict[str, Connection] = {}
     for name, (package, _) in CONTENDERS.items():
@@ -339,9 +339,9 @@ def main() -> None:
         for epoch in epochs.values():
             epoch()
         seconds = in_turns(epochs, arguments.repeats)
-    found = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
+    costs = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
     rows: Rows = {
-        name: {"us per step": figures, "of bare": figures / found["bare"]} for name, figures in found.items()
+        name: {"us per step": figures, "of bare": figures / costs["bare"]} for name, figures in costs.items()
     }
     title = f"{arguments.model}, batch {BATCH}"
     show(title, rows, ratios=False)

@@ -1,11 +1,11 @@
-"""What it takes to read images that `lockstep pack` has decoded: batches of random rows of a memory map.
+"""How fast images are read that `lockstep pack` has decoded: batches of random rows of a memory map.
 
     python benchmarks/packed.py --json packed.json
 
-Ways to gather the rows of a batch (of 256, at random) from a map that the system has in memory: torch's advanced
-index, its index_select on whole rows, NumPy's index and its take (what Lockstep does), and rows in the order of the
-file; and the feed of `loader=streaming`, from index lists to batches on the device, next to decoding the same images
-from their folder. Figures are thousands of images per second, medians; CPU.
+The first table compares ways to gather the rows of a batch (256 random ones) from a map in the page cache: torch's
+advanced index, its index_select on whole rows, NumPy's index and its take (which Lockstep uses), and rows in the
+order of the file. The second compares the batches of `loader=streaming`, from index lists to the device, with
+decoding the same images from their folder. Figures are thousands of images per second, medians; CPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCHES = 20
 IMAGES = {32: 20_000, 256: 2_000}  # by the side of a stored image
 
 
-def made(root: Path, size: int) -> tuple[Folder, Packed]:
+def build(root: Path, size: int) -> tuple[Folder, Packed]:
     """A folder of JPEGs of noise (which decode more slowly than photographs), and the same packed."""
     generator = np.random.default_rng(0)
     for split, count in (("train", IMAGES[size]), ("val", 10)):
@@ -48,7 +48,7 @@ def made(root: Path, size: int) -> tuple[Folder, Packed]:
 
 
 def rate(batches: Iterable[object], images: int) -> float:
-    """Thousands of images per second, none of them kept."""
+    """Thousands of images per second of an iterator, which is consumed without storing its batches."""
     return images / timed(partial(deque, batches, maxlen=0)) / 1000
 
 
@@ -59,9 +59,9 @@ def gathering(source: Packed) -> Figures:
 
     def in_file_order(indices: Tensor) -> Tensor:
         order = indices.argsort()
-        found = torch.empty((len(indices), *images.shape[1:]), dtype=torch.uint8)
-        found[order] = rows.index_select(0, indices[order]).view_as(found)
-        return found
+        gathered = torch.empty((len(indices), *images.shape[1:]), dtype=torch.uint8)
+        gathered[order] = rows.index_select(0, indices[order]).view_as(gathered)
+        return gathered
 
     ways: dict[str, Callable[[Tensor], object]] = {
         "torch, images[indices]": lambda indices: images[indices],
@@ -72,18 +72,18 @@ def gathering(source: Packed) -> Figures:
     }
 
     def measured(way: Callable[[Tensor], object]) -> float:
-        wanted = torch.randint(len(images), (BATCHES, BATCH))
-        return rate(map(way, wanted), BATCHES * BATCH)
+        index_batches = torch.randint(len(images), (BATCHES, BATCH))
+        return rate(map(way, index_batches), BATCHES * BATCH)
 
     return in_turns({name: partial(measured, way) for name, way in ways.items()}, 15)
 
 
 def streaming(split: Split, *, workers: int, batches: int = BATCHES) -> float:
-    """Thousands of images per second out of the feed of `loader=streaming`, its workers' start left out."""
+    """Thousands of images per second of the feed of `loader=streaming`, without the start of its workers."""
     feed = Streaming(workers=workers).feed(split, World.solo())
-    found = feed((0, indices) for indices in torch.randint(len(split), (batches + 1, BATCH)))
-    next(found)
-    return rate(found, batches * BATCH)
+    fed = feed((0, indices) for indices in torch.randint(len(split), (batches + 1, BATCH)))
+    next(fed)
+    return rate(fed, batches * BATCH)
 
 
 def reading(folder: Folder, source: Packed) -> Figures:
@@ -98,13 +98,13 @@ def reading(folder: Folder, source: Packed) -> Figures:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--threads", type=int, default=1, help="of torch, and none more with it [1]")
+    options.add_argument("--threads", type=int, default=1, help="of torch [1]")
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
     tables: dict[str, Rows] = {"a batch of 256, thousands of images/s": {}, "the feed, thousands of images/s": {}}
     for size in IMAGES:
         with tempfile.TemporaryDirectory() as root:
-            folder, source = made(Path(root), size)
+            folder, source = build(Path(root), size)
             gathers, feeds = tables.values()
             gathers[f"{size} px"] = gathering(source)
             feeds[f"{size} px"] = reading(folder, source)

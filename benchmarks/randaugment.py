@@ -2,7 +2,7 @@
 
     python benchmarks/randaugment.py --json randaugment.json
 
-Two operations of magnitude 9 on batches of noise; torchvision's on Pillow images, as its reference recipes have it,
+Two operations of magnitude 9 on batches of noise. torchvision's run on Pillow images, as in its reference recipes,
 and on tensors. Microseconds per image, medians; CPU, one thread. With `--device cuda` Lockstep's runs on the GPU.
 """
 
@@ -38,7 +38,7 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
         "torchvision, tensors": partial(timed, lambda: [transform(image) for image in images]),
         "lockstep": partial(timed, ours),
     }
-    ours()  # whatever is set up at first
+    ours()  # warm-up
     return scaled(in_turns(cases, repeats), 1e6 / batch)
 
 

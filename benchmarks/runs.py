@@ -1,4 +1,4 @@
-"""What the benchmarks that train with Lockstep in their own process share."""
+"""Shared by the benchmarks that train with Lockstep in their own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONF = Path(__file__).parent.parent / "conf"
 
 
 def prepared(folder: Path, overrides: list[str]) -> tuple[Job, RunDir]:
-    """A job, and the folder in which it can be run in this process, or go on."""
+    """A job, and its run folder, in which it can be started or resumed in this process."""
     words = [*overrides, f"output_root={folder.parent}"]
     job = resolve(components.build_job(composition.composed(words)), sweep=False)
     run = RunDir.at(folder)

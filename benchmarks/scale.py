@@ -2,13 +2,13 @@
 
     python benchmarks/scale.py --json scale.json
 
-Order: the shards of one rank among 1 to 1,024, and a proof that 1,024 of them in one process cover an epoch. Host:
-what a rank does at a step, a log point, a save and a round of the evaluation besides training, in a process group
-that only pretends (torch's `fake` backend: no message is sent, so this is our own work and not the network's). Store:
-real clients of a real store, as torchrun's or ours, up to 1,024. Mesh: real processes that join a real gloo group
-over the loopback interface, up to 64.
+Order: the shards of one rank among 1 to 1,024, and a check that the shards of 1,024 ranks cover an epoch. Host: the
+work of a rank besides training, at a step, a log point, a save and a round of the evaluation, in a process group
+that only pretends to send (torch's `fake` backend), so that only our own work is measured and not the network.
+Store: up to 1,024 real clients of a real store, as in torchrun's launches and ours. Mesh: up to 64 real processes
+that join a real gloo group over the loopback interface.
 
-What the figures add up to is in docs/scale.md.
+docs/scale.md says what follows from the figures.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lockstep.telemetry import Telemetry
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import STEPS
-from lockstep.training.sanity_checks import check_replicas
+from lockstep.training.sanity_checks import checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 
 RANKS = (1, 8, 64, 1024)
@@ -49,7 +49,7 @@ IMAGENET = 1_281_167
 PER_RANK = 32  # examples of a rank's shard
 LOG_EVERY = 20
 CLIENTS_OF_A_PROCESS = 128
-ASKED = 2000  # requests
+REQUESTS = 2000  # that one client sends to time the store
 PROCESSES = (2, 8, 32, 64)
 
 
@@ -87,7 +87,7 @@ def order(repeats: int) -> Rows:
 
 
 def cover() -> Rows:
-    """How often the 1,024 samplers of one process give an example of a small epoch: the least and the most."""
+    """How often an example of a small epoch is in the shards of 1,024 ranks: the least and the most."""
     ranks, examples = 1024, 100_003
     small = Plan(
         examples=examples,
@@ -109,7 +109,7 @@ def cover() -> Rows:
 
 
 def host(repeats: int) -> Rows:
-    """Microseconds of a rank's host, by what it does and the number of ranks."""
+    """Microseconds of a rank's work on its host, by the kind of work and the number of ranks."""
     rows: Rows = {}
     for ranks in RANKS:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -122,11 +122,11 @@ def host(repeats: int) -> Rows:
 
 
 def work(world: World) -> dict[str, Callable[[], float]]:
-    """What a rank of `world` does on its host besides training; each call returns its seconds."""
+    """The work of a rank of `world` on its host besides training; each call returns its seconds."""
     model = nn.Linear(8, 8)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # the sum over ranks that only pretend is zero for the others
+            parameter.zero_()  # the fake ranks contribute zeros to a sum, so the replicas agree
     consensus = StopConsensus(world)
     telemetry = Telemetry(
         world=world,
@@ -149,8 +149,8 @@ def work(world: World) -> dict[str, Callable[[], float]]:
             telemetry.stragglers.end()
 
         def write() -> None:
-            telemetry.flush(step, {})
-            check_replicas(model, world, step)
+            (window,) = telemetry.end_window(step, {}, checksums(model, world))
+            compare_weights(window.checksums, step)
 
         return timed(write)
 
@@ -176,7 +176,7 @@ def store() -> Rows:
 
 
 def serve(clients: int) -> Figures:
-    """One store with so many clients."""
+    """The figures of one store with `clients` clients."""
     port = free_port()
     began = time.perf_counter()
     firsts = range(0, clients, CLIENTS_OF_A_PROCESS)
@@ -185,8 +185,12 @@ def serve(clients: int) -> Figures:
     server.set("run_dir", "outputs/run")
     ended(pids)
     joined = time.perf_counter() - began
-    seconds = timed(lambda: [server.check(["run_dir"]) for _ in range(ASKED)])
-    return {"all have joined, s": joined, "requests a second": ASKED / seconds, "of them polling": clients / POLL_S}
+    seconds = timed(lambda: [server.check(["run_dir"]) for _ in range(REQUESTS)])
+    return {
+        "all have joined, s": joined,
+        "requests a second": REQUESTS / seconds,
+        "of them polling": clients / POLL_S,
+    }
 
 
 def join_store(port: int, clients: int, first: int) -> None:
@@ -203,12 +207,12 @@ def join_store(port: int, clients: int, first: int) -> None:
 
 
 def mesh() -> Rows:
-    """What joining costs real ranks on this machine: seconds, and open files of a rank. Its cores are few."""
+    """Seconds and open files per rank when real ranks join. More ranks than cores make it slower here."""
     return {f"{ranks} ranks": join_all(ranks) for ranks in PROCESSES}
 
 
 def join_all(ranks: int) -> Figures:
-    """So many ranks of one group. The store is this process's, as under torchrun: it outlives them."""
+    """The figures of a group of `ranks` ranks. The store is in this process, as in torchrun's: it outlives them."""
     port = free_port()
     read, write = os.pipe()
     pids = [forked(partial(join_mesh, rank, ranks, port, write)) for rank in range(ranks)]
@@ -222,7 +226,7 @@ def join_all(ranks: int) -> Figures:
 
 
 def join_mesh(rank: int, ranks: int, port: int, write: int) -> None:
-    """One rank: joins, sends a few messages, leaves. Main writes the figures."""
+    """One rank: it joins the group, passes a barrier and leaves. Main writes the figures."""
     place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     began = time.perf_counter()
@@ -241,7 +245,7 @@ def free_port() -> int:
 
 
 def forked(call: Callable[[], None]) -> int:
-    """A copy of this process that does one thing; its number."""
+    """Fork a process that makes one call; returns its process number."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -254,7 +258,7 @@ def forked(call: Callable[[], None]) -> int:
 
 
 def ended(pids: list[int]) -> None:
-    """Wait for copies, all of which have to succeed."""
+    """Wait for forked processes; all of them must succeed."""
     codes = [os.waitpid(pid, 0)[1] for pid in pids]
     assert not any(codes), f"{len(codes) - codes.count(0)} of {len(codes)} processes failed"
 

@@ -4,12 +4,12 @@
     python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
-per rank, in turns. `alone` sends nothing: no contender can be faster. `local_sgd` averages
-weights in every eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one.
-`DDP` is DistributedDataParallel as it comes,
-`tuned` has what a careful user sets by hand: gradients in the buckets, a static graph, no buffers sent in forward.
-The others are Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over
-all ranks, so more ranks have less each; fewer cores than ranks show what sending costs, and no speed-up.
+per rank, in turns. `alone` sends nothing, so no contender can be faster. `local_sgd` averages weights in every
+eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one. `DDP` is
+DistributedDataParallel with default settings. `tuned` has the settings of a careful user: gradients in the buckets,
+a static graph, no buffers sent in forward. The others are Lockstep's strategies. Batch norm counts per rank for all
+of them. The batch is that of one step over all ranks, so with more ranks each has less. With fewer cores than ranks
+the figures show what sending costs, and no speed-up.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def mlp(width: int, layers: int, size: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-2], CLASSES))
 
 
-# By name: how the network is made, the shape of an image, and the steps of a turn.
+# By name: how the network is built, the shape of an image, and the steps per turn.
 NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = {
     "basicnet": (lambda: BasicNet().build(CLASSES, (1, 28, 28)), (1, 28, 28), 2),
     "mlp-102": (lambda: mlp(64, 51, 64), (1, 8, 8), 20),
@@ -76,12 +76,12 @@ NETS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, int, int], int]] = 
 
 
 class Stepper:
-    """Steps of one contender; each call is a turn, and gives the seconds of a step."""
+    """Steps of one contender; each call is one turn, and returns the seconds per step."""
 
     def __init__(
         self, net: str, world: World, strategy: Strategy, replicate: Callable[[nn.Module], nn.Module]
     ) -> None:
-        self.ema, self.taken = None, 0
+        self.ema, self.steps_taken = None, 0
         make, shape, self.steps = NETS[net]
         torch.manual_seed(world.rank)
         mine = max(1, BATCH // strategy.data_world(world).size)
@@ -103,11 +103,11 @@ class Stepper:
             backward=lambda loss: loss.backward(),
             between=lambda: None,
         )
-        self.taken += 1
-        self.strategy.reduce(self.replica, self.taken)
+        self.steps_taken += 1
+        self.strategy.reduce(self.replica, self.steps_taken)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.strategy.end_step(self, self.taken, PLAN)
+        self.strategy.end_step(self, self.steps_taken, PLAN)
 
     def forward(self, micro: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         logits = self.replica(micro[0])
@@ -123,19 +123,19 @@ class Stepper:
 
 
 def contenders(net: str, world: World) -> dict[str, Stepper]:
-    """Everyone who takes turns on a network."""
+    """All contenders for a network."""
     example = torch.zeros(2, *NETS[net][1])
-    made = partial(Stepper, net, world)
+    stepper = partial(Stepper, net, world)
 
     def lockstep(strategy: Strategy) -> Stepper:
-        return made(strategy, lambda model: strategy.wrap(model, world, PLAN, (example,)))
+        return stepper(strategy, lambda model: strategy.wrap(model, world, PLAN, (example,)))
 
-    found = {"alone": made(Single(), lambda model: model)}
+    steppers = {"alone": stepper(Single(), lambda model: model)}
     if world.size > 1:
         tuned: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": True, **NO_BUFFERS}
-        found |= {
-            "DDP": made(Single(), DistributedDataParallel),
-            "tuned": made(Single(), lambda model: DistributedDataParallel(model, **tuned)),
+        steppers |= {
+            "DDP": stepper(Single(), DistributedDataParallel),
+            "tuned": stepper(Single(), lambda model: DistributedDataParallel(model, **tuned)),
             "ddp": lockstep(DDP(sync_batchnorm=False)),
             "allreduce": lockstep(AllReduce(sync_batchnorm=False)),
             "allreduce_hooks": lockstep(AllReduceHooks(sync_batchnorm=False)),
@@ -145,37 +145,37 @@ def contenders(net: str, world: World) -> dict[str, Stepper]:
             "pipeline": lockstep(Pipeline()),
             "local_sgd": lockstep(LocalSGD(sync_batchnorm=False, local_steps=PLAN.sync_every)),
         }
-    return found
+    return steppers
 
 
 def rank_entry(folder: Path) -> None:
-    """What each rank does; the first one leaves the figures."""
-    asked = json.loads(Path(folder, "asked.json").read_text())
-    found: Rows = {}
+    """Measure as one rank; main writes the figures."""
+    request = json.loads(Path(folder, "request.json").read_text())
+    rows: Rows = {}
     with join(device="cpu", backend="gloo", timeout=600, threads=1) as world:
         torch.set_flush_denormal(True)
-        for net in asked["nets"]:
+        for net in request["nets"]:
             torch.set_num_threads(1)
             turns = contenders(net, world)
             in_turns(turns, 2)  # warm-up: DDP rebuilds its buckets
-            found[net] = scaled(in_turns(turns, asked["repeats"]), 1000)
+            rows[net] = scaled(in_turns(turns, request["repeats"]), 1000)
         if world.is_main:
-            Path(folder, "found.json").write_text(json.dumps(found))
+            Path(folder, "figures.json").write_text(json.dumps(rows))
 
 
 def exit_as_rank(folder: Path) -> None:
-    """How the spawn launcher calls a rank."""
+    """The entry point that the spawn launcher calls in a rank."""
     rank_entry(folder)
     sys.exit(0)
 
 
 def measured(ranks: int, nets: list[str], repeats: int) -> Rows:
-    """The figures of so many ranks, in milliseconds per step, by network and contender."""
+    """Milliseconds per step on `ranks` ranks, by network and contender."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "asked.json").write_text(json.dumps({"nets": nets, "repeats": repeats}))
+        Path(folder, "request.json").write_text(json.dumps({"nets": nets, "repeats": repeats}))
         Spawn(ranks=ranks, threads=1).run(rank_entry, RunDir.at(Path(folder)))
-        found: Rows = json.loads(Path(folder, "found.json").read_text())
-    return found
+        rows: Rows = json.loads(Path(folder, "figures.json").read_text())
+    return rows
 
 
 def main() -> None:

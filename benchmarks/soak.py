@@ -1,13 +1,13 @@
-"""Kills jobs again and again, at random moments, and shows that nothing is lost: the run that was killed is the run.
+"""Kills jobs again and again at random moments, and shows that the killed run equals a run that was never killed.
 
     python benchmarks/soak.py --kills 100 --json soak.json
 
 For each number of ranks a small real job (dropout, averaged weights, bfloat16, loader workers, checkpoints every ten
-steps) is trained to its end once. Then the same command is started again and again in one folder, and its processes
-are all killed with SIGKILL after a random time, so that kills fall into imports, start-up, training, saving and
-evaluation alike. A run that comes to its end is compared with the first, to the last bit: the newest checkpoint, all
-logged figures (those of speed have other values), and that each figure of each step is in each file exactly once.
-Then the next one begins in a new folder, until all kills are spent. Linux. Exits with 1 if there was any difference.
+steps) is trained to its end once. Then the same command is started again and again in one folder, and all its
+processes are killed with SIGKILL after a random time, so that kills happen in imports, start-up, training, saving
+and evaluation. A run that reaches its end is compared with the first, to the last bit: the newest checkpoint, all
+logged figures (except those of speed), and that each figure of each step is in each file exactly once. Then the next
+run begins in a new folder, until all kills are used. Linux. Exits with 1 if there was any difference.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ JOB = (
 )
 MARK = "LOCKSTEP_SOAK_RUN"  # in the environment of every process of a job
 SOONEST_S = 1.0
-ENOUGH = 10  # differences on one number of ranks, behind which it is given up
-GONE_S = 10.0  # in which the last process of a job has to be gone
-# Figures of speed: they have the steps of the other run, and values of their own.
+ENOUGH = 10  # differences on one number of ranks after which it is given up
+GONE_S = 10.0  # seconds within which the last process of a job must have ended
+# Figures of speed: the same steps in both runs, but other values.
 TIMED = ("perf/", "img_per_s", "data_wait_pct")
 
 console = Console(highlight=False, width=110)
@@ -71,7 +71,7 @@ console = Console(highlight=False, width=110)
 
 @dataclass
 class Tally:
-    """What became of the runs on one number of ranks; `resumes` are the starts in a folder where a job was killed."""
+    """Counts for the runs on one number of ranks; `resumes` are the starts in a folder where a job was killed."""
 
     ranks: int
     seconds: float = 0.0
@@ -86,7 +86,14 @@ class Tally:
 
 @dataclass(frozen=True)
 class Record:
-    """What a finished run left: a hash of its newest checkpoint, and for each file its figures by (tag, step)."""
+    """The files of a finished run.
+
+    Fields:
+        fingerprint: a hash of its newest checkpoint.
+        weights: a hash of `model.safetensors`.
+        status: the status in `summary.json`.
+        figures: by file, all figures as (tag, step, value).
+    """
 
     fingerprint: str
     weights: str
@@ -95,9 +102,9 @@ class Record:
 
     @classmethod
     def of(cls, run: RunDir) -> Record:
-        found = checkpoint.latest_valid(run.checkpoints)
-        assert found is not None, f"{run.path} has no checkpoint"
-        loaded = checkpoint.load(found)
+        newest = checkpoint.latest_valid(run.checkpoints)
+        assert newest is not None, f"{run.path} has no checkpoint"
+        loaded = checkpoint.load(newest)
         parts = (loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])
         digest = hashlib.sha256()
         for part in leaves(parts):
@@ -116,25 +123,25 @@ class Record:
     def losses(self) -> list[tuple[str, int, object]]:
         return [figure for figure in self.figures["metrics.jsonl"] if figure[0].startswith("loss/")]
 
-    def differences(self, other: Record) -> Iterator[str]:
-        """What in the files is not as in those of `other`."""
+    def differences(self, reference: Record) -> Iterator[str]:
+        """The differences of the files from those of `reference`, one sentence each."""
         if self.status != "completed":
             yield f"summary.json says {self.status}"
-        if self.weights != other.weights:
+        if self.weights != reference.weights:
             yield "model.safetensors differs"
         for name, figures in self.figures.items():
             times = Counter((tag, step) for tag, step, _ in figures)
-            expected = Counter((tag, step) for tag, step, _ in other.figures[name])
+            expected = Counter((tag, step) for tag, step, _ in reference.figures[name])
             if several := [example for example, count in times.items() if count > 1]:
                 yield f"{name} has {len(several)} figures more than once, such as {several[0]}"
             if odd := times.keys() ^ expected.keys():
                 yield f"{name} misses, or has besides, {len(odd)} figures, such as {min(odd)}"
-            if changed := set(untimed(figures)) ^ set(untimed(other.figures[name])):
+            if changed := set(untimed(figures)) ^ set(untimed(reference.figures[name])):
                 yield f"{name} has {len(changed)} other values, such as {min(changed, key=repr)}"
 
 
 def leaves(value: Any) -> Iterator[bytes]:
-    """All that a tree of tensors and plain values is made of, in one order."""
+    """The content of a tree of tensors and plain values, as bytes, in a fixed order."""
     if isinstance(value, Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -165,7 +172,7 @@ def from_table(path: Path) -> Iterator[tuple[str, int, object]]:
 
 
 def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
-    """Every record of the raw files: what TensorBoard itself would hide counts too."""
+    """Every record of the raw files, also those that TensorBoard would hide."""
     for path in sorted(folder.glob("events.out.tfevents.*")):
         for event in map(Event.FromString, RawEventFileLoader(str(path)).Load()):
             yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
@@ -177,20 +184,20 @@ def processes(folder: Path) -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    """The files in shared memory that no process has: those of other jobs on this machine are theirs."""
-    found = list(Path("/dev/shm").glob("*"))
+    """The files in shared memory that no process uses. Files in use belong to other jobs on this machine."""
+    files = list(Path("/dev/shm").glob("*"))
     held = ""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             held += (entry / "maps").read_text()
             held += "".join(f"{path.readlink()}\n" for path in (entry / "fd").iterdir())
-        except OSError:  # it ended just now, or is someone else's
+        except OSError:  # the process has just ended, or belongs to another user
             continue
-    return {path.name for path in found if str(path) not in held and path.exists()}
+    return {path.name for path in files if str(path) not in held and path.exists()}
 
 
 def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """SIGKILL for every process of a job, at once."""
+    """Send SIGKILL to every process of a job."""
     everyone = processes(folder)
     os.killpg(process.pid, signal.SIGKILL)
     for pid in everyone:
@@ -202,7 +209,7 @@ def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def start(folder: Path, ranks: int, steps: int) -> subprocess.Popen[bytes]:
-    """The command of a user; what it prints is added to a file beside the folder."""
+    """Start the command as a user does; its output is appended to a file beside the folder."""
     overrides = [*JOB, f"steps={steps}", f"launcher.ranks={ranks}", f"strategy={'ddp' if ranks > 1 else 'single'}"]
     with folder.with_suffix(".out").open("ab") as out:
         return subprocess.Popen(
@@ -216,14 +223,14 @@ def start(folder: Path, ranks: int, steps: int) -> subprocess.Popen[bytes]:
 
 
 def moment(run: RunDir, started: float) -> str:
-    """What a job that was started at `started`, and killed, was doing."""
+    """What a job, started at the time `started` and killed now, was doing."""
     if not run.metrics.exists() or run.metrics.stat().st_mtime < started:
         return "starting"
     return "saving" if any(run.checkpoints.glob(".*.tmp")) else "training"
 
 
 def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Random) -> None:
-    """Train on `tally.ranks` once, and then as often as it takes to be killed `kills` times."""
+    """Train on `tally.ranks` ranks once without kills, and then until there were `kills` kills."""
     reference = RunDir(root / f"{tally.ranks}-reference")
     began = time.monotonic()
     if failed := start(reference.path, tally.ranks, steps).wait():
@@ -246,18 +253,18 @@ def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Ran
         console.print(f"{tally.ranks} ranks, run {tally.runs} at its end, killed {tally.kills.total()} times so far")
     until = time.monotonic() + GONE_S
     while (left := shared_memory() - litter) and time.monotonic() < until:
-        time.sleep(0.5)  # of other jobs, which have just ended
+        time.sleep(0.5)  # other jobs that have just ended remove theirs
     if left:
         tally.faults.append(f"/dev/shm has {', '.join(sorted(left))} behind the jobs")
 
 
 def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Random) -> int | None:
-    """Start a run, or go on with it; its exit code, or None if it was killed on its way."""
-    found = checkpoint.candidates(run.checkpoints)
+    """Start or resume a run; returns its exit code, or None if it was killed."""
+    checkpoints = checkpoint.candidates(run.checkpoints)
     if run.path.exists():
-        tally.resumes["from a checkpoint" if found else "from scratch"] += 1
-        tally.faults += [f"{path}: {reason}" for path in found if (reason := checkpoint.find_corruption(path))]
-    over = bool(found) and checkpoint.read_facts(found[0])["progress"]["step"] == steps
+        tally.resumes["from a checkpoint" if checkpoints else "from scratch"] += 1
+        tally.faults += [f"{path}: {reason}" for path in checkpoints if (reason := checkpoint.find_corruption(path))]
+    over = bool(checkpoints) and checkpoint.read_facts(checkpoints[0])["progress"]["step"] == steps
     started = time.time()
     process = start(run.path, tally.ranks, steps)
     patience = chance.uniform(SOONEST_S, max(SOONEST_S, tally.seconds)) if tally.kills.total() < kills else None
@@ -275,17 +282,17 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
         tally.faults.append(f"run {run.path.name}: {len(left)} processes outlived it")
     if code is None:
         tally.kills[moment(run, started)] += 1
-    # A job that was killed on its way out is told that nothing is left to do.
+    # A job that was killed after its last step is refused when it is started again, because nothing is left to do.
     return 0 if over and code == InputError.exit_code else code
 
 
 def compare(tally: Tally, run: RunDir, expected: Record) -> None:
-    """Count in what a run that came to its end is equal to the one that nobody killed."""
-    found = Record.of(run)
-    same_state = found.fingerprint == expected.fingerprint
-    different = list(found.differences(expected))
+    """Compare a finished run with the one that nobody killed, and count what is equal."""
+    record = Record.of(run)
+    same_state = record.fingerprint == expected.fingerprint
+    different = list(record.differences(expected))
     tally.hash_equal += same_state
-    tally.losses_equal += found.losses() == expected.losses()
+    tally.losses_equal += record.losses() == expected.losses()
     tally.files_whole += not different
     different += [] if same_state else ["the newest checkpoint is another"]
     tally.faults += [f"run {run.path.name}: {difference}" for difference in different]

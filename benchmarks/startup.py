@@ -5,10 +5,11 @@
 
 All contenders train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
 `plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
-`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. A job of a sweep costs what `-m` over
-several jobs of one step takes longer than over one; `the job` is what such a job itself says it took, and `Hydra` the
-same sweep with a job that does nothing. `Hydra --cfg job` is a program of Hydra's that does nothing, with an empty
-config: `--cfg job` is to take at most 1.15 times as long. Medians, in turns.
+`metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. The cost of a job of a sweep is the
+time of `-m` over several jobs of one step minus that over one job, for each further job. `the job` is the time that
+such a job reports itself, and `Hydra` the same sweep with a job that does nothing. `Hydra --cfg job` is a Hydra
+program that does nothing, with an empty config; the aim is that `--cfg job` takes at most 1.15 times as long.
+Medians, in turns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BASICNET = (
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 
 
-# --- what runs in a process of its own, and prints when its first step has ended
+# --- the programs that are timed; each prints the time at the end of its first step
 
 
 def network() -> Any:
@@ -56,8 +57,8 @@ def data() -> tuple[Any, Any]:
     return torch.rand(10_000, 1, 28, 28), torch.randint(10, (10_000,))
 
 
-def said() -> None:
-    """Say when the first step has ended, in one piece: two ranks write to one pipe."""
+def report_end() -> None:
+    """Print the time at the end of the first step, in one write, because two ranks share a pipe."""
     print(f"\n{time.time()}\n", end="", flush=True)
 
 
@@ -67,7 +68,7 @@ def first_step(model: Any, optimizer: Any, images: Any, labels: Any) -> None:
     F.cross_entropy(model(images), labels).backward()
     optimizer.step()
     optimizer.zero_grad()
-    said()
+    report_end()
 
 
 def plain() -> None:
@@ -101,7 +102,7 @@ def accelerate() -> None:
     batch, targets = next(iter(loader))
     accelerator.backward(torch.nn.functional.cross_entropy(model(batch), targets))
     optimizer.step()
-    said()
+    report_end()
 
 
 def lightning() -> None:
@@ -121,7 +122,7 @@ def lightning() -> None:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
         def on_train_batch_end(self, *_: Any) -> None:
-            said()
+            report_end()
 
     images, labels = data()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), BATCH, shuffle=True)
@@ -146,7 +147,7 @@ def transformers() -> None:
 
     class Clock(peer.TrainerCallback):  # type: ignore[name-defined]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            said()
+            report_end()
 
     class Examples(torch.utils.data.TensorDataset):
         def __getitem__(self, index: int) -> Any:
@@ -154,8 +155,8 @@ def transformers() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        asked = peer.TrainingArguments(folder, max_steps=1, per_device_train_batch_size=BATCH, **options)
-        peer.Trainer(model=Module(), args=asked, train_dataset=Examples(*data()), callbacks=[Clock()]).train()
+        arguments = peer.TrainingArguments(folder, max_steps=1, per_device_train_batch_size=BATCH, **options)
+        peer.Trainer(model=Module(), args=arguments, train_dataset=Examples(*data()), callbacks=[Clock()]).train()
 
 
 def hydra_alone() -> None:
@@ -170,7 +171,7 @@ def hydra_alone() -> None:
 
 
 def hydra_empty() -> None:
-    """A program of Hydra's that does nothing, with an empty config."""
+    """A Hydra program that does nothing, with an empty config."""
     import hydra
 
     sys.argv = ["empty.py", *sys.argv[3:]]
@@ -183,13 +184,13 @@ TABLES = ("step", "command", "sweep")
 PEERS = ("lightning", "accelerate", "transformers")
 
 
-# --- what starts them
+# --- the commands that start them
 
 
 def command(*words: str) -> str:
     """The output of a command in the project's folder."""
-    # What is measured is not to spin while the others of it work, nor to ask the network for anything.
-    # Modules are compiled once, as after an installation.
+    # Waiting threads must not spin, and nothing may use the network. Python may write compiled modules, as after an
+    # installation.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -233,8 +234,8 @@ def the_job(*words: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         words = ("-m", *JOB, "steps=1", f"output_root={folder}", f"seed=range({JOBS + 1})", *words)
         command(sys.executable, "train.py", *words)
-        took = [json.loads(path.read_text())["seconds"] for path in Path(folder).glob("sweeps/*/*/summary.json")]
-    return 1000 * statistics.median(took)
+        durations = [json.loads(path.read_text())["seconds"] for path in Path(folder).glob("sweeps/*/*/summary.json")]
+    return 1000 * statistics.median(durations)
 
 
 def main() -> None:
@@ -277,14 +278,14 @@ def main() -> None:
         "command": ("seconds of a command", {"": shown}),
         "sweep": ("milliseconds of a job of a sweep", {"1 rank": sweep}),
     }
-    found: dict[str, Rows] = {}
+    results: dict[str, Rows] = {}
     for title, rows in (tables[name] for name in arguments.only):
-        found[title] = {name: in_turns(cases, arguments.repeats) for name, cases in rows.items()}
-        show(title, found[title])
+        results[title] = {name: in_turns(cases, arguments.repeats) for name, cases in rows.items()}
+        show(title, results[title])
     if "command" in arguments.only:
-        took = found["seconds of a command"][""]
-        print(f"--cfg job takes {took['--cfg job'] / took['Hydra --cfg job']:.2f} times as long as Hydra alone")
-    write(arguments.json, found)
+        times = results["seconds of a command"][""]
+        print(f"--cfg job takes {times['--cfg job'] / times['Hydra --cfg job']:.2f} times as long as Hydra alone")
+    write(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Asks jobs to stop at random moments of every phase, and times how long it takes until all their processes are gone.
+"""Asks jobs to stop at random moments of every phase, and measures the time until all their processes have ended.
 
     python benchmarks/stop.py --tries 20 --json stop.json
 
-Each job is the real command. It is sent one SIGTERM a random time after the beginning of a phase: while it starts,
+Each job is the real command. It gets one SIGTERM a random time after the beginning of a phase: while it starts,
 trains, goes through the micro-batches of a slow step, evaluates, compiles, decodes a data set into memory or tries
-what fits. It has to end with exit code 75 and one sentence, and to leave no process. Linux. Exits with 1 if one does
-not.
+what fits into memory. It must end with exit code 75 and one sentence, and leave no process. Linux. Exits with 1 if
+one does not.
 """
 
 from __future__ import annotations
@@ -45,28 +45,37 @@ console = Console(highlight=False, width=110)
 
 
 def started(folder: Path, out: Path) -> bool:
-    """From the first moment on."""
+    """The phase begins at once."""
     return True
 
 
 def trained(folder: Path, out: Path) -> bool:
-    """Behind the first step."""
+    """The phase begins after the first step."""
     return (folder / "metrics.jsonl").exists() and "loss/train" in (folder / "metrics.jsonl").read_text()
 
 
 def launched(folder: Path, out: Path) -> bool:
-    """Once the run folder is there."""
+    """The phase begins when the run folder exists."""
     return (folder / "config.yaml").exists()
 
 
 def compiling(folder: Path, out: Path) -> bool:
-    """From the first compilation on."""
+    """The phase begins with the first compilation."""
     return "compiling the model" in out.read_text()
 
 
 @dataclass
 class Phase:
-    """A job, when the phase begins, and within how many seconds from there it is asked to stop."""
+    """A job and the phase in which it is stopped.
+
+    Fields:
+        name: the name of the phase.
+        overrides: the overrides of the job.
+        begins: whether the phase has begun, from the run folder and the output so far.
+        within: the job is stopped at a random time within so many seconds of the phase's beginning.
+        seconds: the measured seconds from each signal to the end of the last process.
+        faults: a sentence for each stop that went wrong.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -107,7 +116,7 @@ def make_photos(root: Path) -> None:
 
 
 def attempt(phase: Phase, folder: Path, chance: random.Random) -> None:
-    """Start the job of a phase, stop it somewhere in there, and see how it ends."""
+    """Start the job of a phase, stop it at a random moment, and check how it ends."""
     out = folder.with_suffix(".out")
     with out.open("w") as file:
         process = subprocess.Popen(
@@ -120,7 +129,7 @@ def attempt(phase: Phase, folder: Path, chance: random.Random) -> None:
                 f"output_root={folder.parent}",
             ],
             cwd=ROOT,
-            # With a cache of its own each job compiles for as long as the first.
+            # Each job has its own cache, so that each compiles for as long as the first.
             env={**os.environ, MARK: str(folder), "TORCHINDUCTOR_CACHE_DIR": str(folder.with_suffix(".cache"))},
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -135,15 +144,15 @@ def attempt(phase: Phase, folder: Path, chance: random.Random) -> None:
         phase.faults.append(f"{folder.name}: ended with {process.returncode} before it was asked to, see {out}")
         return
     process.terminate()
-    asked = time.monotonic()
-    while (left := processes(folder)) and time.monotonic() < asked + PATIENCE_S:
+    stop_time = time.monotonic()
+    while (left := processes(folder)) and time.monotonic() < stop_time + PATIENCE_S:
         time.sleep(0.02)
-    phase.seconds.append(time.monotonic() - asked)
+    phase.seconds.append(time.monotonic() - stop_time)
     for pid in left:
         os.kill(pid, 9)
-    code, said = process.wait(), out.read_text()
-    if left or code != STOPPED or "Traceback" in said or "stopped" not in said:
-        # Python itself has not begun: the signal kills it.
+    code, printed = process.wait(), out.read_text()
+    if left or code != STOPPED or "Traceback" in printed or "stopped" not in printed:
+        # Python had not installed its signal handlers yet: the signal killed it.
         if code == -15 and phase.begins is started and delay < 1:
             return
         phase.faults.append(

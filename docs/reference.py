@@ -1,10 +1,11 @@
-"""Make the lists of options and keys: in docs/configuration.md, README.md and the help in conf/config.yaml.
+"""Make the lists of options and keys in docs/configuration.md, in README.md and in the help of conf/config.yaml.
 
-    python docs/reference.py            rewrites what is generated, in place
+    python docs/reference.py            rewrites the generated parts in place
     python docs/reference.py --check    exits with 1 and names each file that is out of date
 
-The meaning of an option is the comment at the top of conf/GROUP/NAME.yaml. The meaning of a key is the comment at the
-key: above it, or behind it on its line. The default is the value there; the type is that of the class's field.
+The meaning of an option is the comment at the top of conf/GROUP/NAME.yaml. The meaning of a key is the comment above
+the key or after it on its line. The default of a key is its value in that file, and its type is that of the class's
+field.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from lockstep.core.rules import Choice, Duration, Options, PathText, Rule, Text,
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
-# A document as a comment names it, and as docs/configuration.md links to it.
+# How a comment names a document, and how docs/configuration.md links to it.
 DOCUMENT, LINK = r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)"
-# Rules that are too long for a table; docs/configuration.md explains these words.
-SHORT: Mapping[type[Any], str] = {Time: "a time", Text: "a text", PathText: "a path", Options: "a mapping"}
+# Short names of rules whose descriptions are too long for a table; docs/configuration.md explains these names.
+SHORT_NAMES: Mapping[type[Any], str] = {Time: "a time", Text: "a text", PathText: "a path", Options: "a mapping"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """A row of a table of keys: the dotted name, the type in words, the default as the YAML has it, the meaning."""
+    """A row of a table of keys: dotted name, type in words, default as written in the YAML, meaning."""
 
     name: str
     type: str
@@ -48,7 +49,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a group, with the keys that it brings."""
+    """An option of a group, and its keys."""
 
     name: str
     meaning: str
@@ -56,10 +57,10 @@ class Option:
 
 
 def generated(root: Path) -> dict[Path, str]:
-    """What each of the three files should contain.
+    """The text that each of the three files should have.
 
     Raises:
-        SystemExit: an option or a key has no comment, or a YAML file has not the keys of its class.
+        SystemExit: an option or a key has no comment, or the keys of a YAML file are not the fields of its class.
     """
     config = root / "conf" / "config.yaml"
     defaults = {
@@ -76,20 +77,20 @@ def generated(root: Path) -> dict[Path, str]:
     for group, options in groups.items():
         text = fill(reference, text, group, group_tables(options))
     rows = ([f"`{group}`", names(options)] for group, options in groups.items())
-    summary = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
-    shown = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
-    shown = splice(config, shown, "(batch is over all ranks):\n", "\n", help_of_keys(job))
-    return {reference: text, readme: summary, config: shown}
+    readme_text = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
+    help_text = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
+    help_text = splice(config, help_text, "(batch is over all ranks):\n", "\n", help_of_keys(job))
+    return {reference: text, readme: readme_text, config: help_text}
 
 
 def read_group(root: Path, group: str, default: str | None) -> list[Option]:
-    """The options of a group: the default first, the others by the alphabet."""
+    """The options of a group: the default first, the others in alphabetical order."""
     files = sorted(root.joinpath("conf", group).glob("*.yaml"), key=lambda path: (path.stem != default, path.stem))
     return [read_option(path, group) for path in files]
 
 
 def read_option(path: Path, group: str) -> Option:
-    """An option, by its file."""
+    """The option that a file defines."""
     text = path.read_text()
     top = itertools.takewhile(lambda line: re.match(r"# (?!command:)", line), text.splitlines())
     meaning = " ".join(line.removeprefix("# ") for line in top if not line.startswith("# @package"))
@@ -106,7 +107,7 @@ def read_option(path: Path, group: str) -> Option:
 
 
 def read_keys(path: Path, prefix: str, cls: type[Any], block: str = "") -> Iterator[Key]:
-    """The keys of a YAML file, or of a block of it, which are the fields of `cls`."""
+    """The keys of a YAML file, or of a block of the file. They must be the fields of `cls`."""
     fields = dict(fields_of(cls))
     for dotted, default, meaning in commented(path.read_text().partition("\nhydra:")[0]):
         name = dotted.removeprefix(block)
@@ -122,23 +123,23 @@ def read_keys(path: Path, prefix: str, cls: type[Any], block: str = "") -> Itera
 
 
 def commented(text: str) -> Iterator[tuple[str, str, str]]:
-    """The dotted name of each key of a YAML text, its value as it is written there, and its comment."""
+    """The dotted name of each key of a YAML text, its value as written, and its comment."""
     block, comment = "", []
     for line in text.splitlines():
         if note := re.fullmatch(r" *# (.*)", line):
             comment.append(note[1])
             continue
         if key := re.fullmatch(r"( *)(\w+):(?: +([^#\s].*?))?(?: +# (.*))?", line):
-            indent, name, value, behind = key.groups()
+            indent, name, value, trailing = key.groups()
             if value is None:
                 block = f"{name}."
             else:
-                yield block * bool(indent) + name, value, " ".join([*comment, *([behind] if behind else [])])
+                yield block * bool(indent) + name, value, " ".join([*comment, *([trailing] if trailing else [])])
         comment = []
 
 
 def fields_of(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[type[Any], str]]]:
-    """The dotted name of each key of a class, with the class and the field that it is; of a job, its own keys."""
+    """The dotted name of each key of a class, with the class and the field's name. A job's groups are left out."""
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.default_factory):
             yield from fields_of(typing.cast(type[Any], field.default_factory), f"{prefix}{field.name}.")
@@ -147,7 +148,7 @@ def fields_of(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[typ
 
 
 def type_of(cls: type[Any], name: str) -> str:
-    """The type of a field in words: its values, or the words of its rule, which errors use too."""
+    """The type of a field in words: its possible values, or the description of its rule, as in error messages."""
     hint, rule = typing.get_type_hints(cls)[name], rule_of(cls, name)
     members = typing.get_args(hint) or (hint,)
     values: list[str] = []
@@ -161,7 +162,7 @@ def type_of(cls: type[Any], name: str) -> str:
     if values:
         values += ["null"] * null
         return f"{', '.join(values[:-1])} or {values[-1]}"
-    words = word_of(rule) if rule is not None else "a text"
+    words = describe(rule) if rule is not None else "a text"
     return (
         "a list, each " * any(typing.get_origin(member) is list for member in (hint, *members))
         + words
@@ -169,11 +170,11 @@ def type_of(cls: type[Any], name: str) -> str:
     )
 
 
-def word_of(rule: Rule) -> str:
-    """What fits a rule, in a few words."""
+def describe(rule: Rule) -> str:
+    """The values that a rule allows, in a few words."""
     if isinstance(rule, Duration):
         return "a duration or a time" if rule.timed else "a duration"
-    return SHORT.get(type(rule), rule.expected)
+    return SHORT_NAMES.get(type(rule), rule.expected)
 
 
 def job_table(keys: Iterable[Key]) -> str:
@@ -185,17 +186,17 @@ def job_table(keys: Iterable[Key]) -> str:
 def group_tables(options: list[Option]) -> str:
     """The options of a group and their keys, as Markdown. Options with the same key share its row."""
     text = table(["option", "what it is"], ([f"`{option.name}`", option.meaning] for option in options))
-    having: dict[Key, list[Option]] = {}
+    options_with: dict[Key, list[Option]] = {}
     for option in options:
         for key in option.keys:
-            having.setdefault(key, []).append(option)
-    order = list(dict.fromkeys([text for key in having for text in (key.name, key.meaning)]))
-    rows, last = [], Key("", "", "", "")
-    for key in sorted(having, key=lambda key: (order.index(key.name), order.index(key.meaning))):
-        meaning = "the same" if (key.name, key.meaning) == (last.name, last.meaning) else key.meaning
-        default = "has to be given" if key.default == "???" else f"`{key.default}`"
-        rows.append([f"`{key.name}`", names(having[key]), key.type, default, meaning])
-        last = key
+            options_with.setdefault(key, []).append(option)
+    order = list(dict.fromkeys([text for key in options_with for text in (key.name, key.meaning)]))
+    rows, previous = [], Key("", "", "", "")
+    for key in sorted(options_with, key=lambda key: (order.index(key.name), order.index(key.meaning))):
+        meaning = "the same" if (key.name, key.meaning) == (previous.name, previous.meaning) else key.meaning
+        default = "required" if key.default == "???" else f"`{key.default}`"
+        rows.append([f"`{key.name}`", names(options_with[key]), key.type, default, meaning])
+        previous = key
     return f"{text}\n\n{table(['key', 'options', 'type', 'default', 'meaning'], rows)}" if rows else text
 
 
@@ -205,17 +206,17 @@ def help_of_groups(groups: Mapping[str, list[Option]]) -> str:
 
 
 def help_of_keys(keys: Iterable[Key]) -> str:
-    """The keys of the job with their defaults, as `--help` shows them: those of a block behind its name."""
+    """The keys of the job with their defaults, as `--help` shows them: one entry for each block."""
     blocks: dict[str, list[str]] = {}
     for key in keys:
         block, _, name = key.name.rpartition(".")
-        known = key.default != "null" and "${" not in key.default
-        blocks.setdefault(f"{block}." * bool(block), []).append(f"{name}={key.default}" if known else name)
+        has_value = key.default != "null" and "${" not in key.default
+        blocks.setdefault(f"{block}." * bool(block), []).append(f"{name}={key.default}" if has_value else name)
     return "".join(help_entry(block, words) for block, words in blocks.items())
 
 
 def help_entry(name: str, words: Iterable[str]) -> str:
-    """A name and, in a column of its own, what belongs to it, as lines of the help in conf/config.yaml."""
+    """A name and, in a second column, its words, as lines of the help in conf/config.yaml."""
     filled = textwrap.fill(
         " ".join(words),
         width=HELP_COLUMNS,
@@ -232,7 +233,7 @@ def names(options: Iterable[Option]) -> str:
 
 
 def table(headings: list[str], rows: Iterable[list[str]]) -> str:
-    """A table in Markdown. A file of docs/ that a cell names becomes a link."""
+    """A table in Markdown. The name of a file of docs/ in a cell becomes a link."""
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
         text = " | ".join(cell.replace("|", "\\|") for cell in row)
@@ -241,16 +242,16 @@ def table(headings: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def fill(path: Path, text: str, part: str, body: str) -> str:
-    """The text of a document with `body` as its generated part of that name."""
+    """The text of a document in which `body` replaces the generated part `part`."""
     body = body.replace(f"[{path.name}]({path.name}#", "[below](#")
     return splice(path, text, f"<!-- generated by docs/reference.py: {part} -->\n", "<!-- end -->\n", f"\n{body}\n\n")
 
 
 def splice(path: Path, text: str, begin: str, end: str, body: str) -> str:
-    """The text of a file with `body` in place of what is between a line that ends with `begin` and the line `end`."""
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(f"\n{end}")
-    if not found or not closed:
+    """The text of a file in which `body` replaces all between a line that ends with `begin` and the line `end`."""
+    before, begin_marker, remainder = text.partition(begin)
+    _, end_marker, after = remainder.partition(f"\n{end}")
+    if not begin_marker or not end_marker:
         raise SystemExit(f"{path}: there is no {begin.strip()!r} with {end.strip() or 'an empty line'!r} after it")
     return before + begin + body + end + after
 
@@ -262,7 +263,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
     stale = {path: text for path, text in generated(root).items() if path.read_text() != text}
     if check and stale:
         files = ", ".join(str(path.relative_to(root)) for path in stale)
-        raise SystemExit(f"out of date: {files}; `python docs/reference.py` makes the lists anew")
+        raise SystemExit(f"out of date: {files}; run `python docs/reference.py`")
     for path, text in stale.items():
         path.write_text(text)
 

@@ -33,7 +33,7 @@ class Browser:
         self.session = f"/session/{self.call('/session', capabilities=capabilities)['sessionId']}"
 
     def call(self, path: str, **values: Any) -> Any:
-        """Ask the driver; without values, for something that it knows."""
+        """Send a command to the driver: a POST with these values, or a GET without any. Returns its answer."""
         data = json.dumps(values).encode() if values else None
         request = urllib.request.Request(f"{self.driver}{self.session}{path}", data)
         return json.loads(urllib.request.urlopen(request, timeout=120).read())["value"]
@@ -42,39 +42,39 @@ class Browser:
         self.call("/url", url=url)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What the body of a function of JavaScript returns."""
+        """Run the body of a JavaScript function; returns its result."""
         return self.call("/execute/sync", script=script, args=list(arguments))
 
     def choose(self, selector: str, path: Path) -> None:
-        """Choose a file in an input."""
+        """Choose a file in a file input."""
         element = self.call("/element", using="css selector", value=selector)[ELEMENT]
         self.call(f"/element/{element}/value", text=str(path))
 
     def until(self, script: str, *arguments: Any, timeout: float = 60) -> Any:
-        """What a script returns once it is true."""
+        """Run a script again and again until its result is true; returns that result."""
         end = time.monotonic() + timeout
-        while not (found := self.run(script, *arguments)):
+        while not (result := self.run(script, *arguments)):
             assert time.monotonic() < end, f"waited {timeout} s for {script}"
             time.sleep(0.05)
-        return found
+        return result
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("/screenshot")))
 
     def messages(self) -> list[str]:
-        """What the browser has written to its console since the last call: errors above all."""
+        """The lines of the browser's console since the last call: mostly errors."""
         return [line["message"] for line in self.call("/se/log", type="browser")]
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with a new profile; it ends with the context."""
+    """A browser with a new profile. It is closed at the end of the context."""
     assert DRIVER is not None
     with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
             port = next(
-                found[1] for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
+                match[1] for line in driver.stdout if (match := re.search(r"successfully on port (\d+)", line))
             )
             opened = Browser(f"http://127.0.0.1:{port}", profile)
             try:

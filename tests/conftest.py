@@ -15,13 +15,19 @@ from lockstep.config import composition
 
 @pytest.fixture(autouse=True, scope="session")
 def _schema() -> None:
-    """The schema of the config, which `train.py` registers for itself."""
+    """Register the schema of the config, as `train.py` does."""
     composition.register()
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Compute with one thread: test files run in parallel, and torch's waiting threads would spin on their cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _copies() -> Iterator[None]:
-    """The interpreter that commands are copies of ends with the tests."""
+    """End the interpreter that commands are forked from when the tests end."""
     yield
     if helpers.forks.cache_info().currsize:
         helpers.forks().close()
@@ -29,7 +35,7 @@ def _copies() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
-    """No test changes the threads or the environment of the next, or leaves it a process that runs."""
+    """Restore threads and environment after each test, and end the processes that it left."""
     before, threads, started = dict(os.environ), torch.get_num_threads(), len(processes.STARTED)
     yield
     torch.set_num_threads(threads)

@@ -1,10 +1,10 @@
-"""Runs commands, each in a copy of an interpreter that has imported already what they import (Linux).
+"""Run commands as forks of an interpreter that has already imported their modules (Linux).
 
-A fresh interpreter takes three to five seconds of a core until torch is imported. A copy is a process all the same,
-with a folder, an environment, signals and an end of its own: it shows whatever is not about an interpreter's start.
-What reads the environment while it is imported (PYTHONPATH, OPENBLAS_NUM_THREADS) is told by a fresh one only.
+A fresh interpreter needs three to five seconds of a core to import torch. A fork is a real process too, with its own
+folder, environment, signals and exit code: it can test everything except the start of an interpreter. Modules that
+read the environment when they are imported (PYTHONPATH, OPENBLAS_NUM_THREADS) need a fresh interpreter.
 
-As a program this is the interpreter that is copied: it takes commands from a socket.
+Run as a program, this file is the interpreter that is forked: it reads commands from a socket.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parent.parent
-LONGEST = 2**20  # of a command with its environment, in bytes
+LONGEST = 2**20  # bytes of a command and its environment, at most
 
 
 class Fork:
-    """A command in a copy of an interpreter; to be used as a `subprocess.Popen`."""
+    """A command that runs in a fork; it has the methods of `subprocess.Popen` that the tests use."""
 
     def __init__(self, words: tuple[str, ...], pid: int, status: int, out: int, err: int) -> None:
         self.args, self.pid, self.status = words, pid, status
@@ -42,7 +42,7 @@ class Fork:
         self.texts = {self.stdout: b"", self.stderr: b""}
 
     def poll(self) -> int | None:
-        """The exit code, or none while it runs."""
+        """The exit code, or None while the command runs."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0)
         return None
@@ -58,7 +58,7 @@ class Fork:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it writes, and whatever else has its streams, until nobody has them any more."""
+        """Read both output streams until the command, and every process that inherited them, has closed them."""
         until = time.monotonic() + (10**6 if timeout is None else timeout)
         with selectors.DefaultSelector() as streams:
             for stream in self.texts:
@@ -85,7 +85,7 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """End it, if it has not ended, and let go of what belongs to it."""
+        """Kill the command if it still runs, and close its streams."""
         self.kill()
         self.wait()
         for stream in self.texts:
@@ -93,33 +93,34 @@ class Fork:
 
 
 class Forks:
-    """An interpreter that is copied, and has imported the modules that are named."""
+    """The interpreter that is forked; it imports `modules` when it starts."""
 
     def __init__(self, *modules: str) -> None:
-        self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-        with other:
+        with child_end:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(other.fileno()), *modules],
+                [sys.executable, __file__, str(child_end.fileno()), *modules],
                 stdin=subprocess.DEVNULL,
                 # Ranks and tests share few cores here: a thread that waits must not spin.
                 env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-                pass_fds=[other.fileno()],
+                pass_fds=[child_end.fileno()],
             )
 
     def start(self, *words: str, cwd: Path | None = None, **environment: str) -> Fork:
-        """Begin a command in a session of its own.
+        """Start a command in a new session.
 
-        It is `SCRIPT ...`, `lockstep ...`, `-c CODE ...`, or `MODULE:FUNCTION ...`, which calls it with these words.
+        The words are `SCRIPT ...`, `lockstep ...`, `-c CODE ...`, or `MODULE:FUNCTION ...`, which calls the function
+        with the words after it.
         """
         pipes = [os.pipe() for _ in range(3)]
-        told = {
+        request = {
             "words": words,
             "cwd": str(cwd or ROOT),
             "environment": {**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
             "path": sys.path,
         }
-        socket.send_fds(self.socket, [json.dumps(told).encode()], [end for _, end in pipes])
+        socket.send_fds(self.socket, [json.dumps(request).encode()], [end for _, end in pipes])
         for _, end in pipes:
             os.close(end)
         return Fork(words, int(self.socket.recv(16)), *(end for end, _ in pipes))
@@ -130,8 +131,9 @@ class Forks:
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork each command that is asked for, and tell its exit code, until nobody can ask any more."""
-    followed: dict[int, tuple[int, int]] = {}  # of each copy: what is readable when it ends, its number, who is told
+    """Fork a process for each requested command and report its exit code, until the socket is closed."""
+    # By the descriptor that is readable when the fork ends: its process number, and the pipe for its exit code.
+    followed: dict[int, tuple[int, int]] = {}
     with selectors.DefaultSelector() as events:
         events.register(requests, selectors.EVENT_READ)
         while True:
@@ -163,7 +165,7 @@ def serve(requests: socket.socket) -> None:
 
 
 def become(out: int, err: int, words: list[str], cwd: str, environment: dict[str, str], path: list[str]) -> NoReturn:
-    """Be a command from here on, and end as an interpreter does, but for taking itself apart, which is a second."""
+    """Become the command, and end as an interpreter does, but without its teardown, which takes a second."""
     os.setsid()
     for end, number in ((out, 1), (err, 2)):
         os.dup2(end, number)
@@ -207,19 +209,19 @@ def run(path: list[str], program: str, *words: str) -> None:
 
 
 def main() -> None:
-    """Import, then serve."""
+    """Import the modules, then serve commands."""
     from lockstep.core.native_threads import configure_native_threads
 
-    configure_native_threads()  # only a process of one thread is forked into ranks
+    configure_native_threads()  # ranks are forked only from a process with one thread
     for name in sys.argv[2:]:
         importlib.import_module(name)
     parser = importlib.import_module("hydra.core.override_parser.overrides_parser")
-    # The grammars' tables are built by use: 0.1 s of each copy.
+    # The grammars build their tables at first use: here, so that no fork spends 0.1 s on it.
     parser.OverridesParser.create().parse_overrides(["a=1", "b.c='d e'", "f=[g,h.i]", "~j", "k=${l:m}", "n=1e-3,x/y"])
     values = importlib.import_module("omegaconf.grammar_parser")
     for text in ("${a}/b", "${a:b.c.d}-${a:b.c.d}", "${a}/b/${c:%Y%m%d-%H%M%S}-${d:}"):
         values.parse(text)
-    gc.freeze()  # a copy does not look through all this for garbage
+    gc.freeze()  # the garbage collector of a fork does not search these modules
     serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What tests do again and again: compose a job, run it here or in a gang of ranks, read its files."""
+"""Shared by many tests: compose a job, run it here or in a gang of ranks, read its files."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from lockstep.training import experiment
 
 ROOT = Path(__file__).parent.parent
 CHOICES = (*GROUPS, "experiment")
-# Small and quick, and still the real thing: the bundled digits, a log line for every step.
+# A small, quick, real job: the bundled digits, with a log line for every step.
 QUICK = ("name=test", "telemetry.interval=1", "logger=jsonl", "device=cpu")
-# Of the default model, a quarter of the channels. A CPU without bfloat16 instructions takes 2.4 s for a step of the
-# whole one over 300 digits in bf16, and 0.15 s for this one's.
+# A quarter of the default model's channels. A CPU without bfloat16 instructions needs 2.4 s for a step of the default
+# model over 300 digits in bf16, and 0.15 s for a step of this one.
 NARROW = "model.width=8"
 
 
@@ -68,19 +68,19 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 
 def built(*overrides: str) -> Job:
-    """The same with every group built."""
+    """A job as `train.py` would compose it, with every group built."""
     return components.build_job(composed(*overrides))
 
 
 def run_dir(path: Path, *overrides: str) -> RunDir:
     """A run folder with a resolved config in it, ready for its ranks."""
-    made = RunDir.at(path)
-    told = [*QUICK, f"output_root={path.parent}", *overrides]
-    job = composed(*told)
-    made.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
-    (made.hydra / "config.yaml").write_text(yaml_io.dump(job))
-    made.overrides.write_text(yaml_io.dump_list(told))
-    return made
+    run = RunDir.at(path)
+    words = [*QUICK, f"output_root={path.parent}", *overrides]
+    job = composed(*words)
+    run.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
+    (run.hydra / "config.yaml").write_text(yaml_io.dump(job))
+    run.overrides.write_text(yaml_io.dump_list(words))
+    return run
 
 
 def train_here(path: Path, *overrides: str, stop_at: int | None = None, stop_in: int | None = None) -> RunDir:
@@ -92,11 +92,11 @@ def train_here(path: Path, *overrides: str, stop_at: int | None = None, stop_in:
 
 
 class StopAfter(StopRequest):
-    """A wish to stop that comes, as a signal's would, after so many steps, or within one or an evaluation.
+    """A stop request, as a signal makes one, after a step, or within a step or an evaluation.
 
     Args:
-        step: it is there at the end of this step of this part of the run only.
-        place: it is there when it is asked for within a step or an evaluation for this time.
+        step: the request is seen at the end of this step only, counted from the start of this process.
+        place: the request is seen at this check within a step or an evaluation, counted from 1.
     """
 
     def __init__(self, step: int | None, place: int | None = None) -> None:
@@ -113,7 +113,7 @@ class StopAfter(StopRequest):
 
     @requested.setter
     def requested(self, value: bool) -> None:
-        """Nothing else sets it."""
+        """Ignore the base class, which sets it to False."""
 
 
 def run_until(joined: world.World, run: RunDir, stop_at: int | None, stop_in: int | None = None) -> None:
@@ -126,9 +126,9 @@ def run_until(joined: world.World, run: RunDir, stop_at: int | None, stop_in: in
 
 @dataclass(frozen=True)
 class Case:
-    """A job for a gang: where it runs, its overrides, and when it is asked to stop.
+    """A job for a gang: its run folder, its overrides, and when it is asked to stop.
 
-    `stop_at` and `stop_in` are as for `StopAfter`; the latter is of the last rank alone.
+    `stop_at` and `stop_in` are the `step` and `place` of `StopAfter`. Only the last rank gets `stop_in`.
     """
 
     path: Path
@@ -148,7 +148,7 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 
 @functools.cache
 def forks() -> Forks:
-    """The interpreter that this process has copied for commands and gangs; the first use starts it."""
+    """The interpreter from which commands and gangs are forked. The first use starts it."""
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.jobs", "lockstep.cli.main")
     commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.job.launch", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
@@ -157,10 +157,10 @@ def forks() -> Forks:
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
-    """Run the ranks of the module of `entry`, its `exit_as_rank`, under `launcher=spawn`.
+    """Run `exit_as_rank` of the module of `entry` as ranks under `launcher=spawn`.
 
-    The tests' process has threads, so its ranks would be fresh interpreters, each of which imports torch for
-    seconds. One of a single thread, which has imported it already, forks them.
+    The tests' process has threads, so its ranks would be fresh interpreters, and each would import torch for seconds.
+    Here a process with one thread, which has already imported torch, forks the ranks.
     """
     if sys.platform != "linux":
         Spawn(ranks=ranks, threads=1).run(entry, RunDir.at(folder))
@@ -174,7 +174,7 @@ def launch_here(module: str, folder: str, ranks: str) -> None:
 
 
 def gang_entry(folder: Path) -> None:
-    """What a rank of a gang does (`exit_as_rank` below calls it)."""
+    """Run all cases as one rank of a gang. `exit_as_rank` calls this."""
     with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
         for path, stop_at, stop_in in json.loads((folder / "cases.json").read_text()):
             last = joined.rank == joined.size - 1
@@ -182,7 +182,7 @@ def gang_entry(folder: Path) -> None:
 
 
 def exit_as_rank(folder: Path) -> None:
-    """How the spawn launcher calls a rank."""
+    """The entry point that the spawn launcher calls in a rank."""
     gang_entry(folder)
     sys.exit(0)
 
@@ -214,7 +214,7 @@ class Done:
 
 
 def build_wheel(folder: Path) -> Path:
-    """The project as a wheel in `folder`, built from a copy, which leaves nothing in the project's folder."""
+    """Build the project's wheel in `folder`, from a copy, so that nothing is left in the project's folder."""
     source = folder / "source"
     for name in ("conf", "src"):
         ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
@@ -243,7 +243,7 @@ def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **en
 
 
 def result(process: Fork, timeout: float = 240) -> Done:
-    """How a command ended; it ends here at the latest."""
+    """Wait for a command to end; it is killed after `timeout` seconds."""
     try:
         out, err = process.communicate(timeout)
         return Done(process.wait(), out, err)
@@ -252,30 +252,30 @@ def result(process: Fork, timeout: float = 240) -> Done:
 
 
 def forked(*words: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
-    """Run a command in a copy of an interpreter that has imported torch (`Forks.start` says which)."""
+    """Run a command as a fork of an interpreter that has imported torch; `Forks.start` describes the words."""
     return result(forks().start(*words, cwd=cwd, **environment), timeout)
 
 
 def as_ranks(*words: str, ranks: int = 2) -> list[Done]:
-    """`train.py` as each of the ranks that torchrun would start, of which rank 0 serves the store."""
+    """Run `train.py` as each of the ranks that torchrun would start; rank 0 serves the store."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}
+    store_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
-        forks().start(str(ROOT / "train.py"), *words, **place, **meeting, RANK=str(rank), LOCAL_RANK=str(rank))
+        forks().start(str(ROOT / "train.py"), *words, **sizes, **store_address, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(ranks)
     ]
     return [result(process) for process in started]
 
 
 def train(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
-    """`python train.py ...`, in a copy of an interpreter that has imported torch."""
+    """Run `python train.py ...` as a fork of an interpreter that has imported torch."""
     if sys.platform != "linux":
         return train_afresh(*overrides, cwd=cwd, **environment)
     return forked(str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)
 
 
 def train_afresh(*overrides: str, cwd: Path | None = None, **environment: str) -> Done:
-    """The same in an interpreter of its own."""
+    """Run `python train.py ...` in a fresh interpreter."""
     return command(sys.executable, str(ROOT / "train.py"), *overrides, cwd=cwd, **environment)

@@ -1,4 +1,4 @@
-"""Two machines in one: network namespaces with a link between them, which can be cut, and host names of their own."""
+"""Two machines in one: two network namespaces, each with a host name, and a link between them that can be cut."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 
 import forks
 
-# Of Linux's sched.h and mount.h.
+# Constants of Linux's sched.h and mount.h.
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 class Unavailable(Exception):
-    """There can be no network namespaces here, and why."""
+    """Network namespaces cannot be created here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the two.
+    """One of the two machines.
 
     Fields:
-        name: of its namespace, and its host name.
-        address: at which the other reaches it.
-        device: its end of the link.
+        name: the name of its namespace, and its host name.
+        address: the address at which the other machine reaches it.
+        device: the network device at its end of the link.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def shell(self) -> tuple[str, ...]:
-        """The words before a command that runs on it."""
+        """The words that, put before a command, run it on this machine."""
         return (
             "ip",
             "netns",
@@ -55,15 +55,15 @@ class Machine:
 
     @property
     def copy(self) -> tuple[str, ...]:
-        """The same before what `forks.Forks.start` takes: a copy of an interpreter becomes a process of it."""
+        """The words that, put before those for `forks.Forks.start`, make the fork a process of this machine."""
         return ("namespaces:run_on", self.name)
 
     def pids(self) -> list[int]:
-        """The processes that run on it."""
+        """The processes that run on this machine."""
         return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
 
     def cut(self) -> None:
-        """Cut its link to the other one."""
+        """Cut the link to the other machine."""
         _ip("-n", self.name, "link", "set", self.device, "down")
 
     def mend(self) -> None:
@@ -79,46 +79,46 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     """Two namespaces that reach each other; their processes see one file system.
 
     Raises:
-        Unavailable: they cannot be made.
+        Unavailable: namespaces cannot be created here.
     """
     if shutil.which("ip") is None:
         raise Unavailable("needs the command ip (iproute2), to make network namespaces")
-    number = os.getpid() % 2**14  # two runs of the tests at a time have a network each
+    number = os.getpid() % 2**14  # so that two runs of the tests at the same time have different networks
     network = f"10.{64 + number // 256}.{number % 256}"
     one, two = (Machine(f"lockstep{number}-{end}", f"{network}.{end}", f"ls{number}-{end}") for end in (1, 2))
-    made: list[Machine] = []
+    created: list[Machine] = []
     try:
         try:
             for machine in (one, two):
                 _ip("netns", "add", machine.name)
-                made.append(machine)
+                created.append(machine)
             _ip("link", "add", one.device, "netns", one.name, "type", "veth", "peer", two.device, "netns", two.name)
         except subprocess.CalledProcessError as error:
             raise Unavailable(
                 f"needs to make network namespaces, which this machine refuses: {error.stderr.strip()}"
             ) from error
-        for machine in made:
-            # Neither has a name server, and torch asks for the name of each machine that connects.
+        for machine in created:
+            # The machines have no name server, and torch looks up the name of each machine that connects.
             files = Path("/etc/netns", machine.name)
             files.mkdir(parents=True)
-            # As Debian has it: a machine knows its own name as an address of its loopback interface.
+            # As on Debian: a machine resolves its own name to an address of its loopback interface.
             hosts = (f"{'127.0.1.1' if end is machine else end.address} {end.name}\n" for end in (one, two))
             (files / "hosts").write_text("".join(["127.0.0.1 localhost\n", *hosts]))
             (files / "resolv.conf").write_text("options timeout:1 attempts:1\n")
             first, second = f"{network}.1{machine.address[-1]}/24", f"{machine.address}/24"
-            for address in (first, second):  # as some machines have two; the second is the one that is used
+            for address in (first, second):  # two addresses, as on some real machines; the second one is used
                 _ip("-n", machine.name, "addr", "add", address, "dev", machine.device)
             _ip("-n", machine.name, "link", "set", "lo", "up")
             _ip("-n", machine.name, "link", "set", machine.device, "up")
         yield one, two
     finally:
-        for machine in made:
+        for machine in created:
             _ip("netns", "del", machine.name)
             shutil.rmtree(Path("/etc/netns", machine.name), ignore_errors=True)
 
 
 def run_on(name: str, program: str, *words: str) -> None:
-    """Become a process of the machine `name`, as `ip netns exec` makes one, and run what `forks.run` takes there."""
+    """Become a process of the machine `name`, as `ip netns exec` does, and call `forks.run` there."""
     _linux("unshare", CLONE_NEWNS | CLONE_NEWUTS)
     with Path("/run/netns", name).open() as namespace:
         _linux("setns", namespace.fileno(), CLONE_NEWNET)
@@ -130,7 +130,7 @@ def run_on(name: str, program: str, *words: str) -> None:
 
 
 def _linux(function: str, *arguments: int | bytes | None) -> None:
-    """Call a function of the C library, which says by -1 that it failed."""
+    """Call a function of the C library that returns -1 on failure."""
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, function)(*arguments) == -1:
         error = ctypes.get_errno()

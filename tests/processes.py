@@ -1,4 +1,4 @@
-"""Jobs in the background, and their processes: to stop, kill and suspend them, and to see what is left."""
+"""Jobs in the background and their processes: start, stop, kill and suspend them, and find those that are left."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 FRESH = ("strategy=allreduce", *TWO[1:])
 LONG = ("epochs=1000", "schedule=constant")
 SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*FRESH, "launcher=elastic"), ("launcher.threads=1",)
-THREADED = ("OPENBLAS_NUM_THREADS", "2")  # a command with it has several threads, and so forks no ranks
+THREADED = ("OPENBLAS_NUM_THREADS", "2")  # with this variable a command has several threads, so it forks no ranks
 FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 MARK = "LOCKSTEP_TEST_RUN"
-# Seconds after which an event that takes moments is given up: no claim, the last resort on a machine that is slow
-# and busy.
+# Seconds to wait for an event that usually takes moments. This is no claim about speed: it only ends a test that
+# hangs, and allows for a slow and busy machine.
 PATIENCE = 240
 
 Process = Fork | subprocess.Popen[str]
-STARTED: list[Process] = []  # what a test has started, and still has to be closed
-SESSIONS: dict[Path, set[int]] = {}  # of the jobs in a folder; what they start themselves has the MARK
+STARTED: list[Process] = []  # processes that a test has started and that are not closed yet
+# The sessions of the jobs in a folder. Processes that a job starts in new sessions have MARK in their environment.
+SESSIONS: dict[Path, set[int]] = {}
 
 
 def start(
@@ -41,17 +42,17 @@ def start(
     afresh: bool = False,
     **environment: str,
 ) -> Process:
-    """`train.py` in the background, its run folder at `folder`.
+    """Start `train.py` in the background, with its run folder at `folder`.
 
-    With `python`, `python -c` or `MODULE:FUNCTION` for `launch` it is a copy of an interpreter that has imported
-    torch, unless it is to begin `afresh`.
+    If `launch` is `python`, `python -c` or `MODULE:FUNCTION`, the command is a fork of an interpreter that has
+    imported torch. `afresh` starts a fresh interpreter instead.
     """
     words = ("train.py", *JOB, f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides)
     return background(folder, *launch, *words, afresh=afresh, **environment)
 
 
 def background(folder: Path, *words: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> Process:
-    """A command in the background, as `start` has it; `processes(folder)` finds it and all that it starts."""
+    """Start a command in the background, as `start` does; `processes(folder)` finds it and its children."""
     environment[MARK] = str(folder)
     process: Process
     if (words[0] in (sys.executable, "lockstep") or ":" in words[0]) and not afresh:
@@ -73,7 +74,7 @@ def background(folder: Path, *words: str, cwd: Path = ROOT, afresh: bool = False
 
 
 def close(processes: list[Process]) -> None:
-    """End what still runs, and let go of it: where a test fails, its processes are no failure of the next one."""
+    """Kill these processes and close their streams, so that a failed test does not make the next one fail."""
     for process in processes:
         process.kill()
         process.wait()
@@ -91,7 +92,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def running(folder: Path, *overrides: str, steps: int = 3, afresh: bool = False) -> Process:
-    """A job that has finished `steps` steps."""
+    """Start a job and wait until it has finished `steps` steps."""
     process = start(folder, *overrides, afresh=afresh)
     wait_for(lambda: process.poll() is not None or steps_done(folder) >= steps)
     assert process.poll() is None, process.communicate()
@@ -99,7 +100,7 @@ def running(folder: Path, *overrides: str, steps: int = 3, afresh: bool = False)
 
 
 def ended(process: Process) -> tuple[int, str]:
-    """The exit code and the standard error of a job that is about to end."""
+    """Wait for a job to end; returns its exit code and standard error."""
     _, err = process.communicate(timeout=PATIENCE)
     return process.returncode, err
 
@@ -110,8 +111,8 @@ def steps_done(folder: Path) -> int:
 
 
 def processes(folder: Path) -> set[int]:
-    """The living processes of the job at `folder`, its loaders' too: by its session, or by what it hands down."""
-    found = set()
+    """The living processes of the job at `folder`, also its loader workers, by their session or their MARK."""
+    pids = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
@@ -119,8 +120,8 @@ def processes(folder: Path) -> set[int]:
         except OSError:
             continue
         if state not in "ZX" and (f"{MARK}={folder}" in environment or int(session) in SESSIONS.get(folder, ())):
-            found.add(int(entry.name))
-    return found
+            pids.add(int(entry.name))
+    return pids
 
 
 def children(parent: int) -> list[int]:
@@ -131,17 +132,17 @@ def children(parent: int) -> list[int]:
 def ranks(folder: Path, process: Process) -> list[int]:
     """The process numbers of the ranks, in order, under `spawn` and `elastic`."""
     helper = "resource_tracker"
-    found = children(process.pid)
-    return sorted(pid for pid in found if helper not in Path(f"/proc/{pid}/cmdline").read_text())
+    pids = children(process.pid)
+    return sorted(pid for pid in pids if helper not in Path(f"/proc/{pid}/cmdline").read_text())
 
 
 def summary(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
-    return found
+    content: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return content
 
 
 def logged(folder: Path) -> str:
-    """What all ranks have in their logs."""
+    """The text of the logs of all ranks."""
     return "".join(path.read_text() for path in sorted((folder / "logs").glob("rank*.log")))
 
 

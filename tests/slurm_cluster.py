@@ -1,6 +1,6 @@
-"""A SLURM of two machines on this one, from the distribution's packages: munged, slurmctld and two slurmd.
+"""A SLURM cluster of two nodes on this machine, from the distribution's packages: munged, slurmctld and two slurmd.
 
-python tests/slurm_cluster.py FOLDER     starts it, says what to export, and ends it with Ctrl-C
+python tests/slurm_cluster.py     starts it, prints the variables to export, and ends it at Ctrl-C
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=4 RealMe
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime=15
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
-GPUS = 2  # of each machine, to SLURM: device files that are none of a GPU
+GPUS = 2  # of each node. SLURM counts device files; here they are copies of /dev/null.
 GRES = "AutoDetect=off\nNodeName=node[1-2] Name=gpu File={folder}/gpu[0-{last}]\n"
 
 
 def missing() -> str:
-    """Why there can be no SLURM here; empty if there can."""
+    """Why SLURM cannot run here; empty if it can."""
     absent = [name for name in NEEDED if shutil.which(name) is None]
     if absent:
         return f"needs SLURM: {', '.join(absent)} not found (apt-get install slurmctld slurmd slurm-client munge)"
@@ -68,8 +68,8 @@ def missing() -> str:
 
 @contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """Start the daemons, and end them. Gives the variables that a command needs to find them."""
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))  # a socket's path has to be short
+    """Start the daemons, and end them with the context. Yields the variables with which a command finds them."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-slurm-"))  # the path of a socket must be short
     ports = _free_ports(3)
     config = folder / "slurm.conf"
     config.write_text(
@@ -79,7 +79,7 @@ def cluster() -> Iterator[dict[str, str]]:
     )
     (folder / "gres.conf").write_text(GRES.format(folder=folder, last=GPUS - 1))
     for number in range(GPUS):
-        os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null by another name
+        os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # the numbers of /dev/null
     (folder / "state").mkdir()
     folder.chmod(0o755)
     key = folder / "munge.key"

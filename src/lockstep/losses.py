@@ -1,8 +1,8 @@
-"""The losses (`loss=`): what training minimises, example by example.
+"""The losses (`loss=`) that training minimises.
 
-A loss gives one number for each example. The step adds them up and divides by the number of examples in the global
-batch, so what an example counts never depends on the shard or the micro-batch that it is in. Class weights multiply
-these numbers and nothing is divided by their sum, for the same reason.
+A loss gives one number for each example. The step adds these numbers and divides by the number of examples in the
+global batch, so the weight of an example never depends on its shard or its micro-batch. For the same reason class
+weights multiply these numbers, and nothing is divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Weighted:
         """The weight of each class, float32 (classes,); None if all weigh the same.
 
         Raises:
-            InputError: there is not one weight for each class, or two ways to weigh are asked for.
+            InputError: there is not one weight for each class, or both fields are set.
         """
         if self.balanced:
             if self.class_weights is not None:
@@ -60,7 +60,7 @@ class _Weighted:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(_Weighted):
-    """The cross-entropy of the softmax, which an evaluation reports without smoothing and weights.
+    """The cross-entropy of the softmax. An evaluation reports it without smoothing and weights.
 
     Fields:
         label_smoothing: the share of each target that is spread over all classes (Szegedy et al. 2016).
@@ -79,7 +79,7 @@ class BCE:
     Fields:
         label_smoothing: as in `CrossEntropy`.
         sum_classes: take the sum over the classes instead of their mean.
-        threshold: targets above it are 1 and others 0, for targets that Mixup or CutMix has mixed; null keeps them.
+        threshold: targets above it become 1 and others 0, for the targets of Mixup and CutMix; null keeps them.
     """
 
     label_smoothing: float = ranged(0.0, least=0, below=1)
@@ -97,7 +97,7 @@ class Focal(_Weighted):
     """The focal loss (Lin et al. 2017) of the softmax: the cross-entropy times (1 - p) ** gamma.
 
     Fields:
-        gamma: how much less an example counts that is classified well; 0 is the cross-entropy.
+        gamma: the larger it is, the less an example counts that is classified well; 0 is the cross-entropy.
     """
 
     gamma: float = ranged(2.0, least=0, most=100)
@@ -107,7 +107,7 @@ class Focal(_Weighted):
 
 
 def probabilities_of(loss: Loss) -> str:
-    """What makes probabilities of the logits that a loss trains: `softmax`, unless its class says `sigmoid`."""
+    """The function from logits to probabilities that fits a loss: `softmax`, unless its class says `sigmoid`."""
     kind: str = getattr(loss, "probabilities", SOFTMAX)
     return kind
 
@@ -163,9 +163,9 @@ class FocalLoss(nn.Module):
         shares = class_shares(targets, logits.shape[1], logits.dtype)
         if self.training and self.weights is not None:
             shares = shares * self.weights.to(logits.dtype)
-        logs = F.log_softmax(logits, 1)
-        missing = (1 - logs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # at 0 a root has no derivative
-        return -(shares * missing**self.gamma * logs).sum(1)
+        log_probs = F.log_softmax(logits, 1)
+        error = (1 - log_probs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # a root has no derivative at 0
+        return -(shares * error**self.gamma * log_probs).sum(1)
 
 
 def class_shares(targets: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
@@ -190,5 +190,5 @@ class SummedLoss(nn.Module):
         if not self.tolerates_broken:
             return self.loss(logits, targets).sum()
         if targets.ndim == 1:
-            targets = targets.clamp(min=0)  # a loss of the user need not know of negative labels
+            targets = targets.clamp(min=0)  # a loss of the user need not support negative labels
         return self.loss(logits, targets).masked_fill(labels < 0, 0).sum()

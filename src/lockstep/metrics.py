@@ -24,7 +24,7 @@ __all__ = ["AUROC", "F1", "Accuracy", "AveragePrecision", "Calibration", "Kappa"
 
 
 class Average(Enum):
-    """How the scores of the classes become one; with `none` they stay one for each class."""
+    """How the scores of the classes are averaged; with `none` each class keeps its own."""
 
     macro = "macro"
     weighted = "weighted"
@@ -33,7 +33,7 @@ class Average(Enum):
 
 
 class ClassAverage(Enum):
-    """The same for scores that are defined for one class at a time."""
+    """Like `Average`, for scores that are defined for one class at a time."""
 
     macro = "macro"
     weighted = "weighted"
@@ -52,7 +52,7 @@ class Accuracy:
     """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes.
 
     Fields:
-        average: `macro`, where all classes count alike, is the balanced accuracy.
+        average: `macro` gives all classes the same weight: this is the balanced accuracy.
     """
 
     average: Average = Average.macro
@@ -62,12 +62,10 @@ class Accuracy:
         return _make("Accuracy", num_classes=classes, average=self.average.value, top_k=min(self.top_k, classes))
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Averaged:
-    """A score that torchmetrics knows by `name`, averaged over the classes."""
+    """A score of torchmetrics, called `name` there, averaged over the classes."""
 
-    average: Average = Average.macro
-
+    average: Average | ClassAverage
     name: ClassVar[str]
 
     def build(self, classes: int) -> Score:
@@ -78,6 +76,7 @@ class _Averaged:
 class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
+    average: Average = Average.macro
     name: ClassVar[str] = "Precision"
 
 
@@ -85,6 +84,7 @@ class Precision(_Averaged):
 class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
+    average: Average = Average.macro
     name: ClassVar[str] = "Recall"
 
 
@@ -92,37 +92,28 @@ class Recall(_Averaged):
 class F1(_Averaged):
     """The harmonic mean of precision and recall."""
 
+    average: Average = Average.macro
     name: ClassVar[str] = "F1Score"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClassAveraged:
-    """The same for a score that is defined for one class against the others."""
-
-    average: ClassAverage = ClassAverage.macro
-
-    name: ClassVar[str]
-
-    def build(self, classes: int) -> Score:
-        return _make(self.name, num_classes=classes, average=self.average.value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AUROC(_ClassAveraged):
+class AUROC(_Averaged):
     """The area under the ROC curve of each class against the others."""
 
+    average: ClassAverage = ClassAverage.macro
     name: ClassVar[str] = "AUROC"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragePrecision(_ClassAveraged):
+class AveragePrecision(_Averaged):
     """The area under the curve of precision over recall of each class."""
 
+    average: ClassAverage = ClassAverage.macro
     name: ClassVar[str] = "AveragePrecision"
 
 
 class Norm(Enum):
-    """How the differences of the bins become one: their mean, their root mean square, or the largest."""
+    """How the differences of the bins are combined: their mean, their root mean square, or the largest."""
 
     l1 = "l1"
     l2 = "l2"
@@ -131,10 +122,10 @@ class Norm(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How far the probability of the predicted class is from the share that is right (Guo et al. 2017).
+    """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017).
 
     Fields:
-        bins: of probabilities.
+        bins: the number of equal intervals of the probability.
     """
 
     bins: int = ranged(15, least=1, most=10_000)
@@ -145,7 +136,7 @@ class Calibration:
 
 
 class KappaWeights(Enum):
-    """What a confusion of two classes counts by their distance."""
+    """How the weight of a confusion grows with the distance of the two labels."""
 
     none = "none"
     linear = "linear"
@@ -171,7 +162,7 @@ class Matthews:
 
 
 class NoScores:
-    """The metrics of an evaluation that has none."""
+    """The scores of an evaluation without metrics."""
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Take a block of this rank: logits (b, classes) and labels, int64 (b,). Collective.
@@ -183,7 +174,7 @@ class NoScores:
         """Take part in a round in which this rank has no block. Collective."""
 
     def compute(self) -> dict[str, float]:
-        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; the next evaluation begins anew."""
+        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; then resets them."""
         return {}
 
 
@@ -193,17 +184,17 @@ NO_SCORES = NoScores()
 class Scores(NoScores):
     """The metrics of an evaluation. They do not depend on the number of ranks.
 
-    In each round the ranks' blocks come to main, in the order of the split, and are counted there. So a score has the
-    bits that it has on one rank, whatever a metric keeps, and main holds one round at a time. `kind` is what makes
-    probabilities of logits.
+    In each round main gathers the ranks' blocks in the order of the split and counts them. So a score has the same
+    bits as on one rank, whatever state a metric has, and main holds one round at a time. `kind` is the function from
+    logits to probabilities.
     """
 
     def __init__(self, scores: Mapping[str, Score], class_names: Sequence[str], world: World, kind: str) -> None:
         self.scores, self.class_names, self.world, self.kind = scores, class_names, world, kind
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        whole = labels >= 0
-        self._count(probabilities(logits[whole], self.kind).cpu(), labels[whole].cpu())
+        valid = labels >= 0
+        self._count(probabilities(logits[valid], self.kind).cpu(), labels[valid].cpu())
 
     def update_without(self) -> None:
         self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
@@ -223,18 +214,18 @@ class Scores(NoScores):
                 figures[f"metric/{name}"] = value.item()
             else:
                 pairs = zip(self.class_names, value.tolist(), strict=True)
-                figures |= {f"metric/{name}/{class_name}": one for class_name, one in pairs}
+                figures |= {f"metric/{name}/{class_name}": figure for class_name, figure in pairs}
         return figures
 
 
 def build_scores(
     metrics: Mapping[str, Metric], classes: int, class_names: Sequence[str], world: World, kind: str = SOFTMAX
 ) -> NoScores:
-    """What computes the metrics, given by name; classes without names are called by their labels."""
+    """The scores of an evaluation with these metrics, by name. The name of a class without a name is its label."""
     if not metrics:
         return NO_SCORES
     scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
     for score in scores.values():
-        # torchmetrics would wait for the other ranks, which have none.
+        # torchmetrics would wait for the other ranks, which have no metrics.
         score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
     return Scores(scores, class_names or [str(label) for label in range(classes)], world, kind)

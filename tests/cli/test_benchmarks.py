@@ -59,26 +59,26 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
 
 
 def test_the_gpu_benchmark_compares_lockstep_with_a_raw_loop(tmp_path: Path) -> None:
-    kept = tmp_path / "gpu.json"
+    json_path = tmp_path / "gpu.json"
     small = ("--device", "cpu", "--model", "resnet10t", "--sizes", "32", "--batch", "4", "--steps", "3")
-    quick = ("--interval", "1", "--repeats", "1", "--no-compile", "--precisions", "fp32", "--json", str(kept))
+    quick = ("--interval", "1", "--repeats", "1", "--no-compile", "--precisions", "fp32", "--json", str(json_path))
     done = benchmark("gpu", *small, *quick)
     assert done.code == 0, done.err
-    rows = json.loads(kept.read_text())["resnet10t at 32, batch 4"]
+    rows = json.loads(json_path.read_text())["resnet10t at 32, batch 4"]
     assert rows.keys() == {"fp32", "fp32, channels_last"}
     assert all(row["raw, img/s"] > 0 and row["lockstep, img/s"] > 0 for row in rows.values())
 
 
 def test_the_speed_benchmark_compares_lockstep_with_the_record(tmp_path: Path) -> None:
-    kept = tmp_path / "speedrun.json"
+    json_path = tmp_path / "speedrun.json"
     small = ("--device", "cpu", "--fake", "80", "--batch", "40", "--epochs", "1", "--seeds", "0", "1")
-    done = benchmark("cifar10_speedrun", *small, "--json", str(kept))
+    done = benchmark("cifar10_speedrun", *small, "--json", str(json_path))
     assert done.code == 0, done.err
-    found = json.loads(kept.read_text())
-    assert {name: len(runs) for name, runs in found["runs"].items()} == {"reference": 2, "lockstep": 2}
-    seconds = found["1 epochs"]["seconds"]
+    report = json.loads(json_path.read_text())
+    assert {name: len(runs) for name, runs in report["runs"].items()} == {"reference": 2, "lockstep": 2}
+    seconds = report["1 epochs"]["seconds"]
     assert seconds["ratio"] == pytest.approx(seconds["lockstep"] / seconds["reference"])
-    assert all(0 <= run["top1"] <= 100 and run["seconds"] > 0 for runs in found["runs"].values() for run in runs)
+    assert all(0 <= run["top1"] <= 100 and run["seconds"] > 0 for runs in report["runs"].values() for run in runs)
 
 
 def test_the_record_trains_without_asking_the_device_for_a_value(record: ModuleType) -> None:
@@ -145,22 +145,22 @@ def in_order(network: Any) -> Any:
 
 
 def test_the_gpu_check_passes_where_it_needs_no_gpu(tmp_path: Path) -> None:
-    kept = tmp_path / "check.json"
+    json_path = tmp_path / "check.json"
     steps = ("hooks", "memory")  # other tests have the rest
-    small = ("--device", "cpu", "--only", ",".join(steps), "--json", str(kept))
+    small = ("--device", "cpu", "--only", ",".join(steps), "--json", str(json_path))
     done = benchmark("gpu_check", *small, timeout=580)
     assert done.code == 0, done.out + done.err
-    verdicts = {name: step["verdict"] for name, step in json.loads(kept.read_text())["steps"].items()}
+    verdicts = {name: step["verdict"] for name, step in json.loads(json_path.read_text())["steps"].items()}
     assert verdicts == {**dict.fromkeys(steps, "passed"), "memory": "left out"}
 
 
 def test_the_gpu_check_ends_a_step_and_all_its_processes_when_its_time_is_over(tmp_path: Path) -> None:
-    kept = tmp_path / "check.json"
-    short = ("--device", "cpu", "--only", "default,stop", "--budget", "5", "--json", str(kept))
+    json_path = tmp_path / "check.json"
+    short = ("--device", "cpu", "--only", "default,stop", "--budget", "5", "--json", str(json_path))
     done = benchmark("gpu_check", *short, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err
-    steps = json.loads(kept.read_text())["steps"]
-    assert {name: step["found"] for name, step in steps.items()} == {
+    steps = json.loads(json_path.read_text())["steps"]
+    assert {name: step["finding"] for name, step in steps.items()} == {
         "default": "--budget ended it after 5 s",
         "stop": "the 5 s of --budget are over",
     }

@@ -56,17 +56,17 @@ def test_a_mistake_ends_with_code_2_and_one_line_on_stderr(tmp_path: Path, overr
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
         ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),
     ],
 )
-def test_a_traceback_is_shown_when_asked_for(tmp_path: Path, override: str, said: str) -> None:
+def test_a_traceback_is_shown_when_asked_for(tmp_path: Path, override: str, expected: str) -> None:
     done = train(override, f"output_root={tmp_path}", HYDRA_FULL_ERROR="1")
     assert done.code == 2
     assert "Traceback (most recent call last)" in done.err
-    assert done.err.endswith(f"lockstep: {said}\n")
+    assert done.err.endswith(f"lockstep: {expected}\n")
 
 
 def test_a_refused_job_leaves_no_folder_of_its_own_name(tmp_path: Path) -> None:
@@ -87,15 +87,17 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_read_only_output_root_is_said(read_only: Path) -> None:
-    said = sentence(train("steps=1", f"output_root={read_only}"))
-    assert "cannot be written (Read-only file system); choose a folder that can be, with output_root=FOLDER" in said
+    message = sentence(train("steps=1", f"output_root={read_only}"))
+    assert (
+        "cannot be written (Read-only file system); choose a folder that can be, with output_root=FOLDER" in message
+    )
 
 
 def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path) -> None:
-    main, other = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}")
-    said = "torchrun would run the whole sweep in each rank; type python train.py -m ... instead"
-    assert sentence(main) == said
-    assert (other.code, other.err) == (2, "")
+    main, second = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}")
+    expected = "torchrun would run the whole sweep in each rank; type python train.py -m ... instead"
+    assert sentence(main) == expected
+    assert (second.code, second.err) == (2, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,9 +125,9 @@ def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: st
     # With loader.workers=auto a few images are read before the run, to see how fast that goes.
     workers = ("loader.workers=1",) if loader == "streaming" else ()
     done = train(*PICTURES, f"loader={loader}", *workers, f"launcher={launcher}", ranks, *where)
-    said = sentence(done)
-    assert said.startswith(f"dataset: image 9, {pictures}/train/b/3.jpg, cannot be decoded (")
-    assert said.endswith("; remove or replace the file, or leave out up to N of them with dataset.skip=N")
+    message = sentence(done)
+    assert message.startswith(f"dataset: image 9, {pictures}/train/b/3.jpg, cannot be decoded (")
+    assert message.endswith("; remove or replace the file, or leave out up to N of them with dataset.skip=N")
     # A resident loader reads all images before the run begins; a streaming one meets this image in the run.
     left = [path.name for path in tmp_path.iterdir() if path.name != "latest"]
     assert len(left) == (loader == "streaming")
@@ -185,8 +187,8 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_comes_to_its_end(finis
 def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Path) -> None:
     before = tree(finished)
     only_ranks_know = ("strategy=ddp", "launcher.ranks=2", "strategy.static_graph=true", "train.micro_batches=2")
-    said = sentence(train("resume=latest", "steps=6", *only_ranks_know, f"output_root={finished}", "device=cpu"))
-    assert "accumulation changes the graph within a step" in said
+    message = sentence(train("resume=latest", "steps=6", *only_ranks_know, f"output_root={finished}", "device=cpu"))
+    assert "accumulation changes the graph within a step" in message
     after = {name: text for name, text in tree(finished).items() if not name.endswith((".log", ".error.json"))}
     assert after == {name: text for name, text in before.items() if not name.endswith(".log")}
 
@@ -221,6 +223,6 @@ def test_a_resume_as_the_run_proposes_it_has_the_config_files_of_the_run(tmp_pat
     again = train(*shlex.split(proposed))
     assert again.code == 0, again.err
     (run,) = (path.parent for path in (tmp_path / "runs, [a=b]").rglob("command.txt"))
-    kept = yaml.safe_load((run / "config.yaml").read_text())
-    assert (kept["seed"], kept["batch"], kept["steps"]) == (7, 24, 2)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert (config["seed"], config["batch"], config["steps"]) == (7, 24, 2)
     assert shlex.split((run / "command.txt").read_text())[2:] == shlex.split(proposed)

@@ -61,9 +61,9 @@ def test_many_short_compilations_get_a_word_every_ten_seconds(
         words.start()
         now += seconds
         words.end()
-    first, *others = capsys.readouterr().out.splitlines()
+    first, *later_lines = capsys.readouterr().out.splitlines()
     assert first.startswith("compiling the model")
-    assert others == ["compiling: 11 s so far", "compiling: 50 s so far"]
+    assert later_lines == ["compiling: 11 s so far", "compiling: 50 s so far"]
 
 
 @pytest.mark.parametrize(

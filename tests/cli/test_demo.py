@@ -65,10 +65,10 @@ def asked(
             "Content-Type": "application/octet-stream",
             "Content-Length": str(len(body or b"")),
         }
-    given = {**own, **{name.replace("_", "-"): value for name, value in headers.items()}}
+    sent_headers = {**own, **{name.replace("_", "-"): value for name, value in headers.items()}}
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-    for name, value in given.items():
+    for name, value in sent_headers.items():
         if value is not None:
             connection.putheader(name, value)
     connection.endheaders(body)
@@ -154,8 +154,8 @@ REFUSED: dict[str, tuple[str, str, bytes | None, dict[str, str | None], int]] = 
 def test_what_is_not_asked_by_the_page_itself_is_refused(
     server: DemoServer, method: str, path: str, body: bytes | None, headers: dict[str, str | None], status: int
 ) -> None:
-    found, answer = asked(server, method, path, body, **headers)
-    assert found == status
+    actual, answer = asked(server, method, path, body, **headers)
+    assert actual == status
     assert status == 501 or set(answer) == {"error"}
 
 
@@ -176,9 +176,9 @@ def test_the_page_allows_only_its_own_script_and_each_answer_another_word(server
 
 
 def test_a_port_that_is_taken_is_one_sentence(server: DemoServer) -> None:
-    with pytest.raises(InputError, match=r"--port is \d+, which cannot be listened on \(.*\): --port 0"):
+    with pytest.raises(InputError, match=r"--port is \d+, but no server can listen there \(.*\): --port 0"):
         DemoServer(server.predictor, server.server_port)
-    with pytest.raises(InputError, match="--port is 70000, which cannot be listened on"):
+    with pytest.raises(InputError, match="--port is 70000, but no server can listen there"):
         DemoServer(server.predictor, 70000)
 
 

@@ -92,11 +92,11 @@ def is_in_ci(text: str) -> None:
 
 def is_declared(text: str) -> None:
     """The marker, or the folder, that the command selects exists."""
-    what = shlex.split(text)[-1]
-    if "/" in what:
-        assert (ROOT / what).is_dir()
+    selected = shlex.split(text)[-1]
+    if "/" in selected:
+        assert (ROOT / selected).is_dir()
     else:
-        assert f'"{what.removeprefix("not ")}: ' in (ROOT / "pyproject.toml").read_text()
+        assert f'"{selected.removeprefix("not ")}: ' in (ROOT / "pyproject.toml").read_text()
 
 
 def is_executable(text: str) -> None:

@@ -81,8 +81,8 @@ def test_a_torch_program_needs_nothing_of_ours(place: Path, tmp_path: Path) -> N
 def test_pixels_from_0_to_1_are_the_same_pictures(place: Path, tmp_path: Path) -> None:
     predictor = load(place / "outputs" / "digits", device="cpu", precision=FP32())
     exporting.export(predictor, images(7), tmp_path / "model.onnx", kind="onnx", floats=True)
-    found = run_onnx(tmp_path / "model.onnx", (images(3).float() / 255).numpy())
-    assert (found - predictor.logits(images(3))).abs().max() <= 1e-4
+    outputs = run_onnx(tmp_path / "model.onnx", (images(3).float() / 255).numpy())
+    assert (outputs - predictor.logits(images(3))).abs().max() <= 1e-4
 
 
 @pytest.mark.numerics

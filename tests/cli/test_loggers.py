@@ -52,16 +52,16 @@ class Told(Observer):
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+def observers(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
     """The observers that `logger=jsonl` makes, each `Told`; further ones do not fail."""
-    made: list[Told] = []
+    observers: list[Told] = []
 
     def build(self: loggers.JSONL, run: RunInfo) -> Observer:
-        made.append(Told(run, fails_at=8 if not made else 0))
-        return made[-1]
+        observers.append(Told(run, fails_at=8 if not observers else 0))
+        return observers[-1]
 
     monkeypatch.setattr(loggers.JSONL, "build", build)
-    return made
+    return observers
 
 
 def events(observer: Told) -> list[tuple[Any, ...]]:
@@ -69,15 +69,15 @@ def events(observer: Told) -> list[tuple[Any, ...]]:
 
 
 def test_an_observer_is_told_of_a_run_and_its_error_leaves_a_run_to_go_on_with(
-    tmp_path: Path, told: list[Told]
+    tmp_path: Path, observers: list[Told]
 ) -> None:
     words = (*SMALL, "logger=jsonl", "checkpoint.every=4")
     with pytest.raises(ZeroDivisionError):
         train_here(tmp_path / "run", *words)
     train_here(tmp_path / "run", *words)
     for observer, begun, evaluated, saved, outcome in (
-        (told[0], 0, [4, 8], [4], "failed"),
-        (told[1], 4, [8, 12], [8, 12], "completed"),
+        (observers[0], 0, [4, 8], [4], "failed"),
+        (observers[1], 4, [8, 12], [8, 12], "completed"),
     ):
         first, *between, last = events(observer)
         assert first == ("begins", begun, 12, tmp_path / "run")
@@ -86,9 +86,9 @@ def test_an_observer_is_told_of_a_run_and_its_error_leaves_a_run_to_go_on_with(
         assert last == (outcome,)
 
 
-def test_a_stopped_run_is_said_to_be_one(tmp_path: Path, told: list[Told]) -> None:
+def test_a_stopped_run_is_said_to_be_one(tmp_path: Path, observers: list[Told]) -> None:
     train_here(tmp_path / "run", *SMALL, "logger=jsonl", stop_at=3)
-    assert events(told[0])[-2:] == [("saved", 3), ("stopped",)]
+    assert events(observers[0])[-2:] == [("saved", 3), ("stopped",)]
 
 
 def test_each_observer_ends_even_if_one_of_them_fails() -> None:
@@ -210,10 +210,10 @@ def test_mlflow_has_every_figure_of_a_stopped_run_once_and_shows_it(tmp_path: Pa
         page = f"http://127.0.0.1:{port}"
         wait_for(lambda: answers(f"{page}/health"))
         body = json.dumps({"experiment_ids": [experiment.experiment_id]}).encode()
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"{page}/ajax-api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(asked) as response:
+        with urllib.request.urlopen(request) as response:
             (shown,) = json.load(response)["runs"]
         latest = {metric["key"]: metric["value"] for metric in shown["data"]["metrics"]}
         assert latest["acc/val_top1"] == records(run)[-1]["acc/val_top1"]

@@ -18,10 +18,10 @@ JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "tra
 @pytest.mark.numerics
 def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lr_find(JOB, steps=40, low=1e-5, high=10, out=str(tmp_path / "found.svg"))
-    said = capsys.readouterr().out
-    suggested = float(said.split("optimizer.lr=")[1].split()[0])
+    out = capsys.readouterr().out
+    suggested = float(out.split("optimizer.lr=")[1].split()[0])
     assert 1e-4 < suggested < 0.1
-    assert "(this job has 0.001)" in said
+    assert "(this job has 0.001)" in out
     picture = ET.parse(tmp_path / "found.svg").getroot()
     points = next(picture.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
     assert 5 < len(points) <= 40
@@ -29,7 +29,7 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("options", "says"),
     [
         ({"steps": 1}, "--steps is 1, expected from 2"),
         ({"low": 1.0, "high": 0.1}, "--low is 1 and --high is 0.1, expected 0 < low < high"),
@@ -37,8 +37,8 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
         ({"low": 1e5, "high": 1e6}, "the loss falls at no rate from 100000 to 1e[+]06"),
     ],
 )
-def test_what_cannot_be_tried_is_refused(asked: dict[str, object], says: str, tmp_path: Path) -> None:
-    words = {"steps": 4, "low": 1e-5, "high": 1.0, "out": str(tmp_path / "found.svg"), **asked}
+def test_what_cannot_be_tried_is_refused(options: dict[str, object], says: str, tmp_path: Path) -> None:
+    words = {"steps": 4, "low": 1e-5, "high": 1.0, "out": str(tmp_path / "found.svg"), **options}
     with pytest.raises(InputError, match=says):
         lr_find(JOB, **words)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
@@ -46,5 +46,5 @@ def test_what_cannot_be_tried_is_refused(asked: dict[str, object], says: str, tm
 
 def test_a_model_with_dropout_can_be_called_in_a_loop_of_ones_own() -> None:
     parts = lockstep.compose([*JOB[:3], "model.dropout=0.5", "steps=2"])
-    (_, images, _), (_, others, _) = parts.batches()
-    assert parts.model(images).shape == parts.model(others).shape == (64, 10)
+    (_, images, _), (_, other_images, _) = parts.batches()
+    assert parts.model(images).shape == parts.model(other_images).shape == (64, 10)

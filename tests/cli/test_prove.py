@@ -51,15 +51,15 @@ def nudged(by: float) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -> None:
-    found = Outcome([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
-    row, passed = compare(LOOSE, found, REFERENCE)
+    outcome = Outcome([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
+    row, passed = compare(LOOSE, outcome, REFERENCE)
     assert passed
     assert row == ["1.0e-14", "2.5e-13", "4 same"]
     assert compare(EXACT, REFERENCE, REFERENCE) == (["same", "same bits", "4 same"], True)
 
 
 @pytest.mark.parametrize(
-    ("case", "found"),
+    ("case", "outcome"),
     [
         (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, 1.0 + 1e-11])),
         (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, float("nan")])),
@@ -71,8 +71,8 @@ def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -
         (LOOSE, dataclasses.replace(REFERENCE, samples=[(0, 2, 5, 77), *REFERENCE.samples[1:]])),
     ],
 )
-def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, found: Outcome) -> None:
-    assert not compare(case, found, REFERENCE)[1]
+def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, outcome: Outcome) -> None:
+    assert not compare(case, outcome, REFERENCE)[1]
 
 
 def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> None:

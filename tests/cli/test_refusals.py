@@ -38,10 +38,10 @@ def refusal(output_root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` ends with; nothing is made."""
     with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
         prepared(f"output_root={output_root}", *overrides)
-    said = messages.translate(raised.value) or messages.translate_before_job(raised.value)
-    assert isinstance(said, InputError), repr(raised.value)
+    error = messages.translate(raised.value) or messages.translate_before_job(raised.value)
+    assert isinstance(error, InputError), repr(raised.value)
     assert not output_root.exists()
-    return str(said)
+    return str(error)
 
 
 KEYS = [
@@ -158,6 +158,16 @@ LIMITS = [
 ]
 EFFECTS = [
     ("model.compile_mode=max_autotune", "model.compile_mode is max_autotune, but model.compile is false"),
+    (
+        "train.cuda_graph=true strategy=ddp launcher.ranks=2",
+        "under strategy=ddp a step is more than the work of one d",
+    ),
+    ("train.cuda_graph=true repro=strict", "train.cuda_graph is true, but under strategy=strict a step is"),
+    ("train.cuda_graph=true optimizer=timm", "optimizer=timm computes with its learning rate in Python"),
+    (
+        "train.cuda_graph=true model.compile=true model.compile_mode=reduce_overhead",
+        "model.compile_mode=reduce_overhead records graphs of its own; use model.compile_mode=default",
+    ),
     ("precision=bf16_pure train.ema=0.9", "use precision=bf16, or leave out train.ema"),
     ("loader=streaming loader.workers=0 loader.prefetch=9", "loader.prefetch is 9, but loader.workers is 0"),
     (
@@ -243,10 +253,10 @@ HOSTILE = [
     ids=lambda text: text[:40],
 )
 def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overrides: str, sentence: str) -> None:
-    said = refusal(tmp_path / "runs", *overrides.split())
-    assert sentence in said
-    assert len(said.splitlines()) == 1
-    assert len(said) < 400
+    message = refusal(tmp_path / "runs", *overrides.split())
+    assert sentence in message
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
 
 
 @pytest.mark.parametrize(
@@ -292,8 +302,8 @@ def test_a_path_in_place_of_a_name_is_answered_with_the_overrides_that_take_it(
 @pytest.mark.parametrize("key", ["data_root", "resume", "init_from", "dataset=folder dataset.path"])
 def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: str, path: str) -> None:
     *words, last = key.split()
-    said = refusal(tmp_path / "runs", *words, f"{last}={path}")
-    assert said.startswith(f"{last} is ")
+    message = refusal(tmp_path / "runs", *words, f"{last}={path}")
+    assert message.startswith(f"{last} is ")
 
 
 def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +356,8 @@ def test_a_key_that_is_written_as_a_flag_is_shown_as_it_should_be(words: list[st
 
 
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:
-    said = messages.translate_before_job(OverflowError("int too large"))
-    assert str(said).startswith("the config cannot be composed (OverflowError: int too large); look at the values")
+    message = messages.translate_before_job(OverflowError("int too large"))
+    assert str(message).startswith("the config cannot be composed (OverflowError: int too large); look at the values")
     assert messages.translate_before_job(ImportError("broken")) is None
 
 
@@ -386,38 +396,38 @@ def test_what_another_launcher_has_decided_is_not_asked_for_again(
 
 def test_the_batch_of_batch_auto_is_the_one_that_the_job_has_without_it(tmp_path: Path) -> None:
     for number, words in enumerate((["++batch=auto"], ["batch=32", "batch=auto"], ["batch='auto'", "batch=32"])):
-        kept = yaml_io.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
-        assert (kept["batch"], kept["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
+        config = yaml_io.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
+        assert (config["batch"], config["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
 
 
 def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path) -> None:
     conf = tmp_path / "more" / "experiment"
     conf.mkdir(parents=True)
     (conf / "mine.yaml").write_text("# @package _global_\nbatch: auto\n")
-    said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
-    assert said.startswith("batch=auto keeps the batch that a job has without it, and belongs on the command line")
+    message = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    assert message.startswith("batch=auto keeps the batch that a job has without it, and belongs on the command line")
 
 
 def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "runs", "optimizer.lr=0", "augment=shift", "augment.pad=-1", "launcher.ranks=0")
-    assert [line.split()[0] for line in said.splitlines()] == ["augment.pad", "launcher.ranks", "optimizer.lr"]
+    message = refusal(tmp_path / "runs", "optimizer.lr=0", "augment=shift", "augment.pad=-1", "launcher.ranks=0")
+    assert [line.split()[0] for line in message.splitlines()] == ["augment.pad", "launcher.ranks", "optimizer.lr"]
 
 
 def test_a_wrong_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:
     conf = tmp_path / "more" / "experiment"
     conf.mkdir(parents=True)
     (conf / "mine.yaml").write_text("# @package _global_\nepoch: 3\n")
-    said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
-    assert said == "experiment/mine.yaml: epoch: there is no such key in the config. Did you mean 'epochs'?"
+    message = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    assert message == "experiment/mine.yaml: epoch: there is no such key in the config. Did you mean 'epochs'?"
 
 
 def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> None:
     conf = tmp_path / "more" / "experiment"
     conf.mkdir(parents=True)
     (conf / "mine.yaml").write_text("# @package _global_\nepochs: [3\n")
-    said = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
-    assert said.startswith("a config file is not YAML: ")
-    assert f'{conf / "mine.yaml"}", line 3' in said
+    message = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    assert message.startswith("a config file is not YAML: ")
+    assert f'{conf / "mine.yaml"}", line 3' in message
 
 
 @pytest.mark.parametrize(
@@ -469,9 +479,9 @@ def test_a_folder_that_is_no_data_set_is_named(
     if emptied:
         for image in (folder / emptied).iterdir():
             image.unlink()
-    said = refusal(tmp_path / "runs", "dataset=folder", f"dataset.path={folder}", "batch=1")
-    assert said.startswith("dataset.path: ")
-    assert sentence in said
+    message = refusal(tmp_path / "runs", "dataset=folder", f"dataset.path={folder}", "batch=1")
+    assert message.startswith("dataset.path: ")
+    assert sentence in message
 
 
 def offline(self: object) -> None:
@@ -481,11 +491,11 @@ def offline(self: object) -> None:
 
 def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.data.datasets.published.MNIST._fetch", offline)
-    said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
-    assert "data_root: MNIST" in said
-    assert "cannot be downloaded (RuntimeError: Error downloading" in said
-    assert f"t10k-labels-idx1-ubyte.gz (packed or not) into {tmp_path}/data/MNIST/raw, or name" in said
-    assert said.endswith("name another folder with data_root=FOLDER")
+    message = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
+    assert "data_root: MNIST" in message
+    assert "cannot be downloaded (RuntimeError: Error downloading" in message
+    assert f"t10k-labels-idx1-ubyte.gz (compressed or not) into {tmp_path}/data/MNIST/raw, or name" in message
+    assert message.endswith("name another folder with data_root=FOLDER")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -502,8 +512,8 @@ def write_mnist(root: Path, label: int) -> None:
 
 def test_a_label_out_of_range_is_named_with_its_example(tmp_path: Path) -> None:
     write_mnist(tmp_path / "data", label=12)
-    said = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
-    assert said == "dataset: example 5 of the training split has label 12, expected 0 to 9"
+    message = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
+    assert message == "dataset: example 5 of the training split has label 12, expected 0 to 9"
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"]
 
 
@@ -511,8 +521,8 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     """The machine of the tests has no GPU: torch.cuda is made to say that there are two."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    said = refusal(tmp_path / "runs", "strategy=ddp", "launcher.ranks=3")
-    assert said == (
+    message = refusal(tmp_path / "runs", "strategy=ddp", "launcher.ranks=3")
+    assert message == (
         "launcher.ranks is 3, but this machine has 2 GPUs, and each rank needs one; "
         "use launcher.ranks=2 or device=cpu"
     )
@@ -547,15 +557,15 @@ def test_copies_of_a_compiled_model_are_refused(tmp_path: Path, monkeypatch: pyt
 def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.cuda is made to say that there is none, wherever the test runs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = refusal(tmp_path / "runs", "device=cuda")
-    assert said == "device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto"
+    message = refusal(tmp_path / "runs", "device=cuda")
+    assert message == "device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto"
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a" * 300, "ä" * 300, "..", "a\nb"])
 def test_no_name_leaves_the_output_root(tmp_path: Path, name: str) -> None:
-    made = prepared(f"output_root={tmp_path / 'runs'}", f"name='{name}'")
-    assert made.path.parent == tmp_path / "runs"
-    assert len(made.path.name.encode()) < 200
+    run = prepared(f"output_root={tmp_path / 'runs'}", f"name='{name}'")
+    assert run.path.parent == tmp_path / "runs"
+    assert len(run.path.name.encode()) < 200
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
@@ -643,11 +653,11 @@ def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
     of_pictures: tuple[Path, Path], tmp_path: Path, moved: dict[str, str], sentence: str
 ) -> None:
     run, data = of_pictures
-    other, before = tmp_path / "elsewhere", tree(run)
-    shutil.copytree(data, other)
+    elsewhere, before = tmp_path / "elsewhere", tree(run)
+    shutil.copytree(data, elsewhere)
     for path, to in moved.items():
-        rename(other, path, to)
-    job = ("dataset=folder", f"dataset.path={other}", "steps=4")
+        rename(elsewhere, path, to)
+    job = ("dataset=folder", f"dataset.path={elsewhere}", "steps=4")
     if not sentence:
         prepared(
             f"resume={run / 'checkpoints' / 'step-00000002'}",
@@ -657,9 +667,9 @@ def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
             f"output_root={tmp_path}",
         )
         return
-    said = refusal(tmp_path / "runs", f"resume={run}", *job)
-    assert "is a checkpoint of another run (" in said
-    assert sentence in said
+    message = refusal(tmp_path / "runs", f"resume={run}", *job)
+    assert "is a checkpoint of another run (" in message
+    assert sentence in message
     assert tree(run) == before
 
 
@@ -742,11 +752,11 @@ def test_a_run_whose_composed_config_is_gone_goes_on_with_a_warning_and_has_it_a
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = prepared("name=test", "steps=3", f"output_root={tmp_path}")
-    kept = (run.hydra / "config.yaml").read_text()
+    config = (run.hydra / "config.yaml").read_text()
     for damaged in (None, "- a list\n"):
         (run.hydra / "config.yaml").unlink()
         if damaged is not None:
             (run.hydra / "config.yaml").write_text(damaged)
         prepared(f"resume={run.path}", f"output_root={tmp_path}")
         assert "the overrides of the run cannot be compared with it" in capsys.readouterr().out
-        assert (run.hydra / "config.yaml").read_text() == kept
+        assert (run.hydra / "config.yaml").read_text() == config

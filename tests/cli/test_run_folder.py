@@ -42,11 +42,11 @@ def run(root: Path, done: Done) -> Path:
 
 
 def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
-    found = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    events = {name for name in found if name.startswith("events.out.tfevents.")}
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    events = {name for name in files if name.startswith("events.out.tfevents.")}
     assert len(events) == 1
     step = "checkpoints/step-00000003"
-    assert found - events == {
+    assert files - events == {
         ".hydra/config.yaml",
         ".hydra/hydra.yaml",
         ".hydra/overrides.yaml",
@@ -141,8 +141,8 @@ def test_the_output_is_a_short_banner_and_plain_text(done: Done) -> None:
 
 def test_each_rank_has_a_log_and_main_logs_what_it_says(run: Path, done: Done) -> None:
     log = (run / "train.log").read_text()
-    said = [line for line in done.out.splitlines() if line]
-    assert not [line for line in said if line not in log]
+    lines = [text for text in done.out.splitlines() if text]
+    assert not [text for text in lines if text not in log]
 
 
 def test_a_folder_that_is_named_again_goes_on_with_its_run(run: Path, root: Path) -> None:

@@ -41,10 +41,10 @@ def refusal(root: Path, *overrides: str) -> str:
         job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with job_lock(called) as lock:
             prepare.prepare(job, called, lock)
-    said = messages.translate(raised.value)
-    assert isinstance(said, InputError), repr(raised.value)
+    error = messages.translate(raised.value)
+    assert isinstance(error, InputError), repr(raised.value)
     assert not root.exists()
-    return str(said)
+    return str(error)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -125,13 +125,13 @@ def test_a_config_cannot_read_the_environment(tmp_path: Path, run: Path, overrid
 
 
 def test_a_reference_that_was_escaped_does_not_come_to_life_in_a_rank(tmp_path: Path) -> None:
-    said = refusal(tmp_path / "runs", r"name='\${oc.env:LOCKSTEP_TEST_SECRET}'")
-    assert said.startswith("name has ${ in its value")
+    message = refusal(tmp_path / "runs", r"name='\${oc.env:LOCKSTEP_TEST_SECRET}'")
+    assert message.startswith("name has ${ in its value")
 
 
 def test_a_kept_config_with_a_reference_is_refused(run: Path, tmp_path: Path) -> None:
-    kept = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump({**kept, "name": "${oc.env:LOCKSTEP_TEST_SECRET}"}))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "name": "${oc.env:LOCKSTEP_TEST_SECRET}"}))
     assert "is not a config of a run" in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
 
 
@@ -156,9 +156,9 @@ def test_a_target_from_elsewhere_is_refused_wherever_it_stands(
     assert expected in refusal(tmp_path / "runs", *hostile)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", *hostile]))
     assert expected in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
-    kept = yaml.safe_load((run / "config.yaml").read_text())
+    config = yaml.safe_load((run / "config.yaml").read_text())
     node = {"_target_": target, "command": f"touch {tmp_path}/executed"}
-    (run / "config.yaml").write_text(yaml.safe_dump({**kept, group: node}))
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, group: node}))
     with pytest.raises(InputError, match=f"{group}._target_ is"):
         experiment.run(load_job(RunDir(run).config), RunDir(run), World.solo())
     assert not (tmp_path / "executed").exists()
@@ -195,11 +195,11 @@ def test_a_kept_name_that_is_none_is_refused(run: Path, tmp_path: Path, name: ob
     "name", ["../../x", "/etc/x", "a" * 300, "a\nb", "...", ".hidden", "-rf", "~", "\x1b[31mred"]
 )
 def test_a_name_makes_a_plain_folder_below_the_root(tmp_path: Path, name: str) -> None:
-    made = RunDir.create(tmp_path / "runs", name).path
-    assert made.parent == tmp_path / "runs"
-    assert made.name.isprintable()
-    assert len(made.name.encode()) < 200
-    assert made.name[0].isdigit(), "the time comes first"
+    path = RunDir.create(tmp_path / "runs", name).path
+    assert path.parent == tmp_path / "runs"
+    assert path.name.isprintable()
+    assert len(path.name.encode()) < 200
+    assert path.name[0].isdigit(), "the time comes first"
 
 
 @pytest.mark.parametrize("place", ["train.log", "metrics.jsonl", "logs", "checkpoints/last", "config.yaml", ".lock"])
@@ -210,8 +210,8 @@ def test_a_link_in_a_run_folder_is_refused_and_what_it_leads_to_stays(run: Path,
         shutil.rmtree(run / place)
     (run / place).unlink(missing_ok=True)
     (run / place).symlink_to(precious)
-    said = refusal(tmp_path / "runs", f"resume={run}", "steps=6")
-    assert str(run / place) in said
+    message = refusal(tmp_path / "runs", f"resume={run}", "steps=6")
+    assert str(run / place) in message
     assert precious.read_text() == "precious"
 
 

@@ -29,9 +29,9 @@ def sent(finished: Path, tmp_path: Path) -> Path:
 
 def keep(run: Path, *overrides: str) -> None:
     """Have a run folder say that it was made with these overrides, in both places that are compared."""
-    told = ["steps=1", "name=test", *overrides]
-    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(told))
-    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(composed(*told)))
+    words = ["steps=1", "name=test", *overrides]
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(words))
+    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(composed(*words)))
 
 
 def test_no_interpreter_of_a_resume_imports_from_the_run_folder(sent: Path, tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
 def test_each_job_of_a_sweep_has_a_folder_that_says_what_it_is(seeds: tuple[Path, Done]) -> None:
     root, done = seeds
     assert done.code == 0, done.err
-    rest = "strategy=ddp,steps=3,device=cpu,logger=jsonl"
+    common = "strategy=ddp,steps=3,device=cpu,logger=jsonl"
     four = [f"model={model},seed={seed}" for model in ("digitnet", "basicnet") for seed in (1, 2)]
-    assert jobs(root) == [f"{number:03}-{varied},{rest}" for number, varied in enumerate(four)]
+    assert jobs(root) == [f"{number:03}-{varied},{common}" for number, varied in enumerate(four)]
     for summary in root.glob("sweeps/*/*/summary.json"):
         assert json.loads(summary.read_text())["status"] == "completed"
 
@@ -75,8 +75,8 @@ def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) ->
     sentence = "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16 or precision=fp32"
     assert done.code == 2
     assert done.err == f"lockstep: job 0: {sentence}\n"
-    (made,) = jobs(tmp_path)
-    assert made.startswith("001-precision=fp32")
+    (folder,) = jobs(tmp_path)
+    assert folder.startswith("001-precision=fp32")
     assert re.search(r"^│ 0 +│ .*precision=fp16 .*│ +│ failed \(2\) +│$", done.out, re.MULTILINE)
     assert re.search(r"^│ 1 +│ .*precision=fp32 .*│ done +│$", done.out, re.MULTILINE)
     assert done.out.endswith(f"job 0: {sentence}\n")

@@ -63,30 +63,30 @@ def test_an_evaluation_is_that_of_the_run_to_the_bit(place: Path, name: str) -> 
     run = RunDir(place / "outputs" / name)
     done = used(place, "evaluate", f"outputs/{name}", "--device", "cpu")
     assert done.code == 0, done.err
-    found = json.loads((run.path / "evaluation.json").read_text())
+    evaluation = json.loads((run.path / "evaluation.json").read_text())
     best = run.read_summary()["best_step"]
     logged = next(line for line in records(run) if line["step"] == best and "loss/val" in line)
-    assert found["top1"] == run.read_summary()["best"]
-    assert f"top-1 {found['top1']:.2f} %" in done.out
+    assert evaluation["top1"] == run.read_summary()["best"]
+    assert f"top-1 {evaluation['top1']:.2f} %" in done.out
     assert "\neach class:\n" in done.out
     if name == "pets":  # the others are averaged, and the log has the loss of the model itself
-        assert (found["loss"], found["top5"]) == (logged["loss/val"], logged["acc/val_top5"])
+        assert (evaluation["loss"], evaluation["top5"]) == (logged["loss/val"], logged["acc/val_top5"])
 
 
 def test_the_predictions_add_up_to_the_evaluation(place: Path) -> None:
     assert used(place, "evaluate", "latest").code == 0
     folder = place / "outputs" / "pets"
-    found, lines = (
+    evaluation, lines = (
         json.loads((folder / "evaluation.json").read_text()),
         rows((folder / "predictions.csv").read_text()),
     )
     assert [line["sample"] for line in lines] == sorted(map(str, (place / "photos" / "val").rglob("*.*")))
     right = sum(line["label"] == line["predicted"] for line in lines)
-    assert found["top1"] == 100 * right / len(lines)
-    assert [class_scores["name"] for class_scores in found["classes"]] == ["cat", "dog"]
-    assert sum(map(sum, found["confusion"])) == found["images"] == len(lines) == 12
+    assert evaluation["top1"] == 100 * right / len(lines)
+    assert [class_scores["name"] for class_scores in evaluation["classes"]] == ["cat", "dog"]
+    assert sum(map(sum, evaluation["confusion"])) == evaluation["images"] == len(lines) == 12
     assert sum(
-        class_scores["images"] * class_scores["top1"] / 100 for class_scores in found["classes"]
+        class_scores["images"] * class_scores["top1"] / 100 for class_scores in evaluation["classes"]
     ) == pytest.approx(right)
 
 
@@ -128,8 +128,8 @@ def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path:
     assert "cat/3.png, cannot be decoded" in done.err
     assert not (tmp_path / "evaluation.json").exists()
     assert used(place, *words, "dataset.skip=1").code == 0
-    found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert (found["images"], found["skipped"]) == (11, 1)
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (evaluation["images"], evaluation["skipped"]) == (11, 1)
     torn = next(line for line in rows((tmp_path / "predictions.csv").read_text()) if "3.png" in line["sample"])
     assert (torn["label"], torn["predicted"], torn["probability"]) == ("cat", "", "")
 
@@ -166,9 +166,9 @@ def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) ->
     assert {line.split("  ")[0]: line.split("  ")[1].split()[0] for line in table.out.splitlines()} == evaluated
     lines = rows(used(place, "predict", "latest", files, "--format", "csv", "--top", "1").out)
     assert {line["file"]: line["class"] for line in lines} == evaluated
-    found: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
-    assert {photo["file"]: photo["classes"][0]["name"] for photo in found} == evaluated
-    assert all(sum(name["probability"] for name in photo["classes"]) == pytest.approx(1) for photo in found)
+    predictions: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
+    assert {photo["file"]: photo["classes"][0]["name"] for photo in predictions} == evaluated
+    assert all(sum(name["probability"] for name in photo["classes"]) == pytest.approx(1) for photo in predictions)
 
 
 def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_wrong_top_is_one_sentence(place: Path) -> None:
 def test_the_calibration_error_is_that_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     probabilities, labels = torch.rand(500, generator=generator), torch.randint(3, (500,), generator=generator)
-    found = Evaluation(
+    evaluation = Evaluation(
         names=("a", "b", "c"),
         labels=labels,
         predicted=torch.zeros_like(labels),
@@ -207,7 +207,7 @@ def test_the_calibration_error_is_that_of_the_definition() -> None:
         if inside.any():
             gap = (labels[inside] == 0).double().mean() - probabilities[inside].double().mean()
             expected += float(abs(gap) * inside.sum() / 500)
-    assert found.calibration_error == pytest.approx(100 * expected, abs=1e-9)
+    assert evaluation.calibration_error == pytest.approx(100 * expected, abs=1e-9)
 
 
 def test_a_command_of_use_has_no_effect_on_a_run_but_its_two_files(place: Path) -> None:
@@ -224,10 +224,10 @@ def test_a_command_of_use_has_no_effect_on_a_run_but_its_two_files(place: Path) 
 def test_weights_that_name_foreign_code_are_refused_by_every_command(
     place: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    weights, told = place / "outputs" / "digits" / "model.safetensors", tmp_path / "weights.safetensors"
+    weights, hostile = place / "outputs" / "digits" / "model.safetensors", tmp_path / "weights.safetensors"
     card = vars(read_card(weights)) | {"model": {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}}
-    save_file(load_file(weights), told, ModelCard(**card).metadata())
-    done = used(place, words[0], str(told), *words[1:])
+    save_file(load_file(weights), hostile, ModelCard(**card).metadata())
+    done = used(place, words[0], str(hostile), *words[1:])
     assert done.code == 2
     assert done.err.count("\n") == 1
     assert "model._target_ is 'os.system', expected a class of lockstep.models" in done.err

@@ -64,8 +64,8 @@ def loaded_step(path: Path) -> int:
 def saving(path: str) -> None:
     """Go on from the newest checkpoint, and save without end."""
     run = RunDir(Path(path))
-    found = checkpoint.latest_valid(run.checkpoints)
-    target, step = writer(run, keep=2), loaded_step(found) if found else 0
+    newest = checkpoint.latest_valid(run.checkpoints)
+    target, step = writer(run, keep=2), loaded_step(newest) if newest else 0
     while True:
         step += 1
         save(target, step)
@@ -91,10 +91,10 @@ def test_a_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path, d
     for _ in range(15):
         before = newest(run)
         assert killed(saving, run.path, lambda: newest(run) != before, dice.uniform(0, 0.03))  # noqa: B023
-        found = checkpoint.candidates(run.checkpoints)
-        assert [checkpoint.find_corruption(path) for path in found] == [""] * len(found)
-        assert loaded_step(found[0]) > last
-        last = loaded_step(found[0])
+        checkpoints = checkpoint.candidates(run.checkpoints)
+        assert [checkpoint.find_corruption(path) for path in checkpoints] == [""] * len(checkpoints)
+        assert loaded_step(checkpoints[0]) > last
+        last = loaded_step(checkpoints[0])
     target = writer(run, keep=2)
     save(target, last + 1)
     target.close()
@@ -132,9 +132,9 @@ def test_the_newest_whole_checkpoint_is_loaded_whatever_happened_to_a_later_one(
         shutil.copytree(whole.checkpoints, folder)
         capsys.readouterr()
         spoil(folder / "step-00000003", dice)
-        found = checkpoint.latest_valid(folder)
-        assert found is not None
-        assert loaded_step(found) == 2
+        newest = checkpoint.latest_valid(folder)
+        assert newest is not None
+        assert loaded_step(newest) == 2
         assert capsys.readouterr().out.count("is damaged") == 1
 
 
@@ -179,9 +179,9 @@ def test_saving_goes_on_once_the_disk_is_well_again(
     for step in (2, 3):
         save(target, step)
         target.wait()
-    found = checkpoint.latest_valid(small_disk.checkpoints)
-    assert found is not None
-    assert loaded_step(found) == 1
+    newest = checkpoint.latest_valid(small_disk.checkpoints)
+    assert newest is not None
+    assert loaded_step(newest) == 1
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
     repair(small_disk)
     target.saved_at -= checkpoint.RETRY_S
@@ -214,12 +214,12 @@ def training(path: str) -> None:
 
 def raw_events(run: RunDir) -> Counter[tuple[str, int]]:
     """How often each tag and step is in the event files, hidden or not."""
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for path in run.path.glob("events.*"):
         for record in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(record)
-            found.update((value.tag, event.step) for value in event.summary.value)
-    return found
+            counts.update((value.tag, event.step) for value in event.summary.value)
+    return counts
 
 
 def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Path, dice: random.Random) -> None:

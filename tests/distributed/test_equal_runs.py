@@ -178,17 +178,17 @@ def test_what_is_frozen_is_so_on_any_number_of_ranks(
     runs: dict[int, dict[str, Path]], strategy: str, name: str, ranks: int
 ) -> None:
     assert largest_difference(runs[1][name], runs[ranks][f"{name}-{strategy}"]) < 1e-12
-    expected, found = weights(runs[1][name]), weights(runs[ranks][f"{name}-{strategy}"])
+    expected, actual = weights(runs[1][name]), weights(runs[ranks][f"{name}-{strategy}"])
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(actual[key], tensor, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, dict[str, Path]], ranks: int) -> None:
     expected = weights(runs[1]["plain"])
-    found = weights(runs[ranks]["ddp-1"])
+    actual = weights(runs[ranks]["ddp-1"])
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-9)
     reference = [line["acc/val_top1"] for line in records(runs[1]["plain"]) if "acc/val_top1" in line]
     ours = [line["acc/val_top1"] for line in records(runs[ranks]["ddp-1"]) if "acc/val_top1" in line]
     assert ours == reference
@@ -229,26 +229,26 @@ def test_local_sgd_that_averages_gradients_at_each_step_is_the_run_of_ddp(
     runs: dict[int, dict[str, Path]], name: str
 ) -> None:
     # Log points wait for an average, so the weights at the end are compared.
-    expected, found = weights(runs[1]["plain"]), weights(runs[3][name])
+    expected, actual = weights(runs[1]["plain"]), weights(runs[3][name])
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(actual[key], tensor, rtol=1e-9, atol=1e-9)
 
 
 def test_both_schedules_of_a_pipeline_give_the_same_bits(runs: dict[int, dict[str, Path]]) -> None:
     assert largest_difference(runs[1]["plain"], runs[3]["gpipe"]) < 1e-12
     assert losses(runs[3]["1f1b"]) == losses(runs[3]["gpipe"])
-    found, expected = weights(runs[3]["1f1b"]), weights(runs[3]["gpipe"])
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual, expected = weights(runs[3]["1f1b"]), weights(runs[3]["gpipe"])
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_pipeline_evaluates_and_mixes_as_one_rank_does(runs: dict[int, dict[str, Path]]) -> None:
     assert largest_difference(runs[1]["balanced"], runs[3]["pipeline-mixed"]) < 1e-12
     for key in ("acc/val_top1", "acc/val_ema_top1", "loss/val", "loss/train_epoch", "optim/grad_norm"):
-        expected, found = (
+        expected, actual = (
             [line[key] for line in records(run) if key in line] for run in (runs[1]["plain"], runs[3]["1f1b"])
         )
         assert len(expected) > 1
-        assert found == pytest.approx(expected, rel=1e-12)
+        assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, dict[str, Path]]) -> None:

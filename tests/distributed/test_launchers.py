@@ -46,8 +46,8 @@ def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference:
 def assert_same(folder: Path, reference: Path) -> None:
     """The same losses and weights to the bit, and the log of either rank."""
     assert losses(folder) == losses(reference)
-    found, expected = weights(folder), weights(reference)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual, expected = weights(folder), weights(reference)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     assert sorted(path.name for path in (folder / "logs").iterdir()) == ["rank0.log", "rank1.log"]
 
 
@@ -63,10 +63,10 @@ def test_ranks_of_a_script_say_a_mistake_once_and_all_leave(tmp_path: Path) -> N
         port = str(server.getsockname()[1])
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [start(tmp_path / "run", "launcher=elastic", **variables, RANK=rank) for rank in "01"]
-    (code, said), (other_code, other_said) = map(ended, ranks)
-    assert (code, other_code) == (2, 2), other_said
-    assert said.count("launcher=elastic starts ranks") == 1
-    assert "lockstep" not in other_said
+    (code, message), (other_code, other_message) = map(ended, ranks)
+    assert (code, other_code) == (2, 2), other_message
+    assert message.count("launcher=elastic starts ranks") == 1
+    assert "lockstep" not in other_message
 
 
 @pytest.mark.parametrize(

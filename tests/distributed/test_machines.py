@@ -55,12 +55,12 @@ def begin(machine: Machine, main: Machine, folder: Path, *overrides: str) -> Pro
 
 
 def ranks_of(machine: Machine) -> list[int]:
-    found = []
+    pids = []
     for pid in machine.pids():
         with suppress(OSError):
             if b"lockstep.runtime.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def assert_done(main: Process, other: Process, folder: Path) -> None:
@@ -74,9 +74,12 @@ def test_a_killed_rank_a_cut_link_and_a_machine_that_dies_and_returns_leave_the_
     machines: tuple[Machine, Machine], alone: Path, tmp_path: Path
 ) -> None:
     one, two = machines
-    folder, told = tmp_path / "run", ("launcher.restarts=2", "launcher.timeout=60s")
+    folder, overrides = tmp_path / "run", ("launcher.restarts=2", "launcher.timeout=60s")
     numbered = "launcher.node_rank=1"
-    main, other = begin(one, one, folder, *told, "launcher.node_rank=0"), begin(two, one, folder, *told, numbered)
+    main, other = (
+        begin(one, one, folder, *overrides, "launcher.node_rank=0"),
+        begin(two, one, folder, *overrides, numbered),
+    )
     wait_for(lambda: steps_done(folder) >= 6)
     (rank,) = ranks_of(two)
     os.kill(rank, signal.SIGKILL)
@@ -92,7 +95,7 @@ def test_a_killed_rank_a_cut_link_and_a_machine_that_dies_and_returns_leave_the_
         os.kill(pid, signal.SIGKILL)
     assert other.wait() == -signal.SIGKILL
     one.mend()
-    assert_done(main, begin(two, one, folder, *told, numbered), folder)
+    assert_done(main, begin(two, one, folder, *overrides, numbered), folder)
     expected = weights(alone)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())
 
@@ -101,9 +104,9 @@ def test_a_machine_may_come_later_and_go_earlier(
     machines: tuple[Machine, Machine], alone: Path, tmp_path: Path
 ) -> None:
     one, two = machines
-    folder, told = tmp_path / "run", ("launcher.nodes=1:2", "steps=100000")
-    main = begin(one, one, folder, *told)
-    other = begin(two, one, folder, *told)
+    folder, overrides = tmp_path / "run", ("launcher.nodes=1:2", "steps=100000")
+    main = begin(one, one, folder, *overrides)
+    other = begin(two, one, folder, *overrides)
     wait_for(lambda: ranks_of(two) and steps_done(folder) >= 3)
     came_at = steps_done(folder)
     wait_for(lambda: steps_done(folder) > came_at)
@@ -116,7 +119,7 @@ def test_a_machine_may_come_later_and_go_earlier(
     assert ended(main)[0] == 75
     pairs = list(zip(losses(folder), losses(alone), strict=False))
     assert len(pairs) > 5
-    assert all(math.isclose(found, expected, rel_tol=1e-10) for found, expected in pairs)
+    assert all(math.isclose(loss, expected, rel_tol=1e-10) for loss, expected in pairs)
 
 
 def test_a_link_that_stays_cut_ends_both_sides_within_the_timeout(
@@ -124,8 +127,8 @@ def test_a_link_that_stays_cut_ends_both_sides_within_the_timeout(
 ) -> None:
     one, two = machines
     folder, timeout = tmp_path / "run", 8
-    told = (f"launcher.timeout={timeout}s", "steps=100000")
-    main, other = begin(one, one, folder, *told), begin(two, one, folder, *told)
+    overrides = (f"launcher.timeout={timeout}s", "steps=100000")
+    main, other = begin(one, one, folder, *overrides), begin(two, one, folder, *overrides)
     wait_for(lambda: steps_done(folder) >= 3)
     one.cut()
     began = time.monotonic()
@@ -146,9 +149,15 @@ def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     one, two = machines
-    shared, told = tmp_path / "shared" / "runs", ("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1")
+    shared, overrides = tmp_path / "shared" / "runs", ("launcher=elastic", "launcher.nodes=2", "launcher.ranks=1")
     shared.parent.mkdir()
-    command = ("train.py", *told, f"launcher.rendezvous={one.address}:29500", "device=cpu", f"output_root={shared}")
+    command = (
+        "train.py",
+        *overrides,
+        f"launcher.rendezvous={one.address}:29500",
+        "device=cpu",
+        f"output_root={shared}",
+    )
     hide = "import subprocess, sys; subprocess.run(['mount', '-t', 'tmpfs', 'none', sys.argv[1]], check=True); "
     hidden = ("-c", hide + "import forks; forks.run(sys.path, *sys.argv[2:])", str(shared.parent))
     main = background(shared, *one.copy, *command)

@@ -30,9 +30,9 @@ IN_BLOCKS = (*COMMON, "train.eval_batch=20")
 
 def state(run: Path) -> dict[str, object]:
     """Everything of the newest checkpoint, in a form that compares."""
-    found = checkpoint.latest_valid(run / "checkpoints")
-    assert found is not None
-    loaded = checkpoint.load(found)
+    newest = checkpoint.latest_valid(run / "checkpoints")
+    assert newest is not None
+    loaded = checkpoint.load(newest)
     optimizer = loaded.state["optimizer"]["state"]
     assert loaded.ema is not None
     tensors = {
@@ -67,9 +67,9 @@ def test_a_run_all_in_bfloat16_resumes_to_the_bit(tmp_path: Path) -> None:
     pure = (*NORMED, "dataset.input_size=32", "batch=100", "precision=bf16_pure", "optimizer=muon")
     reference = weights(train_here(tmp_path / "whole", *pure))
     run = train_here(tmp_path / "run", *pure, stop_at=2).path
-    found = weights(train_here(run, *pure))
-    assert {str(tensor.dtype) for tensor in found.values()} == {"torch.bfloat16", "torch.float32", "torch.int64"}
-    assert all(torch.equal(found[name], reference[name]) for name in reference)
+    actual = weights(train_here(run, *pure))
+    assert {str(tensor.dtype) for tensor in actual.values()} == {"torch.bfloat16", "torch.float32", "torch.int64"}
+    assert all(torch.equal(actual[name], reference[name]) for name in reference)
 
 
 def untimed(run: Path) -> list[dict[str, object]]:
@@ -192,5 +192,5 @@ def test_a_network_with_batch_norm_in_nhwc_resumes_to_the_bit_under_adamw(tmp_pa
     expected = weights(train_here(tmp_path / "whole", *NORMED))
     run = train_here(tmp_path / "run", *NORMED, stop_at=2).path
     train_here(run, *NORMED)
-    found = weights(run)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = weights(run)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

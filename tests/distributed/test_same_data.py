@@ -204,8 +204,8 @@ def exit_as_rank(folder: Path) -> None:
     with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         for path, stop_at in json.loads((folder / "cases.json").read_text()):
             run_until(here, RunDir(Path(path)), stop_at)
-        found = [scores(here, n, block) for n, block in SIZES]
-        (folder / f"scores{here.rank}.json").write_text(json.dumps(found))
+        figures = [scores(here, n, block) for n, block in SIZES]
+        (folder / f"scores{here.rank}.json").write_text(json.dumps(figures))
     sys.exit(0)
 
 
@@ -236,14 +236,14 @@ def by_step(line: dict[str, int]) -> int:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on 1, 2 and 4 ranks, one that goes from 4 to 2 to 1, and the scores on each number of ranks."""
     root = tmp_path_factory.mktemp("runs")
-    found = {4: ranks_do(root, 4, {root / "4": None, root / "resumed": 12})}
+    scores_by_ranks = {4: ranks_do(root, 4, {root / "4": None, root / "resumed": 12})}
     assert len((root / "resumed" / "logs" / "rank3.samples.jsonl").read_text().splitlines()) > 10 * 15
     # As after a kill: the newest checkpoint is older than the last steps that were logged.
     shutil.rmtree(max((root / "resumed" / "checkpoints").glob("step-*")))
-    found[2] = ranks_do(root, 2, {root / "2": None, root / "resumed": 9})
+    scores_by_ranks[2] = ranks_do(root, 2, {root / "2": None, root / "resumed": 9})
     train_here(root / "resumed", *COMMON, "train.micro_batches=4")
     train_here(root / "1", *COMMON, "train.micro_batches=4")
-    (root / "scores.json").write_text(json.dumps(found))
+    (root / "scores.json").write_text(json.dumps(scores_by_ranks))
     return root
 
 
@@ -265,10 +265,10 @@ def test_evaluation_is_that_of_one_process_on_any_number_of_ranks(root: Path, ra
     expected = [scores(World.solo(), n, block) for n, block in SIZES]
     for rank, figures in enumerate(json.loads((root / "scores.json").read_text())[ranks]):
         metrics = [{tag: value for tag, value in sample.items() if tag.startswith("metric/")} for sample in expected]
-        rest = [{tag: value for tag, value in sample.items() if "/" not in tag} for sample in expected]
+        means = [{tag: value for tag, value in sample.items() if "/" not in tag} for sample in expected]
         # Sums of losses are equal to summation order, metrics to the bit. Only main has them.
-        assert [{tag: figure[tag] for tag in rest[0]} for figure in figures] == [
-            pytest.approx(sample, rel=1e-12) for sample in rest
+        assert [{tag: figure[tag] for tag in means[0]} for figure in figures] == [
+            pytest.approx(sample, rel=1e-12) for sample in means
         ]
         assert [{tag: figure[tag] for tag in figure if tag.startswith("metric/")} for figure in figures] == (
             metrics if rank == 0 else [{}] * len(SIZES)

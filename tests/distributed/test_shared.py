@@ -45,9 +45,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
-    found: dict[str, object] = {}
+    facts: dict[str, object] = {}
     with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
-        found |= listed(folder, here)
+        facts |= listed(folder, here)
         split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208
 
@@ -57,25 +57,25 @@ def exit_as_rank(folder: Path) -> None:
 
         shared_memory.read_images = counted
         images, broken = shared_memory.decode_all(split, here, threads=2)
-        found["read"], found["broken"] = (min(read), max(read), len(read)), sorted(broken)
-        found["maps"] = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
-        found["left"] = sorted(set(os.listdir("/dev/shm")) - before) + memory_files()  # noqa: PTH208
-        wanted = torch.tensor([0, 3, 350, 600, 699])
-        found["equal"] = [torch.equal(next(fed(split, here, wanted)), images[wanted])]
+        facts["read"], facts["broken"] = (min(read), max(read), len(read)), sorted(broken)
+        facts["maps"] = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
+        facts["left"] = sorted(set(os.listdir("/dev/shm")) - before) + memory_files()  # noqa: PTH208
+        indices = torch.tensor([0, 3, 350, 600, 699])
+        facts["equal"] = [torch.equal(next(fed(split, here, indices)), images[indices])]
         here.barrier()
         images[10 + here.rank] = here.rank + 1
         here.barrier()
-        found["written"] = images[10:12, 0, 0, 0].tolist()
+        facts["written"] = images[10:12, 0, 0, 0].tolist()
         try:
             shared_memory.decode_all(Folder(path=str(folder), decode_size=6).train(), here, threads=1)
         except InputError as error:
-            found["error"] = str(error)
+            facts["error"] = str(error)
         mapped = shared_maps()
         shared_memory._link_target = lambda link: ""  # as if the other rank were in another container
         alone, again = shared_memory.decode_all(split, here, threads=2)
-        found["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
-        found["alone"] = shared_maps() - mapped
-    (folder / f"found{here.rank}.json").write_text(json.dumps(found))
+        facts["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
+        facts["alone"] = shared_maps() - mapped
+    (folder / f"found{here.rank}.json").write_text(json.dumps(facts))
     sys.exit(0)
 
 
@@ -102,8 +102,8 @@ def listed(folder: Path, here: world.World) -> dict[str, object]:
     }
 
 
-def fed(split: Split, here: world.World, wanted: Tensor) -> Iterator[Tensor]:
-    for images, _ in Resident().feed(split, here)([(0, wanted)]):
+def fed(split: Split, here: world.World, indices: Tensor) -> Iterator[Tensor]:
+    for images, _ in Resident().feed(split, here)([(0, indices)]):
         yield images
 
 
@@ -121,37 +121,37 @@ def memory_files() -> list[str]:
     return [link for link in links if "memfd:lockstep-" in link]
 
 
-def found(root: Path, key: str) -> list[object]:
+def facts_of(root: Path, key: str) -> list[object]:
     return [json.loads((root / f"found{rank}.json").read_text())[key] for rank in (0, 1)]
 
 
 def test_the_ranks_of_a_machine_have_the_same_memory_and_no_file_to_leave_behind(root: Path) -> None:
-    (first,), (second,) = found(root, "maps")
+    (first,), (second,) = facts_of(root, "maps")
     assert first == second, "the inode"
-    assert found(root, "left") == [[], []]
-    assert found(root, "written") == [[1, 2], [1, 2]]
+    assert facts_of(root, "left") == [[], []]
+    assert facts_of(root, "written") == [[1, 2], [1, 2]]
 
 
 def test_each_rank_decodes_its_share(root: Path) -> None:
     # The image that cannot be decoded makes its chunk be read once more, one by one.
-    (low, half, _), (other, high, _) = found(root, "read")
+    (low, half, _), (other, high, _) = facts_of(root, "read")
     assert (low, half, other, high) == (0, 349, 350, 699)
 
 
 def test_all_ranks_know_every_broken_image(root: Path) -> None:
-    assert found(root, "broken") == [list(SPOILT)] * 2
-    assert [str(error).partition(",")[0] for error in found(root, "error")] == ["dataset: image 3"] * 2
+    assert facts_of(root, "broken") == [list(SPOILT)] * 2
+    assert [str(error).partition(",")[0] for error in facts_of(root, "error")] == ["dataset: image 3"] * 2
 
 
 def test_the_pixels_are_those_of_a_rank_that_decodes_for_itself(root: Path) -> None:
-    assert found(root, "equal") == [[True, True, True]] * 2
-    assert all(int(str(more)) <= 0 for more in found(root, "alone")), "no more is shared than before"
+    assert facts_of(root, "equal") == [[True, True, True]] * 2
+    assert all(int(str(more)) <= 0 for more in facts_of(root, "alone")), "no more is shared than before"
 
 
 def test_one_rank_of_a_machine_lists_the_files_and_the_others_map_its_list(root: Path) -> None:
-    assert found(root, "listed") == [2, 0], "training and evaluation split, by main"
-    assert found(root, "shares") == [2, 2]
-    (first, second) = found(root, "inodes")
+    assert facts_of(root, "listed") == [2, 0], "training and evaluation split, by main"
+    assert facts_of(root, "shares") == [2, 2]
+    (first, second) = facts_of(root, "inodes")
     assert first == second
-    assert found(root, "files") == [[f"{root}/train/a/{number:03}.png" for number in (0, 350, 699)]] * 2
-    assert found(root, "equal lists") == [True, True]
+    assert facts_of(root, "files") == [[f"{root}/train/a/{number:03}.png" for number in (0, 350, 699)]] * 2
+    assert facts_of(root, "equal lists") == [True, True]

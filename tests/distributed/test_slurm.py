@@ -94,13 +94,13 @@ def each_step_once(folder: Path) -> bool:
 def test_a_job_on_two_machines_with_a_killed_rank_and_srun_by_hand_give_the_run_of_one(
     slurm: dict[str, str], alone: Path, tmp_path: Path
 ) -> None:
-    told = (*TWO, f"steps={STEPS}")
-    folder = submitted(slurm, tmp_path, *told, "launcher.nodes=2", "launcher.restarts=1")
+    overrides = (*TWO, f"steps={STEPS}")
+    folder = submitted(slurm, tmp_path, *overrides, "launcher.nodes=2", "launcher.restarts=1")
     wait_for(lambda: ranks_of(folder))
     os.kill(ranks_of(folder)[0], signal.SIGKILL)
     by_hand = tmp_path / "by hand"
     words = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "train.py")
-    done = command(*words, *told, f"hydra.run.dir='{by_hand}'", f"output_root={tmp_path}", cwd=ROOT, **slurm)
+    done = command(*words, *overrides, f"hydra.run.dir='{by_hand}'", f"output_root={tmp_path}", cwd=ROOT, **slurm)
     assert done.code == 0, done.err
     wait_for(lambda: not queue(slurm))
     assert_same(by_hand, alone)
@@ -118,7 +118,7 @@ def test_each_task_of_srun_takes_another_gpu(
     show = f"import json, os; print(json.dumps({{k: v for k, v in os.environ.items() if k.startswith({names})}}))"
     done = command("srun", "--nodes=1", "--ntasks=2", *words, sys.executable, "-c", show, cwd=ROOT, **slurm)
     assert done.code == 0, done.err
-    taken = []
+    places = []
     for environment in map(json.loads, done.out.splitlines()):
         with monkeypatch.context() as task:
             for name, value in environment.items():
@@ -128,14 +128,14 @@ def test_each_task_of_srun_takes_another_gpu(
             task.setenv("RANK", "")  # what `adopt_srun` sets is undone too
             task.delenv("RANK")
             adopt_srun()
-            taken.append((launched().rank, launched().local_size, visible[own_gpu(launched().local_rank)]))
-    assert sorted(taken) == [(0, 2, "0"), (1, 2, "1")]
+            places.append((launched().rank, launched().local_size, visible[own_gpu(launched().local_rank)]))
+    assert sorted(places) == [(0, 2, "0"), (1, 2, "1")]
 
 
 def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
-    told = (*JOB, *SLURM, "steps=2", "seed=0,1", f"hydra.sweep.dir={sweep}", f"output_root={tmp_path}")
-    done = train("-m", *told, "device=cpu", **slurm)
+    words = (*JOB, *SLURM, "steps=2", "seed=0,1", f"hydra.sweep.dir={sweep}", f"output_root={tmp_path}")
+    done = train("-m", *words, "device=cpu", **slurm)
     assert done.code == 0, done.err
     number = done.out.split("submitted job ")[1].split("_")[0]
     assert all(f"submitted job {number}_{index} of SLURM" in done.out for index in (0, 1))
@@ -155,8 +155,8 @@ def test_a_job_whose_time_is_over_is_saved_and_goes_on_where_it_was(slurm: dict[
 def test_a_job_that_makes_room_goes_on_where_it_was_and_a_cancelled_one_ends(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    told = (*JOB, *LONG, "launcher.cpus=4", "launcher.nodes=2", "strategy=ddp")
-    folder = submitted(slurm, tmp_path, *told)
+    words = (*JOB, *LONG, "launcher.cpus=4", "launcher.nodes=2", "strategy=ddp")
+    folder = submitted(slurm, tmp_path, *words)
     wait_for(lambda: steps_done(folder) >= 3)
     urgent = command("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", **slurm)
     assert urgent.code == 0, urgent.err

@@ -190,14 +190,14 @@ def test_steps_that_a_loss_scaler_skips_are_no_fault_until_it_has_nothing_left_t
 
 def words(folder: Path, name: str) -> list[tuple[int, str]]:
     """Exit code and sentence of every rank."""
-    found = [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(3)]
-    return [(error["exit_code"], error["sentence"]) for error in found]
+    errors = [json.loads((folder / f"{name}.rank{rank}.json").read_text()) for rank in range(3)]
+    return [(error["exit_code"], error["sentence"]) for error in errors]
 
 
 def last_is_finite(run: Path) -> bool:
-    found = checkpoint.latest_valid(run / "checkpoints")
-    assert found is not None
-    return all(bool(tensor.isfinite().all()) for tensor in load_file(found / "model.safetensors").values())
+    newest = checkpoint.latest_valid(run / "checkpoints")
+    assert newest is not None
+    return all(bool(tensor.isfinite().all()) for tensor in load_file(newest / "model.safetensors").values())
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def last_is_finite(run: Path) -> bool:
 def test_bad_numbers_end_all_ranks_alike_and_leave_what_shows_them(
     ended: Path, name: str, step: int, sentence: str
 ) -> None:
-    said = words(ended, name)
-    assert len(set(said)) == 1, "one decision on all ranks"
-    assert said[0][0] == 76
-    assert sentence in said[0][1]
+    messages = words(ended, name)
+    assert len(set(messages)) == 1, "one decision on all ranks"
+    assert messages[0][0] == 76
+    assert sentence in messages[0][1]
     assert last_is_finite(ended / name)
     newest = checkpoint.latest_valid(ended / name / "checkpoints")
     assert newest is not None
@@ -233,10 +233,10 @@ def test_no_rank_leaves_before_main_has_kept_the_bad_step(ended: Path) -> None:
 
 
 def test_a_flipped_bit_is_found_by_the_next_log_point_and_never_saved(ended: Path) -> None:
-    said = words(ended, "flipped_bit")
-    assert len(set(said)) == 1
-    assert said[0][0] == 70
-    assert "the weights of rank 1 differ from the others' at step 10" in said[0][1]
+    messages = words(ended, "flipped_bit")
+    assert len(set(messages)) == 1
+    assert messages[0][0] == 70
+    assert "the weights of rank 1 differ from the others' at step 10" in messages[0][1]
     newest = checkpoint.latest_valid(ended / "flipped_bit" / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000005"

@@ -35,12 +35,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The recipe on one rank and on two, stopped and resumed on two, and under `repro=strict` on both."""
     root = tmp_path_factory.mktemp("recipe")
     names = ("one", "two", "moved", "strict 1", "strict 2")
-    found = {name: root / name for name in names}
-    stopped = [Case(found["moved"], DDP, stop_at=4), Case(found["moved"], DDP)]
-    gang(root / "gang", 2, [Case(found["two"], DDP), *stopped, Case(found["strict 2"], STRICT)])
-    train_here(found["one"], *EXACT)
-    train_here(found["strict 1"], *STRICT)
-    return found
+    runs = {name: root / name for name in names}
+    stopped = [Case(runs["moved"], DDP, stop_at=4), Case(runs["moved"], DDP)]
+    gang(root / "gang", 2, [Case(runs["two"], DDP), *stopped, Case(runs["strict 2"], STRICT)])
+    train_here(runs["one"], *EXACT)
+    train_here(runs["strict 1"], *STRICT)
+    return runs
 
 
 def test_two_ranks_train_as_one_does(runs: dict[str, Path]) -> None:

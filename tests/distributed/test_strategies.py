@@ -78,12 +78,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gang(root / "gang", 2, [*whole, *stopped, *local])
     shutil.copytree(root / "local-stopped", root / "local-resumed")
     for name in (*RESUMED, "ddp"):
-        for other in ("same", "three", "single"):
-            shutil.copytree(root / f"{name}-stopped", root / f"{name}-{other}")
+        for copy_name in ("same", "three", "single"):
+            shutil.copytree(root / f"{name}-stopped", root / f"{name}-{copy_name}")
     again = [Case(root / f"{name}-same", (*COMMON, f"strategy={name}")) for name in RESUMED]
     gang(root / "again", 2, [*again, Case(root / "local-resumed", LOCALLY)])
-    others = {"fsdp": "zero", "zero": "pipeline", "accelerate": "zero", "pipeline": "fsdp", "ddp": "accelerate"}
-    gang(root / "three", 3, [Case(root / f"{a}-three", (*COMMON, f"strategy={b}")) for a, b in others.items()])
+    next_strategy = {
+        "fsdp": "zero",
+        "zero": "pipeline",
+        "accelerate": "zero",
+        "pipeline": "fsdp",
+        "ddp": "accelerate",
+    }
+    gang(root / "three", 3, [Case(root / f"{a}-three", (*COMMON, f"strategy={b}")) for a, b in next_strategy.items()])
     for name in (*RESUMED, "ddp"):
         train_here(root / f"{name}-single", *COMMON, "strategy=single")
     return root
@@ -105,19 +111,19 @@ def state(run: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resume_on_the_same_ranks_is_exact_to_the_bit(root: Path, name: str) -> None:
-    expected, found = state(root / name), state(root / f"{name}-same")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    expected, actual = state(root / name), state(root / f"{name}-same")
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
     assert losses(root / f"{name}-same") == losses(root / name)
 
 
 @pytest.mark.parametrize("other", ["three", "single"])
 @pytest.mark.parametrize("name", [*RESUMED, "ddp"])
 def test_a_checkpoint_goes_on_under_another_strategy_and_on_other_ranks(root: Path, name: str, other: str) -> None:
-    expected, found = state(root / "one"), state(root / f"{name}-{other}")
-    assert expected.keys() == found.keys()
+    expected, actual = state(root / "one"), state(root / f"{name}-{other}")
+    assert expected.keys() == actual.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(actual[key], tensor, rtol=1e-9, atol=1e-9)
     assert losses(root / f"{name}-{other}") == pytest.approx(losses(root / "one"), rel=1e-12)
 
 
@@ -127,7 +133,7 @@ def plain_local_sgd(ranks: int) -> tuple[dict[str, Tensor], list[float]]:
     parts = build_parts(resolve.resolve(built(*LOCAL, "name=test", "device=cpu"), sweep=False))
     models = [copy.deepcopy(parts.model) for _ in range(ranks)]
     momenta = [[torch.zeros_like(weight) for weight in model.parameters()] for model in models]
-    found = []
+    step_losses = []
     for step, images, labels in parts.batches():
         if step > parts.plan.total_steps:
             break
@@ -142,7 +148,7 @@ def plain_local_sgd(ranks: int) -> tuple[dict[str, Tensor], list[float]]:
                 for weight, momentum, gradient in zip(model.parameters(), momenta[rank], gradients, strict=True):
                     momentum.mul_(0.9).add_(gradient)
                     weight.sub_(rate * momentum)
-        found.append(total / len(images))
+        step_losses.append(total / len(images))
         if step % LOCAL_STEPS == 0:
             for tensors in (
                 *zip(*(model.parameters() for model in models), strict=True),
@@ -151,7 +157,7 @@ def plain_local_sgd(ranks: int) -> tuple[dict[str, Tensor], list[float]]:
                 mean = torch.stack([tensor.detach() for tensor in tensors]).mean(0)
                 for tensor in tensors:
                     tensor.data.copy_(mean)
-    return models[0].state_dict(), found
+    return models[0].state_dict(), step_losses
 
 
 def test_local_steps_are_a_plain_computation_of_local_sgd(root: Path) -> None:
@@ -167,8 +173,8 @@ def test_local_steps_are_a_plain_computation_of_local_sgd(root: Path) -> None:
 def test_a_stop_waits_for_an_average_and_the_resume_is_exact(root: Path) -> None:
     (newest, *_) = checkpoint.candidates(root / "local-stopped" / "checkpoints")
     assert checkpoint.read_facts(newest)["progress"]["step"] == LOCAL_STEPS
-    expected, found = state(root / "local"), state(root / "local-resumed")
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    expected, actual = state(root / "local"), state(root / "local-resumed")
+    assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
 
 
 def test_blocks_of_timm_are_gathered_one_by_one_in_every_precision(root: Path) -> None:

@@ -33,10 +33,10 @@ DDP = (*COMMON, *DIGITS, "precision=bf16", "strategy=ddp")
 
 def fingerprint(run: Path) -> str:
     """A hash over parameters, buffers, average, optimizer, scaler and counters of the newest checkpoint."""
-    found = checkpoint.latest_valid(run / "checkpoints")
-    assert found is not None
+    newest = checkpoint.latest_valid(run / "checkpoints")
+    assert newest is not None
     digest = hashlib.sha256()
-    loaded = checkpoint.load(found)
+    loaded = checkpoint.load(newest)
     progress = loaded.facts["progress"]
     digest.update(repr([progress[key] for key in ("step", "best", "best_step")]).encode())
     digest.update(repr((loaded.state["scaler"], loaded.state.get("ema_updates"))).encode())
@@ -58,11 +58,11 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     moved, exact = root / "moved", root / "exact moved"
 
     def on(ranks: int) -> list[Case]:
-        rest = [
+        stopped = [
             Case(moved, STRICT, stop_at=2),
             Case(exact, EXACT, stop_at=2),
         ]
-        return [Case(root / f"{ranks}", STRICT), Case(root / f"bn{ranks}", NORMED), *rest]
+        return [Case(root / f"{ranks}", STRICT), Case(root / f"bn{ranks}", NORMED), *stopped]
 
     gang(root / "gang4", 4, on(4))
     gang(root / "gang2", 2, on(2))

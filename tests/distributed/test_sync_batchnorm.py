@@ -74,17 +74,17 @@ def test_ranks_with_any_shares_are_one_layer_over_all_examples(ranks: Results) -
     whole = layer()
     for number, shares in enumerate(SHARES[:3]):
         expected = passed(whole, batch(number)) | whole.state_dict()
-        found = [rank[torch.float64, number] for rank in ranks]
+        actual = [rank[torch.float64, number] for rank in ranks]
         for name in ("output", "gradient"):
-            assert [len(rank_results[name]) for rank_results in found] == list(shares)
+            assert [len(rank_results[name]) for rank_results in actual] == list(shares)
             torch.testing.assert_close(
-                torch.cat([rank_results[name] for rank_results in found]), expected[name], rtol=1e-12, atol=1e-12
+                torch.cat([rank_results[name] for rank_results in actual]), expected[name], rtol=1e-12, atol=1e-12
             )
         for name in ("gradient of weight", "gradient of bias"):
-            total = sum(rank_results[name] for rank_results in found)
+            total = sum(rank_results[name] for rank_results in actual)
             torch.testing.assert_close(total, expected[name], rtol=1e-12, atol=1e-12, msg=name)
         for name in ("running_mean", "running_var"):
-            for rank_results in found:
+            for rank_results in actual:
                 torch.testing.assert_close(rank_results[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -98,9 +98,9 @@ def test_ranks_without_examples_send_numbers_of_the_same_width_in_bfloat16(ranks
     for number, shares in enumerate(SHARES[:3]):
         rounded = batch(number).bfloat16()
         for rank, share in zip(ranks, shares, strict=True):
-            found = rank[torch.bfloat16, number]
-            assert found["output"].dtype == found["gradient"].dtype == torch.bfloat16
-            assert len(found["output"]) == share
+            actual = rank[torch.bfloat16, number]
+            assert actual["output"].dtype == actual["gradient"].dtype == torch.bfloat16
+            assert len(actual["output"]) == share
         # The same bits on every rank, and those of the numbers that went in.
         means = [rank[torch.bfloat16, number]["running_mean"] for rank in ranks]
         assert all(torch.equal(mean, means[0]) for mean in means)

@@ -66,6 +66,6 @@ def test_a_run_is_the_plain_loop_over_the_same_batches(tmp_path: Path) -> None:
         expected.append(loss.item())
 
     assert losses(run) == pytest.approx(expected, rel=1e-12)
-    found = weights(run)
+    actual = weights(run)
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-9, atol=1e-9)

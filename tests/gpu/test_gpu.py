@@ -9,7 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from helpers import built, command, losses, records, run_dir, run_until, train, weights
 from lockstep.core import rng
-from lockstep.core.errors import LockstepError
+from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
-from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.randaugment import randaugment
+from lockstep.models.nets import MaxPoolTo
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import DDP
 from lockstep.strategy.ddp import CommHook
@@ -96,16 +96,16 @@ def test_a_faster_way_gives_about_the_same_losses(
 def test_batches_arrive_whole_while_the_device_is_busy_with_earlier_ones() -> None:
     images = torch.randint(0, 256, (4096, 3, 32, 32), dtype=torch.uint8)
     split = ArraySplit(images, torch.zeros(4096, dtype=torch.int64))
-    wanted = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
+    requests = [(0, torch.randperm(4096)[:512]) for _ in range(40)]
     busy = torch.randn(4096, 4096, device="cuda")
     sums = []
-    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"))(wanted):
+    for seen, _ in Streaming(workers=2).feed(split, World.solo("cuda:0"))(requests):
         for _ in range(4):
             busy = (busy @ busy).clamp(-1, 1)  # the sums below wait for it, and the next batches do not
         sums.append(seen.long().sum((1, 2, 3)))
         del seen  # its memory may be given to a later batch
-    for found, (_, indices) in zip(sums, wanted, strict=True):
-        assert torch.equal(found.cpu(), images[indices].long().sum((1, 2, 3)))
+    for total, (_, indices) in zip(sums, requests, strict=True):
+        assert torch.equal(total.cpu(), images[indices].long().sum((1, 2, 3)))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce_overhead"])
@@ -144,8 +144,8 @@ def test_masks_of_dropout_are_those_of_the_cpu_in_any_precision(dtype: torch.dty
         draws = key_draws(model, torch.zeros(1, 3, 16, 16, device=device), 0)
         keys = rng.sample_keys(3, 1, torch.arange(64, device=device), rng.FORWARD)
         ones = torch.ones(64, 3, 16, 16, device=device, dtype=dtype)
-        found: Tensor = KeyedModel(model, draws)(ones, torch.stack([keys, keys], 1)) == 0
-        return found.cpu()
+        masked: Tensor = KeyedModel(model, draws)(ones, torch.stack([keys, keys], 1)) == 0
+        return masked.cpu()
 
     assert torch.equal(mask("cuda", dtype), mask("cpu", torch.float32))
 
@@ -177,21 +177,21 @@ def test_synchronised_batch_norm_is_torchs_and_never_waits_for_the_device(
     ours = convert_sync_batchnorm(copy.deepcopy(reference))
     results = []
     for norm in (reference, ours):
-        entering = x.clone().requires_grad_()
-        norm(entering).sum().backward()  # the first call allocates
+        inputs = x.clone().requires_grad_()
+        norm(inputs).sum().backward()  # the first call allocates
         torch.cuda.set_sync_debug_mode("error")
         try:
             norm.zero_grad()
-            entering.grad = None
-            output = norm(entering)
+            inputs.grad = None
+            output = norm(inputs)
             (output * x.sin()).sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        gradients = [tensor.grad for tensor in (entering, *norm.parameters())]
+        gradients = [tensor.grad for tensor in (inputs, *norm.parameters())]
         results.append([output, *gradients, *norm.buffers()])
     bound = 16 * torch.finfo(dtype).eps
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=bound, atol=bound * expected.abs().max().item())
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=bound, atol=bound * expected.abs().max().item())
 
 
 @pytest.mark.usefixtures("nccl_group")
@@ -209,23 +209,32 @@ def test_an_epoch_has_the_order_of_the_cpu() -> None:
     assert torch.equal(rng.permutation(3, 1, 100_000), there.cpu())
 
 
-@pytest.mark.parametrize("mixing", [(), ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9")])
-def test_no_step_waits_for_the_device(
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        (),
+        ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9"),
+        ("train.cuda_graph=true", "train.ema=0.9"),
+    ],
+)
+def test_neither_a_step_nor_a_log_point_waits_for_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixing: tuple[str, ...]
 ) -> None:
-    def watched(self: Trainer, shard: Shard) -> dict[str, Any]:
-        # The first steps allocate; from then on until the end of the run, where all is written, nothing may wait.
-        torch.cuda.set_sync_debug_mode("error" if shard.step > 5 and not self.plan.due("log", shard.step) else 0)
-        return step(self, shard)
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(trainer: Trainer, *arguments: Any) -> Any:
+            # The first steps allocate, and the evaluation at the end of an epoch waits.
+            torch.cuda.set_sync_debug_mode("error" if trainer.progress.step > 5 else "default")
+            try:
+                return method(trainer, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    step = Trainer.step
-    monkeypatch.setattr(Trainer, "step", watched)
-    every = ("telemetry.interval=100%", "train.eval_every=100%", "checkpoint.every=100%")
-    job = run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing)
-    try:
-        run_until(World.solo("cuda:0"), job, None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        return call
+
+    for name in ("step", "log"):
+        monkeypatch.setattr(Trainer, name, watched(getattr(Trainer, name)))
+    every = ("telemetry.interval=4", "train.eval_every=100%", "checkpoint.every=100%")
+    run_until(World.solo("cuda:0"), run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing), None)
 
 
 def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:
@@ -236,11 +245,11 @@ def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None
     randaugment(there, draws, ops=2, magnitude=9)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = randaugment(there, draws, ops=2, magnitude=9)
+        actual = randaugment(there, draws, ops=2, magnitude=9)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # A rotation may round a coordinate to the pixel beside it, a blend a value to the one below it.
-    assert (found.cpu() != expected).float().mean().item() < 0.001
+    assert (actual.cpu() != expected).float().mean().item() < 0.001
 
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
@@ -248,13 +257,13 @@ def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
     monitor = gpu.Monitor(uuids=[uuid], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 1)
     figures = gpu.sample(monitor.handles[0])
     query = "--query-gpu=memory.used,temperature.gpu,power.draw"
-    told = subprocess.run(
+    smi = subprocess.run(
         ["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         check=True,
     )
-    used_mib, celsius, watts = (float(word) for word in told.stdout.split(","))
+    used_mib, celsius, watts = (float(word) for word in smi.stdout.split(","))
     monitor.close()
     # nvidia-smi leaves out what the driver keeps for itself.
     assert figures["mem_gb"] == pytest.approx(used_mib * 2**20 / 1e9, abs=1.5)
@@ -286,9 +295,9 @@ def noise(folder: Path, *overrides: str) -> Path:
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
-    found, expected = weights(one), weights(other)
-    assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    actual, expected = weights(one), weights(other)
+    assert actual.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert losses(one) == losses(other)
 
 
@@ -313,6 +322,37 @@ def test_a_resume_ends_with_the_bits_of_the_run_that_was_not_stopped(
     whole = noise(tmp_path / "whole", *STRICT, *overrides, "steps=6")
     noise(tmp_path / "resumed", *STRICT, *overrides, "steps=3")
     assert_same_bits(noise(tmp_path / "resumed", *STRICT, *overrides, "steps=6"), whole)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_a_step_that_is_replayed_is_the_step_that_is_launched(tmp_path: Path, optimizer: str) -> None:
+    # Two full batches and a short one in an epoch, in micro-batches, with a rate that changes at each step.
+    job = (
+        *("model=digitnet", "dataset.examples=300", "train.micro_batches=2", "train.ema=0.9", "precision=fp64"),
+        *(f"optimizer={optimizer}", "schedule=cosine", "steps=7"),
+    )
+    launched = noise(tmp_path / "launched", *job)
+    replayed = noise(tmp_path / "replayed", *job, "train.cuda_graph=true")
+    # A graph reads its rates from float32 tensors.
+    assert largest_difference(launched, replayed) < 1e-4
+
+
+def test_a_resume_of_replayed_steps_has_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    # The matrix products of a linear layer add in one order only.
+    job = ("model=linear", "dataset.examples=300", "train.ema=0.9", "train.cuda_graph=true")
+    whole = noise(tmp_path / "whole", *job, "steps=7")
+    noise(tmp_path / "resumed", *job, "steps=4")
+    assert_same_bits(noise(tmp_path / "resumed", *job, "steps=7"), whole)
+
+
+def test_a_model_that_waits_for_the_device_cannot_be_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = MaxPoolTo.forward
+    monkeypatch.setattr(MaxPoolTo, "forward", lambda self, x: forward(self, x) * float(x.mean() < 9))
+    job = run_dir(tmp_path / "run", "device=cuda", "train.cuda_graph=true", "steps=2")
+    with pytest.raises(InputError, match=r"cannot be recorded .*; use train\.cuda_graph=false"):
+        run_until(World.solo("cuda:0"), job, None)
 
 
 @pytest.mark.parametrize(("first", "second"), [("false", "true"), ("true", "false")])

@@ -19,9 +19,9 @@ def test_the_iteration_is_in_bfloat16_unless_the_model_is_in_float64() -> None:
     update = torch.randn((64, 24, 3, 3), dtype=torch.float64)
     (exact,), (on_gpu,) = orthogonalised([update], 5), orthogonalised([update.cuda()], 5)
     torch.testing.assert_close(on_gpu.cpu(), exact, rtol=1e-10, atol=1e-10)
-    (found,) = orthogonalised([update.float().cuda()], 5)
+    (result,) = orthogonalised([update.float().cuda()], 5)
     narrow = newton_schulz(update.float().flatten(1)[None].cuda().bfloat16(), 5)
-    assert torch.equal(found, narrow[0].float().view_as(found))
+    assert torch.equal(result, narrow[0].float().view_as(result))
 
 
 def test_a_step_waits_for_nothing_and_keeps_the_order_in_memory() -> None:

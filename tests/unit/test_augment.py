@@ -1,4 +1,4 @@
-"""Augmentations: what happens to a sample depends on its key, and is what the definition says."""
+"""Augmentations: the change of a sample depends on its key alone, and follows the augmentation's definition."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draws(n: int) -> SampleRNG:
 
 
 def some(of: SampleRNG, chosen: Tensor | slice) -> SampleRNG:
-    """The draws of some of the examples."""
+    """The random numbers of some of the examples."""
     return SampleRNG(of.seed, of.epoch, of.indices[chosen])
 
 
@@ -66,22 +66,17 @@ def test_a_sample_is_changed_alike_in_any_batch_of_any_samples(
     assert torch.equal(augment.apply(stored[batch], SampleRNG(seed, epoch, batch), (7, 7)), whole[batch])
 
 
-@pytest.mark.parametrize("augment", ALL, ids=repr)
-def test_the_order_of_a_batch_does_not_matter(augment: Augment) -> None:
-    batch, rng, turned = images(7, 3, 16, 16), draws(7), torch.arange(6, -1, -1)
-    straight = augment.apply(batch, rng, (16, 16))
-    assert torch.equal(augment.apply(batch[turned], some(rng, turned), (16, 16)), straight[turned])
-
-
-def naive_crop_flip(image: Tensor, own: SampleRNG, made: CropFlip) -> Tensor:
-    """One image, step by step: pad, crop, mirror."""
+def naive_crop_flip(image: Tensor, rng: SampleRNG, augment: CropFlip) -> Tensor:
+    """The reference, for one image: pad, crop, mirror."""
     height, width = image.shape[-2:]
-    top, left = (int(own.uniform(n) * (2 * made.pad + 1)) for n in (0, 1))
-    mode = "reflect" if made.reflect else "constant"
-    padded = F.pad(image[None].float(), [made.pad] * 4, mode=mode)[0].to(torch.uint8)
+    top, left = (int(rng.uniform(n) * (2 * augment.pad + 1)) for n in (0, 1))
+    mode = "reflect" if augment.reflect else "constant"
+    padded = F.pad(image[None].float(), [augment.pad] * 4, mode=mode)[0].to(torch.uint8)
     crop = padded[:, top : top + height, left : left + width]
     mirror = (
-        bool(own.epoch_invariant(0) < made.flip) != (own.epoch == 1) if made.alternate else own.uniform(2) < made.flip
+        bool(rng.epoch_invariant(0) < augment.flip) != (rng.epoch == 1)
+        if augment.alternate
+        else rng.uniform(2) < augment.flip
     )
     return crop.flip(-1) if mirror else crop
 
@@ -90,27 +85,27 @@ def naive_crop_flip(image: Tensor, own: SampleRNG, made: CropFlip) -> Tensor:
 @pytest.mark.parametrize(("pad", "flip"), [(4, 0.5), (1, 0.0), (0, 1.0), (7, 0.3)])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 12)])
 def test_crop_flip_is_pad_crop_and_mirror(pad: int, flip: float, shape: tuple[int, ...], options: Any) -> None:
-    batch, rng, made = images(64, *shape), draws(64), CropFlip(pad=pad, flip=flip, **options)
-    expected = [naive_crop_flip(image, some(rng, slice(at, at + 1)), made) for at, image in enumerate(batch)]
-    assert torch.equal(made.apply(batch, rng, (9, 9)), torch.stack(expected))
+    batch, rng, augment = images(64, *shape), draws(64), CropFlip(pad=pad, flip=flip, **options)
+    expected = [naive_crop_flip(image, some(rng, slice(at, at + 1)), augment) for at, image in enumerate(batch)]
+    assert torch.equal(augment.apply(batch, rng, (9, 9)), torch.stack(expected))
 
 
-def test_reflection_goes_to_and_fro_in_an_image_that_is_smaller_than_the_padding() -> None:
+def test_reflection_repeats_in_an_image_smaller_than_the_padding() -> None:
     image = torch.tensor([[[[10, 20, 30]]]], dtype=torch.uint8)
     rng = SampleRNG(0, 0, torch.arange(500))
     seen = CropFlip(pad=5, reflect=True, flip=0.0).apply(image.expand(500, 1, 1, 3), rng, (1, 3))
     row = [30, 20, 10, 20, 30, 20, 10, 20, 30, 20, 10, 20, 30]
     left = (rng.uniform(1) * 11).long().tolist()
-    # Shifted by -5 to 5: position 0 of the image is place 5 of the padded row 20 30 20 10 20 ...
+    # The shift is -5 to 5: pixel 0 of the image is pixel 5 of the padded row 20 30 20 10 20 ...
     padded = [20, 10, 20, 30, 20, *row[2:5], 20, 10, 20, 30, 20]
     assert seen[:, 0, 0].tolist() == [padded[at : at + 3] for at in left]
 
 
 def test_alternating_mirrors_an_image_in_every_second_epoch() -> None:
     row = torch.arange(4, dtype=torch.uint8).expand(200, 1, 1, 4)
-    made = CropFlip(pad=0, alternate=True)
+    augment = CropFlip(pad=0, alternate=True)
     seen = torch.stack(
-        [made.apply(row, SampleRNG(0, epoch, torch.arange(200)), (1, 4))[:, 0, 0, 0] for epoch in range(4)]
+        [augment.apply(row, SampleRNG(0, epoch, torch.arange(200)), (1, 4))[:, 0, 0, 0] for epoch in range(4)]
     )
     assert torch.equal(seen[0], seen[2])
     assert torch.equal(seen[1], 3 - seen[0])
@@ -118,7 +113,7 @@ def test_alternating_mirrors_an_image_in_every_second_epoch() -> None:
 
 
 def test_crop_flip_reaches_every_shift_and_both_sides() -> None:
-    # One bright pixel in the middle tells where each image went.
+    # One bright pixel in the middle shows how far each image was shifted.
     image = torch.zeros(2000, 1, 9, 9, dtype=torch.uint8)
     image[:, :, 4, 4] = 1
     seen = CropFlip(pad=2, flip=0.0).apply(image, draws(2000), (9, 9)).nonzero()[:, 2:]
@@ -127,11 +122,6 @@ def test_crop_flip_reaches_every_shift_and_both_sides() -> None:
     row = torch.arange(9, dtype=torch.uint8).expand(2000, 1, 9, 9)
     mirrored = CropFlip(pad=0, flip=0.25).apply(row, draws(2000), (9, 9))[:, 0, 0, 0] == 8
     assert mirrored.float().mean().item() == pytest.approx(0.25, abs=0.04)
-
-
-def test_crop_flip_without_pad_and_mirror_changes_nothing() -> None:
-    batch = images(8, 3, 10, 10)
-    assert torch.equal(CropFlip(pad=0, flip=0.0).apply(batch, draws(8), (10, 10)), batch)
 
 
 def test_the_whole_box_of_a_resized_crop_is_the_image() -> None:
@@ -147,9 +137,9 @@ def test_a_certain_mirror_of_the_whole_box_is_the_mirror_image() -> None:
 
 
 def test_a_resized_crop_has_the_size_of_the_model_and_the_range_of_pixels() -> None:
-    made = RandomResizedCrop().apply(images(32, 3, 40, 40), draws(32), (24, 16))
-    assert made.shape == (32, 3, 24, 16)
-    assert 0 <= made.min() < made.max() <= 255
+    crops = RandomResizedCrop().apply(images(32, 3, 40, 40), draws(32), (24, 16))
+    assert crops.shape == (32, 3, 24, 16)
+    assert 0 <= crops.min() < crops.max() <= 255
 
 
 def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_for() -> None:
@@ -157,8 +147,8 @@ def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_f
     side = torch.arange(256.0)
     grid = torch.stack([side[None].expand(256, 256), side[:, None].expand(256, 256)]).to(torch.uint8)
     augment = RandomResizedCrop(scale=[0.2, 0.4], ratio=[0.8, 1.25], flip=0.0)
-    made = augment.apply(grid.expand(400, 2, 256, 256), draws(400), (32, 32))
-    extent = (made.amax((2, 3)) - made.amin((2, 3))) * 32 / 31 / 256
+    crops = augment.apply(grid.expand(400, 2, 256, 256), draws(400), (32, 32))
+    extent = (crops.amax((2, 3)) - crops.amin((2, 3))) * 32 / 31 / 256
     width, height = extent[:, 0], extent[:, 1]
     area, ratio = width * height, width / height
     assert 0.19 < area.min() < 0.22
@@ -166,14 +156,14 @@ def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_f
     assert 0.78 < ratio.min() < 0.83
     assert 1.2 < ratio.max() < 1.28
     # Along both axes the boxes reach from one edge to the other.
-    assert (made.amin((2, 3)).amin(0) < 8).all()
-    assert (made.amax((2, 3)).amax(0) > 247).all()
+    assert (crops.amin((2, 3)).amin(0) < 8).all()
+    assert (crops.amax((2, 3)).amax(0) > 247).all()
 
 
 SIZES = [(375, 500), (500, 375), (30, 300), (300, 20), (64, 64), (1, 1), (7, 1)]
 
 
-def test_the_boxes_of_whole_images_lie_in_them_and_are_each_examples_own() -> None:
+def test_boxes_lie_in_their_images_and_depend_on_the_example_alone() -> None:
     sizes = torch.tensor(SIZES).repeat(200, 1)
     augment, rng = RandomResizedCrop(), draws(len(sizes))
     boxes = augment.boxes(rng, sizes)
@@ -194,12 +184,12 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
         torch.manual_seed(0)
         drawn = [v1.RandomResizedCrop.get_params(image, augment.scale, augment.ratio) for _ in range(n)]
     theirs = torch.tensor(drawn, dtype=torch.float64)
-    for mine, other in zip(ours.unbind(1), theirs.unbind(1), strict=True):
-        # Two samples of one distribution stay this close in all but one of ten thousand comparisons.
-        assert ks_2samp(mine, other, method="asymp").pvalue > 1e-4
+    for our_values, their_values in zip(ours.unbind(1), theirs.unbind(1), strict=True):
+        # Two samples of the same distribution are less alike than this in one of ten thousand comparisons.
+        assert ks_2samp(our_values, their_values, method="asymp").pvalue > 1e-4
 
 
-def test_what_is_left_of_a_resized_crop_is_the_mirror_it_would_have_had() -> None:
+def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:
     batch, rng = images(64, 3, 8, 8), draws(64)
     for kind in (RandomResizedCrop, RandAugmentResized):
         whole = kind(scale=[1.0, 1.0], ratio=[1.0, 1.0])
@@ -215,6 +205,6 @@ def test_what_is_left_of_a_resized_crop_is_the_mirror_it_would_have_had() -> Non
         (RandomResizedCrop, {"ratio": [1.0]}, "augment.ratio is"),
     ],
 )
-def test_a_range_that_is_none_is_refused_by_its_key(make: Any, options: dict[str, Any], says: str) -> None:
+def test_an_invalid_range_is_refused_by_its_key(make: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         make(**options)

@@ -30,15 +30,16 @@ def test_every_class_comes_equally_often_and_no_example_twice_before_all_of_its_
 def test_the_order_is_that_of_the_seed_and_the_epoch() -> None:
     orders = [balanced_order(*place, LABELS) for place in ((1, 0), (1, 1), (2, 0), (1, 0))]
     assert torch.equal(orders[0], orders[3])
-    assert not any(torch.equal(orders[0], other) for other in orders[1:3])
+    assert not any(torch.equal(orders[0], order) for order in orders[1:3])
     large = [set((order % len(LABELS))[LABELS[order % len(LABELS)] == 1].tolist()) for order in orders[:2]]
     assert large[0] != large[1]
 
 
 def test_a_resume_goes_on_in_the_balanced_order(tmp_path: Path) -> None:
-    words = (NARROW, "batch=300", "steps=8", "train.sampling=balanced", "precision=fp64", "augment=crop_flip")
+    words = (NARROW, "batch=600", "steps=4", "train.sampling=balanced", "precision=fp64", "augment=crop_flip")
+    words += ("train.eval_every=100%",)
     whole = train_here(tmp_path / "whole", *words)
-    train_here(tmp_path / "stopped", *words, stop_at=3)
+    train_here(tmp_path / "stopped", *words, stop_at=2)
     resumed = train_here(tmp_path / "stopped", *words, "loader=streaming", "loader.workers=0")
     assert losses(resumed) == losses(whole)
     assert losses(whole) != losses(train_here(tmp_path / "other", *words, "train.sampling=shuffled"))

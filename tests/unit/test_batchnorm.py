@@ -1,4 +1,4 @@
-"""Synchronised batch norm in a process group of one: there it must be torch's own."""
+"""Synchronised batch norm in a process group of one rank: there it must compute the same as torch's batch norm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _group() -> Iterator[None]:
 
 
 def pair(norm: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """A layer of torch in float64 with weights of its own, and the same converted."""
+    """A layer of torch in float64 with random weights, and a converted copy of it."""
     generator = torch.Generator().manual_seed(0)
     norm.double()
     with torch.no_grad():
@@ -47,30 +47,30 @@ def values(*shape: int) -> Tensor:
     return 3 + 2 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def passed(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Two training passes: the output, the gradients of the second and what the layer keeps."""
+def train_twice(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Two training passes: output and gradients of the second pass, and the layer's state after it."""
     layer.train()
     for _ in range(2):
         layer.zero_grad()
-        entering = x.clone().requires_grad_()
-        output = layer(entering)
+        inputs = x.clone().requires_grad_()
+        output = layer(inputs)
         (output * torch.arange(output.numel(), dtype=torch.float64).view_as(output).sin()).sum().backward()
-    assert entering.grad is not None
+    assert inputs.grad is not None
     gradients = {
         f"gradient of {name}": parameter.grad
         for name, parameter in layer.named_parameters()
         if parameter.grad is not None
     }
-    return {"output": output.detach(), "gradient": entering.grad, **gradients, **layer.state_dict()}
+    return {"output": output.detach(), "gradient": inputs.grad, **gradients, **layer.state_dict()}
 
 
 def assert_alike(norm: nn.Module, x: Tensor) -> None:
     reference, ours = pair(norm)
     assert isinstance(ours, SyncBatchNorm)
-    expected, found = passed(reference, x), passed(ours, x)
-    assert expected.keys() == found.keys()
+    expected, actual = train_twice(reference, x), train_twice(ours, x)
+    assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
     torch.testing.assert_close(ours.eval()(x), reference.eval()(x), rtol=1e-12, atol=1e-12)
 
 
@@ -80,16 +80,10 @@ def test_it_is_batch_norm_forward_backward_and_in_its_statistics(momentum: float
     assert_alike(nn.BatchNorm2d(3, momentum=momentum, affine=affine), values(5, 3, 4, 6))
 
 
-def test_it_is_batch_norm_of_vectors_and_of_sequences() -> None:
+def test_it_is_batch_norm_of_vectors_sequences_and_volumes_and_without_running_statistics() -> None:
     assert_alike(nn.BatchNorm1d(3), values(8, 3))
     assert_alike(nn.BatchNorm1d(3), values(4, 3, 7))
-
-
-def test_it_is_batch_norm_of_volumes() -> None:
     assert_alike(nn.BatchNorm3d(2), values(3, 2, 2, 3, 2))
-
-
-def test_it_is_batch_norm_without_running_statistics() -> None:
     assert_alike(nn.BatchNorm2d(3, track_running_stats=False), values(5, 3, 4, 4))
 
 
@@ -97,8 +91,8 @@ def test_float32_keeps_its_digits_where_the_mean_is_large() -> None:
     mean, deviation, summed = 3000, 2, 5 * 4 * 4
     x = (mean - 3 + values(5, 3, 4, 4)).float()
     expected = nn.BatchNorm2d(3).double()(x.double())
-    # The mean of n numbers is off by at most n roundings of one of them, in whatever order they are added: by 0.014
-    # here. Mean square minus squared mean has no digits left, and is wrong by 0.8.
+    # The error of a mean of n numbers is at most n roundings of one number, in any order of addition: 0.014 here.
+    # A variance computed as mean square minus squared mean has no correct digits, and would be wrong by 0.8.
     bound = summed * torch.finfo(torch.float32).eps * mean / deviation
     torch.testing.assert_close(SyncBatchNorm(3).train()(x).double(), expected, rtol=0, atol=bound)
 
@@ -110,8 +104,8 @@ def test_its_gradient_is_the_derivative_of_its_output() -> None:
 
 def test_an_empty_input_passes_and_changes_no_statistics() -> None:
     layer = SyncBatchNorm(3).train()
-    entering = torch.empty(0, 3, 4, 4, requires_grad=True)
-    output = layer(entering)
+    inputs = torch.empty(0, 3, 4, 4, requires_grad=True)
+    output = layer(inputs)
     output.sum().backward()
     assert output.shape == (0, 3, 4, 4)
     assert torch.equal(layer.running_mean, torch.zeros(3))
@@ -119,13 +113,13 @@ def test_an_empty_input_passes_and_changes_no_statistics() -> None:
     assert torch.equal(layer.weight.grad, torch.zeros(3))
 
 
-def test_short_activations_are_counted_in_the_precision_of_the_layer() -> None:
+def test_statistics_of_bfloat16_activations_are_computed_in_float32() -> None:
     layer = SyncBatchNorm(3).train()
     x = values(64, 3, 8, 8)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     expected = 0.1 * x.bfloat16().double().mean((0, 2, 3))
-    # A rounding for each of the 64 * 8 * 8 numbers at the most, and twice that, for a few are negative. One of
-    # bfloat16 is eight times as much.
+    # At most one rounding for each of the 64 * 8 * 8 numbers, and twice that because a few numbers are negative. One
+    # rounding to bfloat16 is eight times as large as this bound.
     bound = 2 * 64 * 8 * 8 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(layer.running_mean.double(), expected, rtol=bound, atol=0)
 
@@ -141,12 +135,12 @@ def test_a_fused_layer_of_timm_keeps_its_activation() -> None:
     twin = BatchNormAct2d(3, act_layer=nn.SiLU).double()
     converted = convert_sync_batchnorm(nn.Sequential(twin))[0]
     assert isinstance(converted, SyncBatchNormAct)
-    expected, found = passed(fused, values(5, 3, 4, 4)), passed(converted, values(5, 3, 4, 4))
+    expected, actual = train_twice(fused, values(5, 3, 4, 4)), train_twice(converted, values(5, 3, 4, 4))
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("name", ["resnet10t", "efficientnet_b0"])
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
 def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> None:
     model = timm.create_model(name, num_classes=3)
     keys, parameters = list(model.state_dict()), [id(parameter) for parameter in model.parameters()]
@@ -160,7 +154,7 @@ def test_a_converted_model_has_the_parameters_and_names_of_before(name: str) -> 
 
 def test_a_converted_model_gives_the_same_logits() -> None:
     torch.manual_seed(0)
-    model = timm.create_model("resnet10t", num_classes=3).double()
+    model = timm.create_model("test_resnet", num_classes=3).double()
     x = values(4, 3, 16, 16)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = model.train()(x)
@@ -168,8 +162,8 @@ def test_a_converted_model_gives_the_same_logits() -> None:
     torch.testing.assert_close(convert_sync_batchnorm(model)(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's four kernels for CUDA as their source says what they compute, in plain operations on the CPU."""
+def patch_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace torch's four CUDA kernels by plain operations on the CPU that compute the same, after their source."""
 
     def wide(vector: Tensor, x: Tensor) -> Tensor:
         return vector.view(1, -1, *[1] * (x.dim() - 2))
@@ -182,8 +176,10 @@ def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
         output = (x - wide(mean, x)) * wide(invstd, x)
         return output if weight is None else output * wide(weight, x) + wide(bias, x)
 
-    def reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *wanted: bool) -> tuple[Any, ...]:
-        assert wanted == (True, False, False)
+    def reduce(
+        dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Any, *grads_needed: bool
+    ) -> tuple[Any, ...]:
+        assert grads_needed == (True, False, False)
         dims = [0, *range(2, x.dim())]
         return dy.sum(dims), (dy * (x - wide(mean, x))).sum(dims), None, None
 
@@ -214,10 +210,10 @@ def by_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(5, 3, 4, 6), (8, 3)])
-def test_it_gives_the_kernels_of_cuda_what_they_take(
+def test_the_cuda_kernels_get_the_arguments_that_they_expect(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], affine: bool
 ) -> None:
-    by_torchs_names(monkeypatch)
+    patch_cuda_kernels(monkeypatch)
     assert_alike((nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(3, affine=affine), values(*shape))
 
 
@@ -226,23 +222,21 @@ def test_the_compiler_traces_it_without_a_break() -> None:
         return convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3, momentum=None)))
 
     plain, traced = layers().double(), layers().double()
-    expected = passed(plain, values(5, 3, 4, 4))
-    # The tracer alone, without the code that Inductor would make of the graph.
-    found = passed(torch.compile(traced, backend="aot_eager", fullgraph=True), values(5, 3, 4, 4))
+    expected = train_twice(plain, values(5, 3, 4, 4))
+    # Only the tracer is tested: aot_eager does not have Inductor generate code.
+    actual = train_twice(torch.compile(traced, backend="aot_eager", fullgraph=True), values(5, 3, 4, 4))
     for name in ("output", "gradient"):
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(traced.state_dict()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_a_lone_layer_is_converted_too() -> None:
-    assert isinstance(convert_sync_batchnorm(nn.BatchNorm2d(3)), SyncBatchNorm)
-
-
-def test_the_mode_of_a_layer_is_kept() -> None:
-    assert not convert_sync_batchnorm(nn.BatchNorm2d(3).eval()).training
+def test_a_lone_layer_is_converted_too_and_keeps_its_mode() -> None:
+    converted = convert_sync_batchnorm(nn.BatchNorm2d(3).eval())
+    assert isinstance(converted, SyncBatchNorm)
+    assert not converted.training
 
 
 def test_a_model_is_known_by_its_batch_norm() -> None:
-    assert has_batchnorm(timm.create_model("resnet10t"))
-    assert not has_batchnorm(timm.create_model("vit_tiny_patch16_224"))
+    assert has_batchnorm(timm.create_model("test_resnet"))
+    assert not has_batchnorm(timm.create_model("test_vit"))

@@ -1,4 +1,4 @@
-"""The data sets: what they hold, how they are read, and how a missing one is fetched."""
+"""The data sets: their content, how they are read, and how a missing one is downloaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def small_mnist(classes: int = 10) -> dict[str, np.ndarray]:
-    """Twelve training images and four others; image i is of grey level i."""
+    """Twelve training images and four to evaluate; image i has grey level i."""
     images = np.broadcast_to(np.arange(12, dtype=np.uint8)[:, None, None], (12, 28, 28))
     labels = (np.arange(12) % classes).astype(np.uint8)
     return dict(zip(NAMES, (images, labels, images[:4], labels[:4]), strict=True))
@@ -171,7 +171,7 @@ def test_the_files_of_fashion_mnist_are_not_taken_for_those_of_mnist(tmp_path: P
 @pytest.mark.parametrize(
     "content",
     [gzip.compress(bytes(5000))[:-9], b"\x1f\x8b\x08 no gzip", b"no idx"],
-    ids=["cut short", "no gzip", "no idx"],  # what gzip makes has the time in it
+    ids=["cut short", "no gzip", "no idx"],  # not the bytes: gzip writes the time into them
 )
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (write_mnist(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte").unlink()
@@ -192,25 +192,29 @@ def cifar_files(source: type[CIFAR10]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("source", [CIFAR10, CIFAR100])
-@pytest.mark.parametrize("kept", ["archive", "unpacked", "directly", "in a folder"])
-def test_cifar_is_read_packed_or_not_wherever_people_put_it(tmp_path: Path, source: type[CIFAR10], kept: str) -> None:
+@pytest.mark.parametrize("placement", ["archive", "unpacked", "directly", "in a folder"])
+def test_cifar_is_read_packed_or_not_wherever_people_put_it(
+    tmp_path: Path, source: type[CIFAR10], placement: str
+) -> None:
     files = cifar_files(source)
-    folder = {"directly": tmp_path, "in a folder": tmp_path / source.factory}.get(kept, tmp_path / source.unpacked)
+    folder = {"directly": tmp_path, "in a folder": tmp_path / source.factory}.get(
+        placement, tmp_path / source.unpacked
+    )
     folder.mkdir(exist_ok=True)
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    if kept == "archive":
+    if placement == "archive":
         with tarfile.open(tmp_path / source.archive, "w:gz") as tar:
             tar.add(folder, source.unpacked)
         shutil.rmtree(folder)
-    made = source(root=str(tmp_path))
-    made.prepare()
-    assert made.train().images.shape == (3 * len(source.train_files), 3, 32, 32)
-    assert made.train().labels.tolist() == [0, 1, 2] * len(source.train_files)
+    dataset = source(root=str(tmp_path))
+    dataset.prepare()
+    assert dataset.train().images.shape == (3 * len(source.train_files), 3, 32, 32)
+    assert dataset.train().labels.tolist() == [0, 1, 2] * len(source.train_files)
     first = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8).reshape(3, 3, 32, 32)
-    assert torch.equal(made.train().images[:3], torch.from_numpy(first))
-    assert made.train().images.is_contiguous()
-    assert made.eval().images.shape == (3, 3, 32, 32)
+    assert torch.equal(dataset.train().images[:3], torch.from_numpy(first))
+    assert dataset.train().images.is_contiguous()
+    assert dataset.eval().images.shape == (3, 3, 32, 32)
 
 
 def test_a_pickle_of_cifar_that_asks_for_code_runs_none(tmp_path: Path) -> None:
@@ -240,21 +244,21 @@ def test_fake_images_are_the_same_every_time() -> None:
 
 
 class Mirror:
-    """A web server for the packed files of a small MNIST, which counts what is asked of it.
+    """A web server for the packed files of a small MNIST, which records the requested files.
 
-    It answers nothing before all who want the data have arrived, so that they do meet.
+    It answers only after all processes that need the data have started, so that they really compete.
     """
 
     def __init__(self, arrivals: Path, expected: int) -> None:
         self.files = {f"{name}-ubyte.gz": gzip.compress(idx(array)) for name, array in small_mnist().items()}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         mirror = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 name = self.path.rpartition("/")[2]
-                if self.headers.get("Method") != "HEAD":  # torchvision's question whether it is sent elsewhere
-                    mirror.asked.append(name)
+                if self.headers.get("Method") != "HEAD":  # with HEAD torchvision asks for redirections
+                    mirror.requests.append(name)
                 end = time.monotonic() + 240
                 while len(list(arrivals.iterdir())) < expected and time.monotonic() < end:
                     time.sleep(0.02)
@@ -263,7 +267,7 @@ class Mirror:
                 self.wfile.write(mirror.files.get(name, b""))
 
             def log_message(self, *args: object) -> None:
-                """Nothing on the terminal."""
+                """Print nothing."""
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -284,9 +288,9 @@ class Mirror:
 @pytest.fixture
 def mirror(tmp_path: Path) -> Iterator[Mirror]:
     (tmp_path / "arrivals").mkdir()
-    served = Mirror(tmp_path / "arrivals", expected=2)
-    yield served
-    served.close()
+    server = Mirror(tmp_path / "arrivals", expected=2)
+    yield server
+    server.close()
 
 
 def point_at(url: str, resources: list[tuple[str, str]]) -> None:
@@ -297,7 +301,7 @@ def point_at(url: str, resources: list[tuple[str, str]]) -> None:
 
 
 def prepare_in_a_process(arrival: str, root: str, url: str, resources: str) -> None:
-    """What each of several ranks of different machines with one data folder does."""
+    """Prepare the data as one of several ranks on different machines that share a data folder."""
     point_at(url, json.loads(resources))
     Path(arrival).touch()
     source = MNIST(root=root)
@@ -312,7 +316,7 @@ def test_two_processes_that_want_a_missing_data_set_at_once_download_it_once(tmp
         for number in range(2)
     ]
     assert [result(process).code for process in processes] == [0, 0]
-    assert sorted(mirror.asked) == sorted(mirror.files)
+    assert sorted(mirror.requests) == sorted(mirror.files)
 
 
 def test_a_data_set_that_cannot_be_downloaded_is_an_error_that_names_the_folder(

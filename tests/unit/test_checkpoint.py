@@ -1,4 +1,4 @@
-"""Checkpoints: whole or refused, the newest good one is found, and a failed write does not end a run."""
+"""Checkpoints: a damaged one is refused, the newest valid one is used, and a failed write does not end a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDENTITY = {"model": "Net()", "batch": 64}
 
 @dataclass
 class Parts:
-    """What a checkpoint is made of."""
+    """The objects whose state a checkpoint holds."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -97,20 +97,20 @@ def progress(step: int, best: bool = True, score: float | None = None) -> dict[s
 
 
 def save(
-    target: Checkpointer, step: int, made: Parts | None = None, best: bool = False, score: float | None = None
+    target: Checkpointer, step: int, contents: Parts | None = None, best: bool = False, score: float | None = None
 ) -> None:
-    made = made or parts()
+    contents = contents or parts()
     target.save(
-        model=made.model,
-        ema=made.ema,
-        optimizer=made.optimizer,
-        scaler=made.scaler,
+        model=contents.model,
+        ema=contents.ema,
+        optimizer=contents.optimizer,
+        scaler=contents.scaler,
         progress=progress(step, best, score),
     )
 
 
 def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
-    """Checkpoints of these steps, the last of them the best."""
+    """Save checkpoints of these steps; the last one is the best."""
     target = writer(run, **options)
     for step in steps:
         save(target, step, best=step == steps[-1])
@@ -118,9 +118,11 @@ def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
     return [run.checkpoints / f"step-{step:08}" for step in steps]
 
 
-def restore(path: Path, made: Parts) -> dict[str, Any]:
+def restore(path: Path, contents: Parts) -> dict[str, Any]:
     loaded = checkpoint.load(path)
-    return checkpoint.restore(loaded, model=made.model, ema=made.ema, optimizer=made.optimizer, scaler=made.scaler)
+    return checkpoint.restore(
+        loaded, model=contents.model, ema=contents.ema, optimizer=contents.optimizer, scaler=contents.scaler
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_everything_comes_back_as_it_was(run: RunDir, optimizer: Any) -> None:
     target = writer(run)
     save(target, 3, trained)
     target.close()
-    other = parts(1, optimizer)
-    assert restore(run.checkpoints / "step-00000003", other) == progress(3, best=False)
-    assert same(other.everything(), trained.everything())
+    resumed = parts(1, optimizer)
+    assert restore(run.checkpoints / "step-00000003", resumed) == progress(3, best=False)
+    assert same(resumed.everything(), trained.everything())
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(run: RunDir) -> None:
@@ -143,12 +145,12 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(run: RunDir
     target = writer(run)
     save(target, 2, trained)
     target.close()
-    other = parts(1)
-    restore(run.checkpoints / "step-00000002", other)
-    for network in (trained, other):
+    resumed = parts(1)
+    restore(run.checkpoints / "step-00000002", resumed)
+    for contents in (trained, resumed):
         torch.manual_seed(5)
-        network.train(3)
-    assert same(other.everything(), trained.everything())
+        contents.train(3)
+    assert same(resumed.everything(), trained.everything())
 
 
 def test_the_options_of_an_optimizer_are_those_of_the_run_that_goes_on(run: RunDir) -> None:
@@ -156,32 +158,32 @@ def test_the_options_of_an_optimizer_are_those_of_the_run_that_goes_on(run: RunD
     trained.train(2)
     save(target, 2, trained)
     target.close()
-    other = parts(1, SGD(momentum=0.5, weight_decay=0.2))
-    restore(run.checkpoints / "step-00000002", other)
-    groups = other.optimizer.param_groups
+    resumed = parts(1, SGD(momentum=0.5, weight_decay=0.2))
+    restore(run.checkpoints / "step-00000002", resumed)
+    groups = resumed.optimizer.param_groups
     assert [(group["momentum"], group["weight_decay"]) for group in groups] == [(0.5, 0.2), (0.5, 0.0)]
-    assert same(other.everything()[2]["state"], trained.everything()[2]["state"])
+    assert same(resumed.everything()[2]["state"], trained.everything()[2]["state"])
 
 
 def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run: RunDir) -> None:
     trained, target = parts(), writer(run)
     before, trained_on = trained.everything(), threading.Event()
-    target.pool.submit(trained_on.wait)  # the write behind it comes after the next step
+    target.pool.submit(trained_on.wait)  # delays the write until after the next step
     save(target, 1, trained)
     trained.train(1)
     trained_on.set()
     target.close()
-    other = parts(1)
-    restore(run.checkpoints / "step-00000001", other)
-    assert same(other.everything(), before)
+    resumed = parts(1)
+    restore(run.checkpoints / "step-00000001", resumed)
+    assert same(resumed.everything(), before)
 
 
 def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
-    target, made = writer(run), parts()
+    target, contents = writer(run), parts()
     optimizer = SGD().build(model)
-    target.save(model=model, ema=None, optimizer=optimizer, scaler=made.scaler, progress=progress(1))
+    target.save(model=model, ema=None, optimizer=optimizer, scaler=contents.scaler, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(model.state_dict()))
 
@@ -195,11 +197,7 @@ def test_everything_loads_with_weights_only(run: RunDir) -> None:
 
 def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
     (path,) = saved(run, 7)
-    assert checkpoint.read_facts(path) == {
-        "format": 1,
-        "identity": IDENTITY,
-        "progress": progress(7),
-    }
+    assert checkpoint.read_facts(path) == {"format": 1, "identity": IDENTITY, "progress": progress(7)}
 
 
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
@@ -231,21 +229,19 @@ def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_cut_short_is_found(run: RunDir, name: str) -> None:
+def test_a_file_that_is_cut_short_huge_or_missing_is_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
-    (path / name).write_bytes((path / name).read_bytes()[:-8])
+    os.truncate(path / name, (path / name).stat().st_size - 8)
     assert checkpoint.find_corruption(path)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_found(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
+    os.truncate(path / name, 2**42)  # a file of holes, which must not be read to its end
+    assert name in checkpoint.find_corruption(path)
+    assert "bytes, expected" in checkpoint.find_corruption(path)
     (path / name).unlink()
     assert name in checkpoint.find_corruption(path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', '{"sha256": {}}', "null", "[" * 100_000])
-def test_a_manifest_that_is_none_is_damage(run: RunDir, content: str) -> None:
+def test_an_invalid_manifest_is_damage(run: RunDir, content: str) -> None:
     (path,) = saved(run, 1)
     (path / "manifest.json").write_text(content)
     assert checkpoint.find_corruption(path)
@@ -269,11 +265,11 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     flip(third / "state.pt", 100)
     (second / "facts.json").unlink()
     assert checkpoint.latest_valid(run.checkpoints) == first
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == (
+    warnings = capsys.readouterr().out.splitlines()
+    assert warnings[0] == (
         f"warning: checkpoint {third} is damaged (state.pt does not match its sha256); trying the one before it"
     )
-    assert f"checkpoint {second} is damaged" in said[1]
+    assert f"checkpoint {second} is damaged" in warnings[1]
     flip(first / "ema.safetensors", 100)
     assert checkpoint.latest_valid(run.checkpoints) is None
 
@@ -293,14 +289,14 @@ def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> No
     checkpoint.mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     (run.path / "events.out.tfevents.1").write_bytes(b"")
-    (run.checkpoints / ".step-00000001.tmp").mkdir()  # of a save that was killed
+    (run.checkpoints / ".step-00000001.tmp").mkdir()  # as a killed save leaves it
     assert checkpoint.newest_of_run(run) is None
 
 
-LOSSES = ("checkpoints", "pointers", "all but the log", "all but the weights", "all but TensorBoard's file")
+LOST_PARTS = ("checkpoints", "pointers", "all but the log", "all but the weights", "all but TensorBoard's file")
 
 
-@pytest.mark.parametrize("lost", LOSSES)
+@pytest.mark.parametrize("lost", LOST_PARTS)
 def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any(run: RunDir, lost: str) -> None:
     checkpoint.mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
@@ -327,16 +323,16 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
     run.overrides.write_text("- steps=20\n- name='a b'\n")
     with pytest.raises(InputError) as caught:
         checkpoint.load_newest(run)
-    said = str(caught.value)
-    assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in said
-    assert f"init_from={second} takes the weights that are whole" in said
-    assert """`lockstep train steps=20 'name='"'"'a b'"'"''`""" in said
+    message = str(caught.value)
+    assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in message
+    assert f"init_from={second} takes the weights that are whole" in message
+    assert """`lockstep train steps=20 'name='"'"'a b'"'"''`""" in message
 
 
-def test_nothing_saved_is_not_said_once_something_is(run: RunDir) -> None:
+def test_the_mark_of_a_run_without_checkpoints_goes_with_the_first_save(run: RunDir) -> None:
     saved(run, 1)
     assert not run.none_yet.exists()
-    run.none_yet.touch()  # as a kill just before leaves it
+    run.none_yet.touch()  # as a kill just before its removal leaves it
     checkpoint.mark_saved_or_not(run)
     assert not run.none_yet.exists()
 
@@ -360,15 +356,6 @@ def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any
     second.rename(run.checkpoints / "step-00000007")
     assert checkpoint.find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
     assert checkpoint.newest_of_run(run) == first
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_huge_file_of_holes_is_not_read(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
-    with (path / name).open("r+b") as file:
-        file.truncate(2**42)
-    assert name in checkpoint.find_corruption(path)
-    assert "bytes, expected" in checkpoint.find_corruption(path)
 
 
 def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:
@@ -409,7 +396,7 @@ def test_the_best_are_kept_by_their_score_and_the_earliest_of_equal_ones(
         save(target, step, score=score)
     target.close()
     assert steps_left(run) == left
-    again = writer(run, keep=1, keep_best=1)  # what a resume keeps is decided by the same scores
+    again = writer(run, keep=1, keep_best=1)  # a resume decides by the same scores
     save(again, 7, score=90.0)
     again.close()
     assert steps_left(run) == [7, 2]
@@ -421,7 +408,7 @@ def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     saved(run, 1)
 
     def torn(self: Path, target: Path) -> Path:
-        """A disk that loses a bit behind our back: the file changes as its folder gets its name."""
+        """Flip a bit of a file while its folder is renamed, as a faulty disk would."""
         flip(self / "state.pt", 99)
         return Path(shutil.move(self, target))
 
@@ -434,7 +421,7 @@ def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     assert steps_left(run) == [3]
 
 
-def test_a_damaged_checkpoint_of_a_later_step_takes_no_ones_place(run: RunDir) -> None:
+def test_a_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(run: RunDir) -> None:
     *_, last = saved(run, 1, 2, 9)
     flip(last / "state.pt", 99)
     saved(run, 3, keep=1)
@@ -445,16 +432,16 @@ def test_a_damaged_checkpoint_of_a_later_step_takes_no_ones_place(run: RunDir) -
 def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
     target, averages = writer(run), []
     for step, best in ((1, True), (2, False), (3, True), (4, False)):
-        made = parts(step)
-        made.train(2)
-        averages.append(checkpoint.HostCopies().of(made.ema.module.state_dict()))
-        save(target, step, made, best=best)
+        contents = parts(step)
+        contents.train(2)
+        averages.append(checkpoint.HostCopies().of(contents.ema.module.state_dict()))
+        save(target, step, contents, best=best)
     target.close()
     assert same(load_file(run.weights), averages[2])
 
 
 @pytest.mark.parametrize("left", ["nothing", "older"])
-def test_best_weights_that_a_kill_left_behind_are_mended(run: RunDir, left: str) -> None:
+def test_an_export_that_a_kill_interrupted_is_repaired(run: RunDir, left: str) -> None:
     (best,) = saved(run, 4)
     expected = run.weights.read_bytes()
     run.best.unlink()
@@ -519,12 +506,14 @@ def test_the_best_weights_whose_export_alone_failed_are_exported_by_the_next_sav
 
 
 def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:
-    made, target = parts(), writer(run)
-    target.save(model=made.model, ema=None, optimizer=made.optimizer, scaler=made.scaler, progress=progress(1))
+    contents, target = parts(), writer(run)
+    target.save(
+        model=contents.model, ema=None, optimizer=contents.optimizer, scaler=contents.scaler, progress=progress(1)
+    )
     target.close()
-    assert same(load_file(run.weights), dict(made.model.state_dict()))
+    assert same(load_file(run.weights), dict(contents.model.state_dict()))
     with pytest.raises(InputError, match=r"has no averaged weights; use train\.ema=null"):
-        restore(run.checkpoints / "step-00000001", made)
+        restore(run.checkpoints / "step-00000001", contents)
 
 
 def test_a_rank_that_does_not_write_leaves_nothing(run: RunDir) -> None:
@@ -535,7 +524,7 @@ def test_a_rank_that_does_not_write_leaves_nothing(run: RunDir) -> None:
 FullDisk = Callable[[int], AbstractContextManager[None]]
 
 
-# Too little for the weights (1.6 kB), and too little for the optimizer's state (1.8 kB) only.
+# The first size is too small for the weights (1.6 kB), the second only for the optimizer's state (1.8 kB).
 @pytest.mark.parametrize("room", [100, 1700])
 def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
     run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], room: int
@@ -577,7 +566,7 @@ def test_a_folder_that_went_away_is_a_storage_error(run: RunDir) -> None:
         target.close()
 
 
-def test_a_failed_write_is_said_at_the_next_step_tried_again_later_and_its_end_is_said_too(
+def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
     run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = writer(run)  # steps decide when to save: no `every_s`
@@ -598,7 +587,7 @@ def test_a_failed_write_is_said_at_the_next_step_tried_again_later_and_its_end_i
     assert not target.overdue()
 
 
-def test_what_a_torn_write_left_behind_is_written_over(run: RunDir) -> None:
+def test_leftovers_of_an_interrupted_write_are_overwritten(run: RunDir) -> None:
     for step in (1, 7):
         torn = run.checkpoints / f".step-0000000{step}.tmp"
         torn.mkdir()
@@ -619,18 +608,18 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir)
 
 def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
     (path,) = saved(run, 1)
-    other = parts()
-    other.model = nn.Linear(2, 2)
+    contents = parts()
+    contents.model = nn.Linear(2, 2)
     with pytest.raises(InputError, match="does not fit this model"):
-        restore(path, other)
+        restore(path, contents)
 
 
 @pytest.mark.parametrize("place", ["run folder", "checkpoint", "file"])
 def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, place: str) -> None:
     (path,) = saved(run, 1)
-    found = {"run folder": run.path, "checkpoint": path, "file": path / "model.safetensors"}[place]
+    source = {"run folder": run.path, "checkpoint": path, "file": path / "model.safetensors"}[place]
     model = parts(3).model
-    checkpoint.load_weights(model, found)
+    checkpoint.load_weights(model, source)
     assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
 
 
@@ -657,20 +646,20 @@ def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:
     assert json.loads((path / "manifest.json").read_text())["sha256"].keys() == set(FILES) - {"manifest.json"}
 
 
-def rewritten(path: Path, name: str, content: bytes) -> None:
-    """A file of a checkpoint replaced by someone who knows to write its digest, too."""
+def replace_file(path: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint and write a manifest that matches it."""
     (path / name).write_bytes(content)
     (path / "manifest.json").write_text(checkpoint.manifest_text(path))
 
 
-def resealed(path: Path, **changes: Any) -> None:
-    """A manifest that lists other sizes and hashes, and fits itself."""
+def replace_manifest(path: Path, **changes: Any) -> None:
+    """Change the sizes and hashes in a manifest, and its own hash with them."""
     manifest = {**json.loads((path / "manifest.json").read_text()), **changes}
     sealed = json.dumps([manifest["bytes"], manifest["sha256"]], sort_keys=True).encode()
     (path / "manifest.json").write_text(json.dumps({**manifest, "self": hashlib.sha256(sealed).hexdigest()}))
 
 
-def listed(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def manifest_entries(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sizes and hashes of a manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
     return manifest["bytes"], manifest["sha256"]
@@ -679,32 +668,32 @@ def listed(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "extra", "manifest.json", ""])
 def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
-    sizes, digests = listed(path)
-    resealed(path, bytes={**sizes, name: 3}, sha256={**digests, name: "0" * 64})
+    sizes, digests = manifest_entries(path)
+    replace_manifest(path, bytes={**sizes, name: 3}, sha256={**digests, name: "0" * 64})
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("digest", [None, 3, "", "0" * 63, "z" * 64, ["0" * 64]])
-def test_a_digest_that_is_none_is_damage(run: RunDir, digest: object) -> None:
+def test_an_invalid_digest_is_damage(run: RunDir, digest: object) -> None:
     (path,) = saved(run, 1)
-    resealed(path, sha256={**listed(path)[1], "state.pt": digest})
+    replace_manifest(path, sha256={**manifest_entries(path)[1], "state.pt": digest})
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("name", ["facts.json", "model.safetensors"])
 def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
-    sizes, digests = listed(path)
+    sizes, digests = manifest_entries(path)
     del sizes[name], digests[name]
-    resealed(path, bytes=sizes, sha256=digests)
+    replace_manifest(path, bytes=sizes, sha256=digests)
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 def test_averaged_weights_that_the_manifest_does_not_vouch_for_are_not_read(run: RunDir) -> None:
     (path,) = saved(run, 1)
-    sizes, digests = listed(path)
+    sizes, digests = manifest_entries(path)
     del sizes["ema.safetensors"], digests["ema.safetensors"]
-    resealed(path, bytes=sizes, sha256=digests)
+    replace_manifest(path, bytes=sizes, sha256=digests)
     assert checkpoint.load(path).ema is None
 
 
@@ -755,7 +744,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_pat
 def test_a_progress_of_other_types_is_damage_and_no_traceback(run: RunDir, change: dict[str, Any]) -> None:
     first, second = saved(run, 1, 2)
     facts = {"format": 1, "identity": IDENTITY, "progress": {**progress(2), **change}}
-    rewritten(second, "facts.json", json.dumps(facts).encode())
+    replace_file(second, "facts.json", json.dumps(facts).encode())
     assert checkpoint.find_corruption(second) == "facts.json is not the facts of a checkpoint"
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):
         checkpoint.check_fingerprint(IDENTITY, second)
@@ -769,7 +758,7 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
 
     (path,) = saved(run, 1)
     torch.save({"optimizer": Hostile()}, tmp_path / "state.pt")
-    rewritten(path, "state.pt", (tmp_path / "state.pt").read_bytes())
+    replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
     with pytest.raises(InputError, match=r"step-00000001 is damaged \(state.pt contains more than"):
         checkpoint.load(path)
     assert not (tmp_path / "executed").exists()
@@ -779,6 +768,6 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
 def test_a_state_of_other_types_does_not_fit(run: RunDir, tmp_path: Path, state: object) -> None:
     (path,) = saved(run, 1)
     torch.save(state, tmp_path / "state.pt")
-    rewritten(path, "state.pt", (tmp_path / "state.pt").read_bytes())
+    replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
     with pytest.raises(InputError, match="does not fit this model"):
         restore(path, parts())

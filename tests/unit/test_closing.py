@@ -1,4 +1,4 @@
-"""Every part of a run is closed, and the first error is the one that counts."""
+"""Every part of a run is closed, and the first error is the one that is raised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_all_are_closed_in_turn_when_nothing_fails() -> None:
 
 
 @pytest.mark.parametrize("ended_by", [NumericalError("the loss is nan", step=3), Interrupted(), KeyboardInterrupt()])
-def test_what_ended_the_work_stays_the_error_and_the_others_are_said(
+def test_the_first_error_is_raised_and_later_ones_are_printed(
     ended_by: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
     closed: list[str] = []
@@ -53,9 +53,6 @@ def test_an_error_of_the_end_alone_is_raised_when_all_are_closed(capsys: pytest.
 
 def test_a_second_interrupt_waits_for_no_other_part() -> None:
     closed: list[str] = []
-    with (
-        pytest.raises(Interrupted),
-        closing(failing(Interrupted(), closed), lambda: closed.append("never")),
-    ):
+    with pytest.raises(Interrupted), closing(failing(Interrupted(), closed), lambda: closed.append("never")):
         raise StorageError("no space left")
     assert closed == ["failing"]

@@ -1,4 +1,4 @@
-"""Commands that are shown: what a shell and Hydra make of them is what was meant."""
+"""Commands in messages: a shell and Hydra read them as they were meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TAB completes."""
+"""Completion of words with TAB."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_path_that_is_there_needs_no_quotes_of_hydra(place: Path) -> None:
 
 
 def test_a_shell_is_answered(place: Path) -> None:
-    asked = ("-sc", "query=bash")
-    assert train(*asked, cwd=place, COMP_LINE="python train.py resume=l").out.split() == ["resume=latest"]
+    query = ("-sc", "query=bash")
+    assert train(*query, cwd=place, COMP_LINE="python train.py resume=l").out.split() == ["resume=latest"]
     line = "lockstep predict latest photo."
-    assert forked("lockstep", *asked, cwd=place, COMP_LINE=line).out.split() == ["photo.jpg"]
+    assert forked("lockstep", *query, cwd=place, COMP_LINE=line).out.split() == ["photo.jpg"]

@@ -1,4 +1,4 @@
-"""What is kept of a run whose numbers went bad, and how such a run ends where that goes wrong too."""
+"""The crash dump of a run with a numerical error, and how the run ends if the dump cannot be written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from lockstep.telemetry import Telemetry, sinks
 DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
 
 
-def test_an_incident_that_the_disk_has_no_room_for_is_a_warning_and_leaves_no_half_of_it(
-    tmp_path: Path,
-    full_disk: Callable[[int], AbstractContextManager[None]],
-    capsys: pytest.CaptureFixture[str],
+def test_a_crash_dump_without_room_on_the_disk_is_a_warning_and_leaves_nothing(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with full_disk(20_000), pytest.raises(NumericalError):  # enough for the batch, too little for the weights
         train_here(tmp_path / "run", *DIVERGING)

@@ -1,4 +1,4 @@
-"""Image files that a table lists."""
+"""Image files that are listed in a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,do
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Images a.png, sub/b.png, c.png of the grey levels 10, 20, 30, and a table of them."""
+    """The images a.png, sub/b.png and c.png with grey levels 10, 20 and 30, and a table that lists them."""
     (tmp_path / "sub").mkdir()
     for level, name in ((10, "a"), (20, "sub/b"), (30, "c")):
         Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(tmp_path / f"{name}.png")
@@ -36,16 +36,16 @@ def levels(split: object) -> list[int]:
 
 
 def test_a_table_has_paths_labels_and_splits(root: Path) -> None:
-    made = source(root)
-    made.prepare()
-    assert made.class_names == ("cat", "dog")
-    assert (levels(made.train()), made.train().labels.tolist()) == ([10, 20], [0, 1])
-    assert (levels(made.eval()), made.eval().labels.tolist()) == ([30], [1])
-    assert "cat" in made.notes()[0]
+    table = source(root)
+    table.prepare()
+    assert table.class_names == ("cat", "dog")
+    assert (levels(table.train()), table.train().labels.tolist()) == ([10, 20], [0, 1])
+    assert (levels(table.eval()), table.eval().labels.tolist()) == ([30], [1])
+    assert "cat" in table.notes()[0]
 
 
 @pytest.mark.parametrize("between", [";", "\t"])
-def test_other_names_and_separators_and_absolute_paths_do_too(root: Path, between: str) -> None:
+def test_other_columns_separators_and_absolute_paths_work(root: Path, between: str) -> None:
     (root / "elsewhere").mkdir()
     rows = [
         ("what", "file", "more", "part"),
@@ -57,7 +57,7 @@ def test_other_names_and_separators_and_absolute_paths_do_too(root: Path, betwee
         shutil.copy(root / "c.png", root / name)
     lines = ["\ufeff" + between.join(rows[0]), *map(between.join, rows[1:])]
     (root / "elsewhere" / "list.csv").write_text("\r\n".join(lines))
-    made = CSV(
+    table = CSV(
         path=str(root / "elsewhere" / "list.csv"),
         images=str(root),
         path_column="file",
@@ -67,20 +67,20 @@ def test_other_names_and_separators_and_absolute_paths_do_too(root: Path, betwee
         val_split="look",
         decode_size=8,
     )
-    assert made.class_names == ("1", "2", "10")
-    assert levels(made.train()) == [10, 30, 20]
-    assert made.eval().labels.tolist() == [2]
-    assert made.notes()[0].endswith("left out lines of other splits (1 'other')")
+    assert table.class_names == ("1", "2", "10")
+    assert levels(table.train()) == [10, 30, 20]
+    assert table.eval().labels.tolist() == [2]
+    assert table.notes()[0].endswith("left out lines of other splits (1 'other')")
 
 
 def test_a_share_of_each_class_is_held_out_where_there_are_no_splits(root: Path) -> None:
     for number in range(20):
         shutil.copy(root / "a.png", root / f"{number}.png")
     lines = ["path,label", *(f"{number}.png,{number % 2}" for number in range(20))]
-    made = source(root, *lines, val_share=0.2)
-    assert made.eval().labels.tolist() == [0, 0, 1, 1]
-    assert len(made.train()) == 16
-    assert not set(made.train().paths) & set(made.eval().paths)
+    table = source(root, *lines, val_share=0.2)
+    assert table.eval().labels.tolist() == [0, 0, 1, 1]
+    assert len(table.train()) == 16
+    assert not set(table.train().paths) & set(table.eval().paths)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_splits_and_a_share_exclude_each_other(root: Path) -> None:
         source(root, val_share=0.5).prepare()
 
 
-def test_what_is_no_table_is_refused(root: Path) -> None:
+def test_an_unreadable_table_is_refused(root: Path) -> None:
     (root / "list.csv").write_bytes(b"path,label\n\xff\xfe,cat")
     with pytest.raises(InputError, match=r"not in UTF-8"):
         source(root, val_share=0.5).prepare()

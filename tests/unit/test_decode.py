@@ -1,4 +1,4 @@
-"""Image files to pixels, and no more pixels than are needed."""
+"""Decoding image files, at the smallest scale that is enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.data.transforms.augment import RandomResizedCrop
 
 
 def photograph(height: int, width: int) -> Image.Image:
-    """A smooth image with a gradient along each side, as photographs are and noise is not."""
+    """A smooth image, as photographs are, with a gradient along each side."""
     y, x = np.mgrid[0:height, 0:width] / [[[height]], [[width]]]
     waves = 40 * np.sin(9 * x) * np.cos(7 * y)
     return Image.fromarray(np.stack([200 * x, 200 * y, 120 + waves], -1).clip(0, 255).astype(np.uint8))
@@ -50,9 +50,9 @@ def test_a_box_is_cut_from_the_whole_image_and_resized(tmp_path: Path, name: str
     image = photograph(400, 600)
     top, left, height, width = box
     expected = T.resize(T.pil_to_tensor(image)[:, top : top + height, left : left + width], [48, 64], antialias=True)
-    found = saved(tmp_path, image, name).box(box, (48, 64))
-    assert found.shape == (3, 48, 64)
-    assert difference(found, expected.numpy()) < 2
+    pixels = saved(tmp_path, image, name).box(box, (48, 64))
+    assert pixels.shape == (3, 48, 64)
+    assert difference(pixels, expected.numpy()) < 2
 
 
 @pytest.mark.parametrize("sampling", ["4:4:4", "4:2:2", "4:2:0"])
@@ -85,8 +85,8 @@ def test_a_tiny_jpeg_is_decoded_whole(tmp_path: Path, height: int, width: int) -
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "image.jpg")
     with Image.open(tmp_path / "image.jpg") as image:
-        found, _ = ImageFile.read(tmp_path / "image.jpg")._decoded(1.0, height)
-        assert difference(found, np.asarray(image)) < 1
+        pixels, _ = ImageFile.read(tmp_path / "image.jpg")._decoded(1.0, height)
+        assert difference(pixels, np.asarray(image)) < 1
 
 
 def test_the_first_bytes_of_a_file_decide_and_not_its_name(tmp_path: Path) -> None:

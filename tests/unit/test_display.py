@@ -1,4 +1,4 @@
-"""What the user watches."""
+"""What the user sees on the terminal while a command runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Screenful(io.StringIO):
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 120) -> Screenful:
-    """A terminal that keeps what is shown on it."""
+    """A terminal that records its output."""
     screen = Screenful()
     console = Console(file=screen, force_terminal=True, highlight=False, width=width, color_system="standard")
     monkeypatch.setattr(log, "console", console)
@@ -118,7 +118,7 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.Captu
     assert "left 1:40" in capsys.readouterr().out
 
 
-def test_a_log_point_is_a_line_when_nothing_was_said_for_a_while(
+def test_a_log_point_is_a_line_when_nothing_was_printed_for_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = Lines(PLAN, 0)
@@ -130,16 +130,14 @@ def test_a_log_point_is_a_line_when_nothing_was_said_for_a_while(
     assert capsys.readouterr().out.startswith("epoch 1/3  step  4/25  loss 0.5123")
 
 
-def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "SILENCE_S", 0.01)
-    said: list[str] = []
-    monkeypatch.setattr(log, "say", lambda message, *, shown: said.append(message))
+    messages: list[str] = []
+    monkeypatch.setattr(log, "say", lambda message, *, shown: messages.append(message))
     lines = Lines(PLAN, 0)
-    wait_for(lambda: any("epoch 1/3  step  0/25  in step 1 for 0:00  left ?" in line for line in said))
+    wait_for(lambda: any("epoch 1/3  step  0/25  in step 1 for 0:00  left ?" in text for text in messages))
     lines.evaluating(3, 8)
-    wait_for(lambda: any("evaluating 3/8" in line for line in said))
+    wait_for(lambda: any("evaluating 3/8" in text for text in messages))
     lines.close()
     assert not lines.watcher.is_alive()
 
@@ -178,7 +176,7 @@ def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_without_a_width_nothing_gives_way() -> None:
+def test_without_a_width_no_figure_is_left_out() -> None:
     assert fitting(figures(WINDOW), None).plain == "loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %"
 
 
@@ -207,10 +205,10 @@ def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(shown_progress, "SILENCE_S", 0.01)
-    said = ""
+    stderr = ""
     with progress("predicting", 40) as advance:
         advance(8)
-        while "predicting  8/40" not in said:
-            found = capfd.readouterr()
-            assert found.out == "", "predictions may be read by a program"
-            said += found.err
+        while "predicting  8/40" not in stderr:
+            captured = capfd.readouterr()
+            assert captured.out == "", "predictions may be read by a program"
+            stderr += captured.err

@@ -1,24 +1,32 @@
-"""Steps that are tried before a run: what they tell, and that they leave nothing."""
+"""The dry run before a run: its result, and that it does not change the run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from PIL import Image
 
 from helpers import built, losses, train_here
 from lockstep.core.world import World
+from lockstep.training import dry_run
 from lockstep.training.dry_run import training_rate
 
 
-def test_a_smaller_network_has_a_higher_rate() -> None:
-    small, large = (training_rate(built(f"model.width={width}"), World.solo()) for width in (8, 256))
-    assert small is not None
-    assert large is not None
-    assert small > 2 * large
+@pytest.mark.parametrize(
+    ("seconds", "tried", "rate"), [([0.1, 0.5], [8, 64], 64 / 0.5), ([0.2], [8], 8 / 0.2)], ids=["quick", "slow"]
+)
+def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], tried: list[int], rate: float
+) -> None:
+    examples: list[int] = []
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: examples.append(count))
+    monkeypatch.setattr(dry_run, "_seconds", lambda step, world: seconds[len(examples) - 1])
+    assert training_rate(built("batch=64"), World.solo()) == rate
+    assert examples == tried
 
 
 def test_a_model_that_is_compiled_is_not_tried() -> None:
@@ -43,8 +51,8 @@ def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_k
     job = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
     job = (*job, "augment=standard", "batch=4", "steps=5", "model.dropout=0.5", "optimizer=sgd")
     tried = train_here(tmp_path / "tried", *job)
-    asked = train_here(tmp_path / "asked", *job, "loader=streaming", "loader.workers=0")
-    assert losses(tried) == losses(asked)
+    configured = train_here(tmp_path / "configured", *job, "loader=streaming", "loader.workers=0")
+    assert losses(tried) == losses(configured)
     loader = yaml.safe_load(tried.config.read_text())["loader"]
-    assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
+    assert loader.pop("workers") >= 1  # the number depends on the measured rates
     assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}

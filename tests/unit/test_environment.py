@@ -1,4 +1,4 @@
-"""`env.json`: what a run ran on."""
+"""`env.json`: the software and hardware of a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_package_that_is_not_installed_is_null(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository with one commit, which has a package."""
+    """A repository with one commit, which contains a package."""
     root = tmp_path / "repository"
     (root / "package").mkdir(parents=True)
     (root / "package" / "__init__.py").write_text("")
@@ -84,7 +84,7 @@ def test_neither_the_current_folder_nor_a_variable_is_taken_for_the_source(
 @pytest.mark.parametrize(
     ("flags", "has"), [("fpu avx2 avx512f", False), ("fpu avx512_bf16", True), ("Features : fp asimd bf16", True)]
 )
-def test_bfloat16_is_had_where_the_processor_lists_it(
+def test_a_processor_has_bfloat16_if_it_lists_the_flag(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, has: bool
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda path: f"flags : {flags}\n")

@@ -32,7 +32,7 @@ def test_a_failed_rank_brings_its_traceback() -> None:
     assert error.details == "Traceback ..."
 
 
-def test_a_misspelt_word_is_met_with_those_close_to_it() -> None:
+def test_a_misspelt_word_gets_suggestions() -> None:
     options = ["momentum", "moment", "weight_decay", "lr"]
     assert did_you_mean("momentun", options) == " Did you mean 'momentum', 'moment'?"
     assert did_you_mean("ADAM-W", ["adam", "adam_w", "adam_wide"]).startswith(" Did you mean 'adam_w', 'adam_wide'")
@@ -44,7 +44,8 @@ def test_a_misspelt_word_is_met_with_those_close_to_it() -> None:
     assert did_you_mean("lr", []) == ""
 
 
-# Escape, carriage return, backspace, delete, C1's CSI, the override of the direction, a line separator, half a pair.
+# Escape, carriage return, backspace, delete, CSI of C1, two direction overrides, a line separator, a lone surrogate,
+# NUL.
 STEERING = "\x1b\r\b\x7f\x9b\u202e\u2066\u2028\udc80\0"
 
 

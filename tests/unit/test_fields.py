@@ -1,4 +1,4 @@
-"""Every number of a config has a range with two ends, which is checked before anything is made of it."""
+"""Every number of a config has a range with two ends, which is checked before the number is used."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lockstep.core.rules import Choice, Duration, Number, Options, PathText, Tex
 from lockstep.training import evaluate
 
 BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}
-# Texts whose options are not known before a library is asked for them, which the class does.
-ASKED_FOR = {"optimizer.opt", "model.name"}
+# Texts that the class checks itself, because only a library knows the valid ones.
+CHECKED_BY_CLASS = {"optimizer.opt", "model.name"}
 
 
 def keys() -> Iterator[tuple[str, type[Any], dataclasses.Field[Any]]]:
@@ -49,11 +49,11 @@ def test_every_number_and_every_text_of_a_config_has_a_rule() -> None:
         for key, cls, field in keys()
         if re.search(r"\b(int|float|str)\b", str(field.type)) and fields.rule_of(cls, field.name) is None
     }
-    assert without - set(MANY) == ASKED_FOR
+    assert without - set(MANY) == CHECKED_BY_CLASS
 
 
 def outside(rule: Any) -> list[Any]:
-    """Values that a rule must not let through."""
+    """Values that a rule must refuse."""
     if isinstance(rule, Number):
         ends = [rule.low if rule.low_open else rule.low - 1, rule.high if rule.high_open else rule.high + 1]
         far = [math.nan, math.inf, -math.inf, True, 10**400, -(10**400)]
@@ -79,11 +79,11 @@ def test_a_value_out_of_range_is_refused_in_one_short_sentence(key: str, cls: ty
     prefix = key.removesuffix(name)
     for value in outside(rule):
         listed = [value] if "list" in str(next(f.type for f in dataclasses.fields(cls) if f.name == name)) else value
-        (said,) = fields.problems(cls, {name: listed}, prefix)
-        assert said.startswith(f"{key} is ")
-        assert ", expected " in said
-        assert len(said) < 400
-        assert len(said.splitlines()) == 1
+        (sentence,) = fields.problems(cls, {name: listed}, prefix)
+        assert sentence.startswith(f"{key} is ")
+        assert ", expected " in sentence
+        assert len(sentence) < 400
+        assert len(sentence.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_durations_and_times_are_read_as_they_are_checked() -> None:
     assert steps("key", "1000000000ep", steps_per_epoch=10**9, total_steps=1) == 10**18
 
 
-def test_all_that_is_out_of_range_is_said_at_once() -> None:
+def test_all_values_out_of_range_are_reported_at_once() -> None:
     job = composed("epochs=0", "train.ema=nan", "optimizer.lr=inf", "optimizer.eps=-1", "schedule.warmup=101%")
     with pytest.raises(InputError) as caught:
         components.build_job(job)
-    said = [line.split()[0] for line in str(caught.value).splitlines()]
-    assert said == ["epochs", "train.ema", "optimizer.lr", "optimizer.eps", "schedule.warmup"]
+    refused = [line.split()[0] for line in str(caught.value).splitlines()]
+    assert refused == ["epochs", "train.ema", "optimizer.lr", "optimizer.eps", "schedule.warmup"]
 
 
 def test_the_flags_of_pack_have_the_ranges_of_the_keys_that_they_stand_for() -> None:

@@ -1,4 +1,4 @@
-"""What a job is: on what a checkpoint and the run that goes on from it must agree."""
+"""The fingerprint of a job: the facts that must be equal in a checkpoint and in the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,10 @@ def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
     assert describe(Timm(options={"img_size": 64})) == "Timm(options={'img_size': 64})"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "model.compile=true",
-        "model.channels_last=true",
-        "epochs=99",
-        "strategy=ddp",
-        "precision=bf16",
-        "loader=streaming",
-        "optimizer.lr=0.5",
-        "train.micro_batches=4",
-        "data_root=elsewhere",
-    ],
-)
-def test_how_a_job_is_run_is_not_what_it_is(change: str) -> None:
-    assert fingerprint(built(change), 1442) == fingerprint(built(), 1442)
+def test_how_a_job_is_run_is_not_what_it_is() -> None:
+    words = ("model.compile=true", "model.channels_last=true", "epochs=99", "strategy=ddp", "precision=bf16")
+    words += ("loader=streaming", "optimizer.lr=0.5", "train.micro_batches=4", "data_root=elsewhere")
+    assert fingerprint(built(*words), 1442) == fingerprint(built(), 1442)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +53,8 @@ def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
 
 
 def test_two_optimizers_of_timm_are_two() -> None:
-    one, other = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
-    assert (one["optimizer"], other["optimizer"]) == ("lamb", "lion")
+    lamb, lion = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
+    assert (lamb["optimizer"], lion["optimizer"]) == ("lamb", "lion")
 
 
 def test_the_plan_of_a_job_is_in_steps() -> None:

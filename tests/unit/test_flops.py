@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, and what a GPU could do."""
+"""The floating-point operations of a step, and the peak rate of a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_training_on_an_example_is_three_times_the_published_forward_of_resnet18() -> None:
-    found = training_flops(timm.create_model("resnet18"), (3, 224, 224))
-    assert found == pytest.approx(3 * 2 * 1.82e9, rel=0.02)
+    flops = training_flops(timm.create_model("resnet18"), (3, 224, 224))
+    assert flops == pytest.approx(3 * 2 * 1.82e9, rel=0.02)
 
 
 def test_a_linear_layer_is_counted_exactly() -> None:

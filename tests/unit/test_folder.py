@@ -73,7 +73,7 @@ def test_the_splits_may_have_other_names(root: Path) -> None:
     assert len(Folder(path=str(root), val_folder="test", decode_size=8).eval()) == 2
 
 
-def test_files_that_are_no_images_are_left_out_counted_and_said(root: Path) -> None:
+def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) -> None:
     (root / "train" / "list.csv").write_text("a,b")
     for name in ("notes.txt", "more.TXT", "Thumbs.db", ".DS_Store", "._030.png", "README"):
         (root / "train" / "ant" / name).write_text("about ants")
@@ -82,14 +82,14 @@ def test_files_that_are_no_images_are_left_out_counted_and_said(root: Path) -> N
     folder = Folder(path=str(root), decode_size=8)
     assert len(folder.train()) == 6
     assert folder.notes()[0] == (
-        f"{root}/train: left out 8 files that are no images by their names "
+        f"{root}/train: left out 8 files whose names are not those of images "
         "(3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
     )
 
 
-def test_a_class_without_an_image_to_evaluate_is_said(root: Path) -> None:
+def test_a_class_without_an_image_to_evaluate_is_reported(root: Path) -> None:
     (note,) = Folder(path=str(root)).notes()
-    assert note == "1 of 3 classes have no image in the evaluation split, which says nothing about them: ant"
+    assert note == "1 of 3 classes have no image in the evaluation split, so no score tells anything about them: ant"
 
 
 def test_folders_in_a_class_folder_hold_images_of_the_class(root: Path) -> None:
@@ -106,7 +106,7 @@ def test_folders_in_a_class_folder_hold_images_of_the_class(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), [("IMG_1.HEIC", "pillow-heif"), ("b.avif", "pillow>=11.3")])
-def test_photos_that_nothing_reads_are_refused_with_the_command_that_helps(
+def test_photos_of_unsupported_formats_are_refused_with_the_command_that_helps(
     root: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "train" / "ant" / name).write_text("a photo")
@@ -188,13 +188,11 @@ def test_a_missing_folder_is_named_with_the_key_that_moves_it(tmp_path: Path) ->
         Folder(path=str(tmp_path / "photos")).prepare()
 
 
-def test_one_class_alone_is_said(tmp_path: Path) -> None:
+def test_a_single_class_is_reported(tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / split / "cat" / "a.png")
-    assert Folder(path=str(tmp_path)).notes() == [
-        "all images are of one class, cat, so there is nothing to tell apart"
-    ]
+    assert Folder(path=str(tmp_path)).notes() == ["all images are of one class, cat, so there is nothing to learn"]
 
 
 def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
@@ -216,7 +214,7 @@ def test_a_class_that_only_the_evaluation_split_has_is_refused(root: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket"])
-def test_what_is_no_file_is_refused_and_never_opened(root: Path, kind: str) -> None:
+def test_a_special_file_is_refused_and_never_opened(root: Path, kind: str) -> None:
     path = root / "train" / "cat" / "000.png"
     with socket.socket(socket.AF_UNIX) as server:
         match kind:

@@ -1,4 +1,4 @@
-"""Fine-tuning: a new head on old weights, frozen layers and their batch norms, rates by layer."""
+"""Fine-tuning: a new head on trained weights, frozen layers and their batch norms, learning rates by layer."""
 
 from __future__ import annotations
 
@@ -91,15 +91,12 @@ def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained:
 @pytest.mark.parametrize(
     ("patterns", "says"),
     [
-        (
-            ["layr1"],
-            r"'layr1' fits no layer of the model, expected backbone.*conv1 \(Conv2d\).*you mean 'layer1'",
-        ),
+        (["layr1"], r"'layr1' fits no layer of the model, expected backbone.*conv1 \(Conv2d\).*you mean 'layer1'"),
         (["*"], r"train\.freeze is \[\*\], which leaves nothing to train"),
         (["backbone", "fc"], "which leaves nothing to train"),
     ],
 )
-def test_a_pattern_that_cannot_be_is_refused(patterns: list[str], says: str) -> None:
+def test_an_invalid_pattern_is_refused(patterns: list[str], says: str) -> None:
     with pytest.raises(InputError, match=says):
         frozen_names(timm.create_model("resnet18"), patterns)
 
@@ -128,9 +125,10 @@ def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
 
 
 def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
-    frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=3", "steps=5", "optimizer=adamw", "train.ema=0.5")
+    frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=2", "steps=4", "optimizer=adamw", "train.ema=0.5")
+    frozen += ("batch=60", "train.eval_every=100%")
     whole = train_here(tmp_path / "whole", *frozen)
-    for stop in (2, 4):
+    for stop in (1, 3):
         path = tmp_path / f"stopped{stop}"
         train_here(path, *frozen, stop_at=stop)
         resumed = train_here(path, *frozen)
@@ -138,7 +136,7 @@ def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(resumed).items())
 
 
-def test_only_what_is_not_frozen_moves(tmp_path: Path) -> None:
+def test_only_layers_that_are_not_frozen_are_trained(tmp_path: Path) -> None:
     start = train_here(tmp_path / "start", *RUN, "steps=1")
     tuned = train_here(tmp_path / "tuned", *RUN, "steps=3", f"init_from={start.path}", "train.freeze=[backbone]")
     before, after = weights(start), weights(tuned)

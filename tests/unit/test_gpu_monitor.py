@@ -1,6 +1,6 @@
-"""GPU figures through NVML, which is replaced by a small machine of two GPUs: most test machines have none.
+"""GPU figures from NVML. The tests replace NVML by a fake with two GPUs, because most test machines have no GPU.
 
-What is replaced are the calls of `pynvml` and of `torch.cuda`; the monitor, its thread and its file are real.
+Only the calls to `pynvml` and `torch.cuda` are fakes; the monitor, its thread and its file are real.
 """
 
 # ruff: noqa: N802 (NVML's own names)
@@ -26,7 +26,7 @@ from lockstep.telemetry import gpu
 
 
 class Machine:
-    """NVML of a machine whose GPUs have the utilisations `load`, by UUID. The calls have NVML's names."""
+    """A fake NVML: `load` is the utilisation of each GPU, by UUID. The methods have NVML's names."""
 
     NVMLError = pynvml.NVMLError
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
@@ -69,8 +69,8 @@ class Machine:
         return 1980
 
 
-class Kept(Observer):
-    """An observer that keeps what it is given."""
+class Recorder(Observer):
+    """An observer that records what it gets."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -81,13 +81,13 @@ class Kept(Observer):
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
-    monkeypatch.setattr(gpu, "pynvml", made)
-    return made
+    nvml = Machine()
+    monkeypatch.setattr(gpu, "pynvml", nvml)
+    return nvml
 
 
-def watch(path: Path, uuids: list[str], sink: Kept) -> dict[str, float]:
-    """Run a monitor for a few samples, or until it gives up; returns the means it closes with."""
+def watch(path: Path, uuids: list[str], sink: Recorder) -> dict[str, float]:
+    """Run a monitor for a few samples, or until it gives up; returns the means from its `close`."""
     monitor = gpu.Monitor(
         uuids=uuids, path=path / "gpu.jsonl", observer=sink, step=itertools.count(6).__next__, period=0.02
     )
@@ -104,7 +104,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("machine")
 def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
-    sink = Kept()
+    sink = Recorder()
     means = watch(tmp_path, ["GPU-bb", "GPU-aa"], sink)
     written = lines(tmp_path)
     assert [(line["local_rank"], line["uuid"], line["util"]) for line in written[:2]] == [
@@ -118,10 +118,7 @@ def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
         55,
         1980,
     )
-    assert sink.lines[0] == (
-        7,
-        {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in means},
-    )
+    assert sink.lines[0] == (7, {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in means})
     assert means == pytest.approx({"util": 50, "mem_gb": 2.5, "power_w": 350, "temp_c": 55, "sm": 1980})
     assert len(written) == 2 * len(sink.lines) >= 4
 
@@ -130,7 +127,7 @@ def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
 def test_a_step_that_lasts_many_samples_has_its_figures_once_and_the_one_before_the_resume_none(
     tmp_path: Path,
 ) -> None:
-    sink, steps = Kept(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
+    sink, steps = Recorder(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
     monitor = gpu.Monitor(
         uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=sink, step=steps.__next__, period=0.01
     )
@@ -148,25 +145,25 @@ def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["bb"][index]))
     gpus = gpu.watched_gpus(nn.Linear(2, 2), World.solo("cuda:0"))
     assert gpus == ["GPU-bb"]
-    made = gpu.monitor(enabled=True, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
-    assert isinstance(made, gpu.Monitor)
-    assert made.handles == ["GPU-bb"]
-    made.close()
+    monitor = gpu.monitor(enabled=True, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
+    assert isinstance(monitor, gpu.Monitor)
+    assert monitor.handles == ["GPU-bb"]
+    monitor.close()
     assert machine.shut
 
 
 @pytest.mark.parametrize("shown", [1, 4])
-def test_each_rank_tells_its_own_gpu_and_main_watches_those_of_its_machine(
+def test_each_rank_reports_its_gpu_and_main_watches_those_of_its_machine(
     monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
-    """Of four ranks on two machines, main's is the second machine's first, and sees one GPU or all four."""
+    """Four ranks on two machines: this one is the first of the second machine, and sees one GPU or all four."""
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
         lambda index: SimpleNamespace(uuid=["aa", "bb", "cc", "dd"][:shown][index]),
     )
-    told = {0: ["GPU-xx"], 1: ["GPU-yy"], 3: ["GPU-bb"]}
-    monkeypatch.setattr(World, "gather", lambda self, own: [told.get(rank, own) for rank in range(4)])
+    uuids_by_rank = {0: ["GPU-xx"], 1: ["GPU-yy"], 3: ["GPU-bb"]}
+    monkeypatch.setattr(World, "gather", lambda self, own: [uuids_by_rank.get(rank, own) for rank in range(4)])
     here = World(rank=2, local_rank=0, size=4, local_size=2, device=torch.device("cuda:0"), local_peer_pids={3: 1234})
     assert gpu.watched_gpus(nn.Linear(2, 2), here) == ["GPU-aa", "GPU-bb"]
 
@@ -174,17 +171,17 @@ def test_each_rank_tells_its_own_gpu_and_main_watches_those_of_its_machine(
 def test_dp_has_all_gpus_of_its_process_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["aa", "bb"][index]))
     replica = nn.DataParallel(nn.Linear(2, 2))
-    replica.device_ids = [0, 1]  # as where there are two
+    replica.device_ids = [0, 1]  # as on a machine with two GPUs
     assert gpu.watched_gpus(replica, World.solo("cuda:0")) == ["GPU-aa", "GPU-bb"]
     assert gpu.watched_gpus(replica, World.solo()) == []
 
 
 @pytest.mark.parametrize("calls", [0, 1, 4, 5])
-def test_nvml_that_stops_answering_is_said_once_and_ends_the_figures_only(
+def test_nvml_that_stops_answering_is_reported_once_and_ends_the_figures_only(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str], calls: int
 ) -> None:
     machine.fails_after = calls
-    sink = Kept()
+    sink = Recorder()
     means = watch(tmp_path, ["GPU-aa", "GPU-bb"], sink)
     assert len(sink.lines) == calls // 2
     assert len(lines(tmp_path)) == 2 * (calls // 2)
@@ -213,11 +210,11 @@ def test_without_nvml_the_run_goes_on_with_a_warning(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.absent = True
-    made = gpu.monitor(
+    monitor = gpu.monitor(
         enabled=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0
     )
-    made.start()
-    assert made.close() == {}
+    monitor.start()
+    assert monitor.close() == {}
     assert "NVML is not available" in capsys.readouterr().out
 
 
@@ -225,8 +222,10 @@ def test_without_nvml_the_run_goes_on_with_a_warning(
 def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
     tmp_path: Path, enabled: bool, gpus: list[str]
 ) -> None:
-    made = gpu.monitor(enabled=enabled, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
-    assert type(made) is gpu.NoMonitor
+    monitor = gpu.monitor(
+        enabled=enabled, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0
+    )
+    assert type(monitor) is gpu.NoMonitor
     assert not (tmp_path / "gpu.jsonl").exists()
 
 

@@ -20,19 +20,10 @@ def source() -> TimmModels:
     return TimmModels(provider="timm", path="timm://")
 
 
-@pytest.mark.parametrize("name", ["resnet50d", "resnet50d.ra2_in1k", "vit_tiny_patch16_224"])
-def test_a_name_of_timm_composes_and_builds(name: str) -> None:
-    node = composed(f"model={name}", "model.drop_rate=0.1")["model"]
-    assert components.build("model", node) == Timm(name=name, drop_rate=0.1)
-
-
-def test_the_node_of_a_name_has_every_field_of_the_class() -> None:
-    node = composed("model=resnet50d")["model"]
-    assert node == components.node(Timm(name="resnet50d"))
-
-
-def test_a_name_of_timm_and_the_option_timm_with_that_name_are_the_same_model() -> None:
-    assert composed("model=timm", "model.name=resnet50d")["model"] == composed("model=resnet50d")["model"]
+@pytest.mark.parametrize("words", ["model=resnet50d", "model=resnet50d.ra2_in1k", "model=timm model.name=resnet50d"])
+def test_a_name_of_timm_composes_to_every_field_of_its_class(words: str) -> None:
+    node = composed(*words.split(), "model.drop_rate=0.1")["model"]
+    assert node == components.node(Timm(name=words.rpartition("=")[2], drop_rate=0.1))
 
 
 def test_a_file_of_the_project_wins_over_a_name_of_timm() -> None:

@@ -1,4 +1,4 @@
-"""Hydra acts on a config in a few places, all known here, and on none before our policy has looked at it."""
+"""Hydra runs code that a config names in a few known places, and only after our policy has checked the config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.config import hydra_keys, hydra_policy, messages
 from lockstep.core.errors import InputError
 
 SOURCE = Path(hydra.__file__).parent
-# Calls that make something of a name, import, unpickle, or set up logging.
+# Calls that create an object from a name, import, unpickle, or set up logging.
 ACTS = {
     *("instantiate", "_instantiate", "call", "_call_target", "_locate", "get_class", "get_method", "get_object"),
     *("import_module", "__import__", "exec", "eval", "exec_module", "find_spec", "load_module", "dictConfig"),
@@ -33,8 +33,8 @@ ACTS = {
         "ConfigLoaderImpl",
     ),
 }
-# Where Hydra's source has one of these calls, and why it is no way in.
-CHECKED = "with what `CheckedLoader` let through"
+# Where Hydra's source has one of these calls, and why a config cannot use it to run code.
+CHECKED = "only with what `CheckedLoader` has let through"
 KNOWN = {
     ("_internal/hydra.py", "ConfigLoaderImpl"): "replaced by CheckedLoader",
     ("_internal/hydra.py", "configure_log"): CHECKED,
@@ -56,9 +56,9 @@ KNOWN = {
     ("_internal/core_plugins/importlib_resources_config_source.py", "files"): "pkg://, refused where a user names it",
     ("_internal/core_plugins/structured_config_source.py", "import_module"): "structured://, likewise",
 }
-# How Hydra makes what it was asked to make, and what programs can call: reached through the ones above only.
+# The code behind the calls above, and functions for programs: a config reaches them only through those calls.
 MACHINERY = ("_internal/instantiate/", "_internal/logging_config.py", "_internal/target_policy.py", "utils.py")
-INSIDE = {("_internal/utils.py", "import_module")}  # of `_locate`
+INSIDE = {("_internal/utils.py", "import_module")}  # in `_locate`, which is checked where it is called
 
 
 def acts() -> Iterator[tuple[str, str]]:
@@ -88,19 +88,19 @@ def test_every_way_through_hydra_composes_with_our_loader() -> None:
 
 
 def test_a_job_is_composed_once_to_what_hydra_composes_twice() -> None:
-    asked, told = ["seed=1", "hydra.run.dir=here"], ["seed=1", "hydra.run.dir=here", "hydra.mode=RUN"]
+    overrides, job_overrides = ["seed=1", "hydra.run.dir=here"], ["seed=1", "hydra.run.dir=here", "hydra.mode=RUN"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
-        first = loader.load_configuration("config", asked, RunMode.MULTIRUN, validate_sweep_overrides=False)
-        assert loader.load_configuration("config", told, RunMode.RUN) is first
-        again = loader.load_configuration("config", told, RunMode.RUN)
+        first = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        assert loader.load_configuration("config", job_overrides, RunMode.RUN) is first
+        again = loader.load_configuration("config", job_overrides, RunMode.RUN)
     assert again is not first
     assert OmegaConf.to_container(first, resolve=False) == OmegaConf.to_container(again, resolve=False)
 
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
-    said = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
-    values = {key: value for key, value in hydra_keys.leaves(said) if not hydra_keys.is_below(key, hydra_keys.FREE)}
+    node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
+    values = {key: value for key, value in hydra_keys.leaves(node) if not hydra_keys.is_below(key, hydra_keys.FREE)}
     assert values == hydra_keys.OURS
 
 
@@ -147,7 +147,7 @@ def test_the_command_line_names_no_code_and_breaks_no_hydra(word: str) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["hydra.run.dir=here", "epochs=3"]])
-def test_what_every_file_may_set_is_composed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_usual_command_line_is_composed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hydra_policy, "_without_files", None)
     composed(*words)
 

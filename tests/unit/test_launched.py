@@ -1,4 +1,4 @@
-"""Ranks that others launch: by torchrun, by srun, by a script. Where they meet, and which of them share a machine."""
+"""Ranks started by torchrun, srun or a script: the address of their store, and which ranks share a machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def told(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -69,19 +69,19 @@ def test_jobs_and_steps_that_run_beside_each_other_have_ports_of_their_own() -> 
     ports = [slurm.port(job, step) for job in range(4_000_000, 4_000_500) for step in range(10)]
     assert len(set(ports)) == len(ports)
     assert all(port in slurm.PORTS for port in ports)
-    assert slurm.port(2**32, 4_294_967_290) in slurm.PORTS  # of an interactive step
+    assert slurm.port(2**32, 4_294_967_290) in slurm.PORTS  # the number of an interactive step
 
 
 def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, **STEP)
+    set_environment(monkeypatch, **STEP)
     slurm.adopt_srun()
     assert launched() == Place(rank=5, size=6, local_rank=1, local_size=2)
     assert started_by() is Starter.srun
     assert store_address() == ("localhost", slurm.port(70001, 2))
 
 
-def test_a_task_of_srun_meets_the_others_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, **STEP, MASTER_ADDR="10.0.0.9", MASTER_PORT="4444")
+def test_a_task_of_srun_uses_the_store_address_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, **STEP, MASTER_ADDR="10.0.0.9", MASTER_PORT="4444")
     slurm.adopt_srun()
     assert store_address() == ("10.0.0.9", 4444)
 
@@ -90,22 +90,22 @@ def test_a_task_of_srun_meets_the_others_where_it_is_told(monkeypatch: pytest.Mo
     "changed", [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["launched by another", "the only task"]
 )
 def test_another_process_of_srun_is_left_alone(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
-    told(monkeypatch, **{**STEP, **changed})
+    set_environment(monkeypatch, **{**STEP, **changed})
     slurm.adopt_srun()
     assert "WORLD_SIZE" not in os.environ
 
 
 def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, RANK="0", WORLD_SIZE="2")
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="2")
     assert started_by() is Starter.script
-    told(monkeypatch, SLURM_PROCID="0", TORCHELASTIC_RUN_ID="none")
+    set_environment(monkeypatch, SLURM_PROCID="0", TORCHELASTIC_RUN_ID="none")
     assert started_by() is Starter.torchrun
 
 
 def test_the_local_rank_that_older_launchers_add_is_no_word_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--local-rank=1", "epochs=2", "--local_rank=1"]
     assert without_local_rank(words) == words
-    told(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
     assert without_local_rank(words) == ["epochs=2"]
 
 
@@ -118,10 +118,10 @@ def test_the_local_rank_that_older_launchers_add_is_no_word_of_the_command(monke
         ({"MASTER_ADDR": "here", "MASTER_PORT": "0"}, "MASTER_PORT='0', expected a number from 1 to 65535"),
     ],
 )
-def test_a_place_to_meet_that_is_none_is_refused(
+def test_an_invalid_store_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
 ) -> None:
-    told(monkeypatch, **variables)
+    set_environment(monkeypatch, **variables)
     with pytest.raises(InputError) as raised:
         store_address()
     assert says in str(raised.value)
@@ -131,7 +131,7 @@ def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: p
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     for rank, machine in enumerate(("other", network.machine(), "other", "third")):
         store.set(f"lockstep/machine/{rank}", machine)
-    told(monkeypatch, RANK="4", WORLD_SIZE="5")
+    set_environment(monkeypatch, RANK="4", WORLD_SIZE="5")
     attach._find_local_ranks(store)
     assert launched() == Place(rank=4, size=5, local_rank=1, local_size=2)
 

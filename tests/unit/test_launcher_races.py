@@ -1,4 +1,4 @@
-"""What the launchers of several machines see when a rank ends, or a machine leaves, at the worst moment."""
+"""Launchers of several machines, when a rank ends or a machine leaves at the worst moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.launcher.spawn import Children
 
 
 class EndsInBetween(Children):
-    """A rank that still runs when it is looked at for the first `looks` times, and has then ended after a stop."""
+    """A rank that runs for the first `looks` polls, and then has ended because it was stopped."""
 
     def __init__(self, looks: int) -> None:
         super().__init__()

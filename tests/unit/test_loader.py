@@ -1,4 +1,4 @@
-"""How images reach the device: both loaders give the same shards, and leave nothing behind."""
+"""How images reach the device: both loaders yield the same shards, and leave no thread behind."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def loader(source: Source, kind: Any, where: World | None = None, *, partners: b
     )
 
 
-def shards(made: Loader, after: int = 0) -> Iterator[Shard]:
-    """What the loader gives, with the images as they are stored."""
-    return (shard for stride in made.train(after) for shard in stride.shards(stride.images))
+def shards(data_loader: Loader, after: int = 0) -> Iterator[Shard]:
+    """The shards of a loader, with the images as they are stored."""
+    return (shard for stride in data_loader.train(after) for shard in stride.shards(stride.images))
 
 
 def equal(one: Shard, other: Shard) -> bool:
@@ -96,7 +96,7 @@ def test_streaming_gives_the_shards_of_resident(source: Source, workers: int, wh
             shards(loader(source, Streaming(workers=workers), where), after),
             strict=True,
         )
-        steps = [one.step for one, other in pairs if equal(one, other)]
+        steps = [resident.step for resident, streamed in pairs if equal(resident, streamed)]
         assert steps == list(range(after + 1, 10))
 
 
@@ -119,10 +119,10 @@ def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> N
 
 def test_the_last_batch_of_an_epoch_may_leave_a_rank_with_nothing() -> None:
     for kind in (Resident(), Streaming(workers=0)):
-        given = list(shards(loader(Digits(), kind, world(0, 3))))
-        assert [len(shard.labels) for shard in given] == [5, 5, 5, 0, 5, 5, 5, 0, 5]
-        assert [shard.count for shard in given] == [16, 16, 16, 2, 16, 16, 16, 2, 16]
-        assert given[3].images.shape == (0, 1, 8, 8)
+        own = list(shards(loader(Digits(), kind, world(0, 3))))
+        assert [len(shard.labels) for shard in own] == [5, 5, 5, 0, 5, 5, 5, 0, 5]
+        assert [shard.count for shard in own] == [16, 16, 16, 2, 16, 16, 16, 2, 16]
+        assert own[3].images.shape == (0, 1, 8, 8)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
@@ -136,8 +136,8 @@ def test_the_micro_batches_of_a_shard_are_the_shard(parts: int) -> None:
     assert [piece.number for piece, _ in pieces] == list(range(parts))
 
 
-def cut(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
-    """The pieces of a global batch of `count` examples, image i of label and index i, of all ranks in order."""
+def pieces_of(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
+    """All micro-batches of a global batch, rank by rank. Image, label and index of example i are i."""
     pieces = []
     for rank in range(ranks):
         place = share(count, ranks, rank)
@@ -150,10 +150,10 @@ def cut(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
 
 @given(st.integers(0, 60), st.integers(1, 6), st.integers(1, 6), st.booleans())
 def test_pieces_depend_on_ranks_times_micro_batches_alone(count: int, ranks: int, parts: int, partner: bool) -> None:
-    pieces = cut(count, ranks, parts, partner)
+    pieces = pieces_of(count, ranks, parts, partner)
     assert [piece.number for piece in pieces] == list(range(ranks * parts))
     assert [index for piece in pieces for index in piece.labels.tolist()] == list(range(count))
-    for ours, theirs in zip(pieces, cut(count, 1, ranks * parts, partner), strict=True):
+    for ours, theirs in zip(pieces, pieces_of(count, 1, ranks * parts, partner), strict=True):
         assert equal(ours, theirs)
         assert len(ours.indices) == len(ours.labels) + (partner and len(ours.labels) > 0)
 
@@ -172,10 +172,10 @@ def test_ranks_together_evaluate_every_example_once() -> None:
     assert torch.equal(torch.cat(seen).sort().values, Digits().eval().labels.sort().values)
 
 
-def task(source: Source, where: World | None = None, **given: Any) -> LoaderContext:
-    """What a loader is told of a run over `source`, whose model takes 100 images per second."""
-    asked = {"gigabytes": 0.5, "reads": 1000, "boxes": False, "training_rate": lambda: 100.0}
-    return LoaderContext(world=where or world(), splits=(source.train(), source.eval()), **{**asked, **given})
+def task(source: Source, where: World | None = None, **changes: Any) -> LoaderContext:
+    """The loader's context in a run over `source` whose model trains on 100 images per second."""
+    defaults = {"gigabytes": 0.5, "reads": 1000, "boxes": False, "training_rate": lambda: 100.0}
+    return LoaderContext(world=where or world(), splits=(source.train(), source.eval()), **{**defaults, **changes})
 
 
 def test_auto_keeps_small_data_on_the_device_and_streams_large_data() -> None:
@@ -201,7 +201,7 @@ def test_auto_streams_what_is_read_once_and_what_is_read_otherwise_each_time(fol
 def test_what_images_will_hold_of_the_device_is_known_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (16 * GB, 80 * GB))
-    # The images, and a sixteenth of what is free for those that are augmented together.
+    # The images, and a sixteenth of the free memory for the images that are augmented together.
     assert Resident().held_gb(task(Digits(), gpu)) == 0.5 + 1
     assert Resident().held_gb(task(Digits(), world(0, 2))) == 0  # they are in the host's memory already
     assert Resident().held_gb(task(folder, world(0, 2))) == 0.25  # one copy for both ranks
@@ -251,7 +251,7 @@ def test_light_images_get_one_worker_where_others_get_a_core_each(
     )
 
 
-def test_a_number_of_workers_that_was_asked_for_costs_no_trial(folder: Folder) -> None:
+def test_a_configured_number_of_workers_costs_no_dry_run(folder: Folder) -> None:
     def tried() -> float:
         raise AssertionError
 
@@ -264,11 +264,11 @@ def test_a_number_of_workers_that_was_asked_for_costs_no_trial(folder: Folder) -
     ("model", "reader", "own_cores", "needed"),
     [
         (100, 1000, True, 1),
-        (900, 1000, True, 2),  # with some to spare
+        (900, 1000, True, 2),  # with headroom
         (2000, 1000, True, 3),
         (1e6, 1000, True, 8),
         (100, 1000, False, 1),
-        (2000, 1000, False, 2),  # reading takes a fifth of the seconds
+        (2000, 1000, False, 2),  # the shared cores spend a fifth of their time on reading
         (1e9, 1000, False, 8),
     ],
 )
@@ -278,7 +278,7 @@ def test_workers_are_as_many_as_the_rates_ask_for(model: float, reader: float, o
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Iterator[Folder]:
-    """Two images of which one cannot be decoded."""
+    """Two images; one of them cannot be decoded."""
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
         Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(tmp_path / split / "a" / "0.png")
@@ -291,7 +291,7 @@ def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(dam
     feed = Streaming(workers=workers).feed(damaged.train(), world())
     with pytest.raises(InputError, match=r"^dataset: image 1, .*/train/a/1\.png, cannot be decoded"):
         list(feed([(0, torch.tensor([0])), (0, torch.tensor([0, 1]))]))
-    assert no_readers_soon()
+    assert readers_end()
 
 
 def test_an_unreadable_image_is_an_error_of_the_resident_loader_too(damaged: Folder) -> None:
@@ -318,30 +318,30 @@ def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
     path = spoil(folder, tmp_path / "copy", "train/a/03.png", "train/b/00.png", "val/b/04.png")
     source = Folder(path=str(path), decode_size=8, skip=3)
     ours, whole = (loader(source_or_folder, kind, partners=partners) for source_or_folder in (source, folder))
-    for one, other in zip(shards(ours), shards(whole), strict=True):
-        broken = torch.isin(one.indices, torch.tensor([3, 25]))
-        assert torch.equal(one.known_labels, other.known_labels.masked_fill(broken, IGNORE_INDEX))
-        assert torch.equal(one.images, other.images.masked_fill(broken[:, None, None, None], 0))
-        assert (one.count, len(one.labels)) == (other.count, len(other.labels))
+    for damaged, intact in zip(shards(ours), shards(whole), strict=True):
+        broken = torch.isin(damaged.indices, torch.tensor([3, 25]))
+        assert torch.equal(damaged.known_labels, intact.known_labels.masked_fill(broken, IGNORE_INDEX))
+        assert torch.equal(damaged.images, intact.images.masked_fill(broken[:, None, None, None], 0))
+        assert (damaged.count, len(damaged.labels)) == (intact.count, len(intact.labels))
     for _ in range(2):
-        found = torch.cat([labels for _, labels in ours.eval()])
-        assert found.tolist() == [0] * 5 + [1] * 4 + [IGNORE_INDEX]
+        labels = torch.cat([labels for _, labels in ours.eval()])
+        assert labels.tolist() == [0] * 5 + [1] * 4 + [IGNORE_INDEX]
     assert ours.count_skipped() == 3
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 3
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 3
     for index, name in {3: "train/a/03.png", 25: "train/b/00.png", 9: "val/b/04.png"}.items():
-        assert sum(f"warning: image {index}, {path}/{name}, cannot be decoded (" in line for line in said) == 1
-    assert said[2].endswith("left out, 3 of at most 3")
+        assert sum(f"warning: image {index}, {path}/{name}, cannot be decoded (" in line for line in warnings) == 1
+    assert warnings[2].endswith("left out, 3 of at most 3")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_broken_image_costs_no_box_of_the_others(folder: Folder, tmp_path: Path, workers: int) -> None:
+def test_a_broken_image_does_not_change_the_boxes_of_others(folder: Folder, tmp_path: Path, workers: int) -> None:
     crop = Crop(RandomResizedCrop().boxes, seed=0, size=(6, 6))
     path = spoil(folder, tmp_path / "copy", "train/a/03.png")
     whole = replace(folder.train(), crop=crop)
     spoiled = replace(Folder(path=str(path), decode_size=8, skip=1).train(), crop=crop)
-    wanted = [(epoch, torch.arange(10)) for epoch in (0, 1)]
-    ours, theirs = (list(Streaming(workers=workers).feed(split, world())(wanted)) for split in (spoiled, whole))
+    requests = [(epoch, torch.arange(10)) for epoch in (0, 1)]
+    ours, theirs = (list(Streaming(workers=workers).feed(split, world())(requests)) for split in (spoiled, whole))
     for (some, broken), (expected, _) in zip(ours, theirs, strict=True):
         assert list(broken) == [3]
         expected[3] = 0
@@ -349,7 +349,7 @@ def test_a_broken_image_costs_no_box_of_the_others(folder: Folder, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", LOADERS, ids=repr)
-def test_more_broken_images_than_may_be_end_the_run(folder: Folder, tmp_path: Path, kind: Any) -> None:
+def test_more_broken_images_than_allowed_end_the_run(folder: Folder, tmp_path: Path, kind: Any) -> None:
     path = spoil(folder, tmp_path / "copy", "train/a/03.png", "train/b/00.png", "val/b/04.png")
     ours = loader(Folder(path=str(path), decode_size=8, skip=2), kind)
     list(ours.train(after=0))
@@ -362,31 +362,31 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
 
 
-def no_readers_soon() -> bool:
-    """Whether they end when the read that each is in has: nobody waits for it."""
+def readers_end() -> bool:
+    """Whether all of them end once their current read is done; the loader itself does not wait for that."""
     for reader in readers():
         reader.join(timeout=20)
     return readers() == []
 
 
 def test_no_worker_is_left_when_training_ends_or_is_broken_off(folder: Folder) -> None:
-    assert no_readers_soon(), "of the tests before"
+    assert readers_end(), "of the tests before"
     streaming = loader(folder, Streaming(workers=2))
-    given = streaming.train(after=0)
-    next(given)
+    batches = streaming.train(after=0)
+    next(batches)
     assert len(readers()) in (1, 2), "the second one is started when the first is busy"
-    given.close()  # type: ignore[attr-defined]
-    assert no_readers_soon()
+    batches.close()  # type: ignore[attr-defined]
+    assert readers_end()
     list(streaming.train(after=7))
     list(streaming.eval())
-    assert no_readers_soon()
+    assert readers_end()
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (2, 3)])
 def test_workers_read_no_further_ahead_than_asked(folder: Folder, workers: int, prefetch: int) -> None:
-    asked = iter(range(100))
+    numbers = iter(range(100))
     feed = Streaming(workers=workers, prefetch=prefetch).feed(folder.train(), world())
-    given = feed((0, torch.tensor([number % 50])) for number in asked)
-    for taken in range(1, 5):
-        next(given)
-        assert next(asked) == 2 * taken - 1 + workers * prefetch
+    batches = feed((0, torch.tensor([number % 50])) for number in numbers)
+    for count in range(1, 5):
+        next(batches)
+        assert next(numbers) == 2 * count - 1 + workers * prefetch

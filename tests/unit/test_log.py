@@ -1,4 +1,4 @@
-"""Where words go."""
+"""Messages on the terminal and in the log files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_another_rank_logs_to_its_own_file_only(run: RunDir) -> None:
     assert not run.log.exists()
 
 
-def test_what_is_said_and_warned_is_one_line_as_it_stands_and_kept(
+def test_a_message_or_warning_is_one_unchanged_line_on_screen_and_in_the_log(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = " ".join(["[bold]word[/bold]"] * 30)
@@ -47,21 +47,21 @@ def test_what_is_said_and_warned_is_one_line_as_it_stands_and_kept(
         log.say(long)
         log.warn("careful")
     assert capsys.readouterr().out.splitlines() == [long, "warning: careful"]
-    kept = run.log.read_text().splitlines()
-    assert kept[0].endswith(f"INFO {long}")
-    assert kept[1].endswith("WARNING careful")
+    lines = run.log.read_text().splitlines()
+    assert lines[0].endswith(f"INFO {long}")
+    assert lines[1].endswith("WARNING careful")
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_ends_nothing(
+def test_a_log_that_cannot_be_written_is_reported_once_and_ends_nothing(
     run: RunDir, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with full_disk(0), log.rank_logging(run, 1, separate=False):
         for _ in range(3):
             log.logger.info("a word")
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     path = run.rank_log(1)
-    assert said.out == f"warning: {path} cannot be written (File too large); the run goes on without it\n"
-    assert said.err == ""
+    assert captured.out == f"warning: {path} cannot be written (File too large); the run goes on without it\n"
+    assert captured.err == ""
 
 
 @pytest.mark.parametrize("target", ["full disk", "reader that left"])

@@ -1,4 +1,4 @@
-"""The losses, against the formulas of their papers and other implementations of them."""
+"""The losses, compared with the formulas of their papers and with other implementations."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_values_out_of_range_are_refused(word: str) -> None:
         (nn.Linear(10, 1), "has parameters, which no optimizer trains"),
     ],
 )
-def test_a_loss_that_is_none_of_examples_is_refused_before_the_first_step(
+def test_a_loss_without_a_value_per_example_is_refused_before_the_first_step(
     module: nn.Module, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CrossEntropy, "build", lambda self, classes, labels: module)

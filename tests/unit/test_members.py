@@ -26,7 +26,7 @@ def png(level: int) -> bytes:
 
 
 def shard(path: Path, **files: bytes) -> None:
-    """A tar file; two underscores in a name are a dot."""
+    """Write a tar file; two underscores in a name stand for a dot."""
     with tarfile.open(path, "w") as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name.replace("__", "."))
@@ -54,7 +54,7 @@ def test_shards_are_read_in_any_order(shards: Path) -> None:
     assert source.train().labels.tolist() == [0, 1, 0]
     assert levels(source, [2, 0, 1, 0]) == [30, 10, 20, 10]
     assert source.eval().fetch([0])[0, 0, 0, 0] == 40
-    assert source.notes()[0].endswith("left out 1 file that is no image by its name (1 .json)")
+    assert source.notes()[0].endswith("left out 1 file whose name is not that of an image (1 .json)")
     assert "2" in source.notes()[1]
 
 
@@ -96,7 +96,7 @@ def test_a_shard_that_does_not_fit_is_named(shards: Path, files: dict[str, bytes
 
 def test_a_compressed_shard_and_a_class_only_to_evaluate_are_refused(shards: Path) -> None:
     shard(shards / "val-1.tar", e__png=png(1), e__cls=b"7")
-    with pytest.raises(InputError, match=r"val-1.tar:e.png is of class '7', which no training example is of"):
+    with pytest.raises(InputError, match=r"val-1.tar:e.png is of class '7', but no training example is"):
         WebDataset(path=str(shards)).prepare()
     with tarfile.open(shards / "train-2.tar", "w:gz") as tar:
         tar.add(shards / "val-1.tar")
@@ -124,7 +124,7 @@ def test_shards_that_webdataset_wrote_are_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What `save_to_disk` makes of six images to train on, by class ids, and two to evaluate."""
+    """A data set of six training and two evaluation images, written by `save_to_disk`."""
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["yak", "ant"])})
 
@@ -149,9 +149,9 @@ def test_a_saved_table_is_read(saved: Path, tmp_path: Path) -> None:
     changed = datasets.load_from_disk(saved)
     changed["train"] = changed["train"].map(lambda row: {"image": Image.effect_noise((9, 7), 50)})
     changed.save_to_disk(tmp_path / "changed")
-    other = HF(path=str(tmp_path / "changed")).fingerprint()
-    assert other["train"] != source.fingerprint()["train"], "other images under the same labels"
-    assert other["val"] == source.fingerprint()["val"]
+    fingerprint = HF(path=str(tmp_path / "changed")).fingerprint()
+    assert fingerprint["train"] != source.fingerprint()["train"], "other images under the same labels"
+    assert fingerprint["val"] == source.fingerprint()["val"]
 
 
 def test_a_saved_table_without_a_split_for_it_is_evaluated_on_a_share(saved: Path) -> None:
@@ -175,7 +175,7 @@ def test_what_a_saved_table_does_not_have_is_named(saved: Path, keys: dict[str, 
         HF(path=str(saved), **keys).prepare()  # type: ignore[arg-type]
 
 
-def test_what_is_no_saved_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_a_saved_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     with pytest.raises(InputError, match=r"expected a folder that save_to_disk"):
         HF(path=str(tmp_path)).prepare()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers import records, train_here
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -23,8 +26,8 @@ PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1
 
 
 @dataclass
-class Kept(Observer):
-    """An observer that keeps what it is told."""
+class Collector(Observer):
+    """An observer that records what it gets."""
 
     lines: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     ended: str = ""
@@ -41,7 +44,7 @@ class Kept(Observer):
 
 
 class Watched(Display):
-    """A display that keeps what it is told."""
+    """A display that records what it gets."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -60,7 +63,7 @@ class Watched(Display):
 
 @dataclass(frozen=True)
 class Step:
-    """What belongs to one step of a run."""
+    """The fields of a shard that telemetry reads."""
 
     step: int
     epoch: int = 0
@@ -69,7 +72,7 @@ class Step:
 
 
 def recorder(
-    sink: Kept, *, step: int = 0, window: WindowState | None = None, flops: float = 0.0, peak: float = 0.0
+    sink: Collector, *, step: int = 0, window: WindowState | None = None, flops: float = 0.0, peak: float = 0.0
 ) -> Telemetry:
     return Telemetry(
         world=World.solo(),
@@ -92,12 +95,18 @@ def count(telemetry: Telemetry, losses: list[float], hits: list[bool]) -> None:
     telemetry.record(torch.tensor(sum(losses)), logits, micro, torch.zeros(0))
 
 
+def ended(telemetry: Telemetry, step: int, scalars: Mapping[str, Any] | None = None) -> Window:
+    """The window that ends at a step."""
+    (window,) = telemetry.end_window(step, scalars or {})
+    return window
+
+
 def test_a_window_is_the_mean_over_its_examples() -> None:
-    sink = Kept()
+    sink = Collector()
     telemetry = recorder(sink)
     count(telemetry, [1.0, 2.0, 3.0], [True, True, False])
     count(telemetry, [6.0], [False])
-    window = telemetry.flush(2, {"optim/lr": 0.1, "optim/grad_norm": torch.tensor(2.0)})
+    window = ended(telemetry, 2, {"optim/lr": 0.1, "optim/grad_norm": torch.tensor(2.0)})
     assert (window.first, window.last, window.examples) == (1, 2, 4)
     assert window.loss == pytest.approx(3)
     assert window.top1 == pytest.approx(50)
@@ -110,48 +119,48 @@ def test_a_window_is_the_mean_over_its_examples() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
 def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None:
-    telemetry = recorder(Kept(), step=3)
+    telemetry = recorder(Collector(), step=3)
     telemetry.loss_limit = 2000
     for step, loss in ((4, 1.0), (5, bad), (6, 1.0), (7, bad)):
         telemetry.step = step
         count(telemetry, [loss], [True])
-    assert telemetry.flush(7, {}).first_bad_step == 5
+    assert ended(telemetry, 7).first_bad_step == 5
     telemetry.step = 8
     count(telemetry, [1.0], [True])
-    assert telemetry.flush(8, {}).first_bad_step is None
+    assert ended(telemetry, 8).first_bad_step is None
 
 
 def test_a_window_starts_behind_the_one_before() -> None:
-    telemetry = recorder(Kept(), step=10)
+    telemetry = recorder(Collector(), step=10)
     count(telemetry, [1.0], [True])
-    telemetry.flush(12, {})
+    ended(telemetry, 12)
     count(telemetry, [5.0], [False])
-    window = telemetry.flush(15, {})
+    window = ended(telemetry, 15)
     assert (window.first, window.last, window.examples, window.loss, window.top1) == (13, 15, 1, 5, 0)
 
 
 def test_a_million_small_losses_are_summed_without_loss() -> None:
-    telemetry = recorder(Kept())
+    telemetry = recorder(Collector())
     count(telemetry, [2.0**24], [True])
     for _ in range(100):
         count(telemetry, [0.01], [True])
-    assert telemetry.flush(101, {}).loss * 101 == pytest.approx(2.0**24 + 1, abs=1e-4)
+    assert ended(telemetry, 101).loss * 101 == pytest.approx(2.0**24 + 1, abs=1e-4)
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=200), st.data())
 def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[float], data: st.DataObject) -> None:
     at = data.draw(st.integers(1, len(losses) - 1))
-    whole, first = recorder(Kept()), recorder(Kept())
+    whole, first = recorder(Collector()), recorder(Collector())
     for loss in losses:
         count(whole, [loss], [loss > 0, True])
     for loss in losses[:at]:
         count(first, [loss], [loss > 0, True])
-    then = recorder(Kept(), step=1, window=json.loads(json.dumps(first.open_window())))
+    resumed = recorder(Collector(), step=1, window=json.loads(json.dumps(first.open_window())))
     for loss in losses[at:]:
-        count(then, [loss], [loss > 0, True])
-    expected, found = whole.flush(2, {}), then.flush(2, {})
-    assert (found.first, found.loss, found.top1) == (expected.first, expected.loss, expected.top1)
-    assert found.examples == expected.examples - 2 * at
+        count(resumed, [loss], [loss > 0, True])
+    expected, actual = ended(whole, 2), ended(resumed, 2)
+    assert (actual.first, actual.loss, actual.top1) == (expected.first, expected.loss, expected.top1)
+    assert actual.examples == expected.examples - 2 * at
 
 
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=3, max_size=40), st.data())
@@ -166,20 +175,20 @@ def test_an_epoch_is_the_mean_over_all_its_examples_whatever_was_logged_and_resu
         for telemetry.step in numbers:
             count(telemetry, [losses[telemetry.step - 1]], [telemetry.step % 3 == 0, True])
             if telemetry.step in logged:
-                telemetry.flush(telemetry.step, {})
+                ended(telemetry, telemetry.step)
 
     last = len(losses)
-    whole, first = Kept(), recorder(Kept())
+    whole, first = Collector(), recorder(Collector())
     uncut = recorder(whole)
     steps(uncut, range(1, last + 1))
     steps(first, range(1, at + 1))
-    resumed = Kept()
+    resumed = Collector()
     then = recorder(resumed, step=at, window=json.loads(json.dumps(first.open_window())))
     steps(then, range(at + 1, last + 1))
     for telemetry in (uncut, then):
         telemetry.evaluated(last, {}, best=True)
-    (_, expected), (_, found) = whole.lines[-1], resumed.lines[-1]
-    assert found == expected  # to the bit
+    (_, expected), (_, actual) = whole.lines[-1], resumed.lines[-1]
+    assert actual == expected  # to the bit
     own = range(10 * ((last - 1) // 10) + 1, last + 1)
     assert expected["loss/train_epoch"] == pytest.approx(sum(losses[step - 1] for step in own) / (2 * len(own)))
     hits = sum(1 + (step % 3 == 0) for step in own)
@@ -196,14 +205,14 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
             now += 3
             yield Step(step)
 
-    sink = Kept()
+    sink = Collector()
     telemetry = recorder(sink)
     for _ in telemetry.watch(slowly()):
         now += 1
         count(telemetry, [1.0], [True])
         with telemetry.pause():
             now += 10
-    window = telemetry.flush(2, {})
+    window = ended(telemetry, 2)
     assert (window.waited, window.seconds) == (6, 8)
     figures = sink.lines[0][1]
     assert figures["perf/data_wait_pct"] == 75
@@ -214,7 +223,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
 
 
 def test_the_steps_that_pass_are_shown_and_known() -> None:
-    telemetry = recorder(Kept())
+    telemetry = recorder(Collector())
     assert [shard.step for shard in telemetry.watch(iter([Step(4), Step(5)]))] == [4, 5]
     assert telemetry.step == 5
     assert isinstance(telemetry.display, Watched)
@@ -223,31 +232,95 @@ def test_the_steps_that_pass_are_shown_and_known() -> None:
 
 def test_utilisation_is_shown_where_the_peak_is_known() -> None:
     for peak, shown in ((0.0, False), (1e6, True)):
-        sink = Kept()
+        sink = Collector()
         telemetry = recorder(sink, flops=100.0, peak=peak)
         count(telemetry, [1.0], [True])
-        window = telemetry.flush(1, {})
+        window = ended(telemetry, 1)
         assert ("perf/mfu_pct" in sink.lines[0][1]) is shown
         if shown:
             assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate * 100 / 1e6)
 
 
 def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:
-    sink = Kept()
+    sink = Collector()
     telemetry = recorder(sink)
     telemetry.evaluated(7, {"acc/val_top1": 90.0}, best=True)
     telemetry.close()
     assert sink.lines == [(7, {"acc/val_top1": 90.0})]
-    assert sink.ended == "failed"  # nobody has said otherwise
+    assert sink.ended == "failed"  # the default, unless the run completes
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.closed
 
 
 def test_a_run_without_a_window_has_no_rate() -> None:
-    assert recorder(Kept()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
+    assert recorder(Collector()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
+
+
+def test_rate_and_share_are_of_the_seconds_of_training() -> None:
+    window = Window(first=1, last=4, loss=0.5, top1=80.0, examples=256, seconds=2.0, waited=0.5)
+    assert window.rate == pytest.approx(128)
+    assert window.wait_share == pytest.approx(25)
 
 
 def test_the_files_are_flushed_before_a_checkpoint() -> None:
-    sink = Kept()
+    sink = Collector()
     recorder(sink).sync()
     assert sink.flushed == 1
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read each window at the log point after it, as on a GPU."""
+    begin = Telemetry.__init__
+
+    def init(self: Telemetry, **arguments: Any) -> None:
+        begin(self, **arguments)
+        self.late = True
+
+    monkeypatch.setattr(Telemetry, "__init__", init)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What a run has logged, without what its clock measured."""
+    return [
+        {name: value for name, value in line.items() if name != "time" and not name.startswith("perf/")}
+        for line in records(folder)
+    ]
+
+
+# Evaluations between log points and at one, a checkpoint in a window, an epoch's end in a window.
+JOB = (
+    "model=linear",
+    "batch=200",
+    "steps=14",
+    "telemetry.interval=3",
+    "train.eval_every=5",
+    "checkpoint.every=4",
+    "precision=fp64",
+)
+
+
+def test_windows_that_are_read_late_are_the_same_lines(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    expected = train_here(tmp_path / "expected", *JOB)
+    request.getfixturevalue("late")
+    late_run = train_here(tmp_path / "late", *JOB)
+    assert lines(late_run.path) == lines(expected.path)
+    train_here(tmp_path / "resumed", *JOB, stop_at=7)
+    resumed = train_here(tmp_path / "resumed", *JOB)
+    assert lines(resumed.path) == lines(expected.path)
+
+
+@pytest.mark.usefixtures("late")
+def test_a_window_that_is_read_late_names_its_own_bad_step() -> None:
+    telemetry = recorder(Collector())
+    for telemetry.step in range(1, 5):
+        count(telemetry, [float("nan") if telemetry.step == 1 else 1.0], [True])
+        if telemetry.step == 2:
+            assert telemetry.end_window(2, {"optim/scale": torch.tensor(4.0)}, torch.tensor([7, 7])) == []
+    count(telemetry, [1.0], [True])
+    (window,) = telemetry.end_window(4, {})
+    assert (window.first, window.last, window.first_bad_step) == (1, 2, 1)
+    assert (window.scalars, window.checksums) == ({"optim/scale": 4.0}, [7, 7])
+    (window,) = telemetry.write_windows()
+    assert (window.first, window.last, window.first_bad_step) == (3, 4, None)
+    assert telemetry.write_windows() == []

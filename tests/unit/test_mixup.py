@@ -1,4 +1,4 @@
-"""Mixup and CutMix: the plain loop's pixels and targets to the bit, however a global batch is cut."""
+"""Mixup and CutMix: the same pixels and targets as a plain loop, to the bit, however a global batch is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.precision import FP32, FP64
 
 pytestmark = pytest.mark.numerics
 
-# Two batches of ten and one of three an epoch; the fourth step is of the second epoch.
+# An epoch has two batches of ten examples and one of three; the fourth step belongs to the second epoch.
 PLAN = Plan(examples=23, batch=10, total_steps=4, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 KINDS = {"mixup": (0.4, 0.0), "cutmix": (0.0, 1.0), "both": (0.4, 1.0)}
 SEED = 5
@@ -53,7 +53,7 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
 
     images, targets = [], []
     for index, following in zip(batch, [*batch[1:], batch[0]], strict=True):
-        image, other = augmented(index), augmented(following)
+        image, partner = augmented(index), augmented(following)
         key = sample_keys(SEED, epoch, index, MIX)
         cuts = uniform(key, 1) < 0.5 if mix.mixup and mix.cutmix else bool(mix.cutmix)
         share = beta(uniform(key, 0), mix.cutmix if cuts else mix.mixup)
@@ -63,9 +63,9 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
             rows, columns = (slice(max(0, at - side), min(8, at + side)) for at in (row, column))
             share = torch.tensor(1 - (rows.stop - rows.start) * (columns.stop - columns.start) / 64)
             image = image.clone()
-            image[:, rows, columns] = other[:, rows, columns]
+            image[:, rows, columns] = partner[:, rows, columns]
         else:
-            image = share.to(precision.sums) * image + (1 - share.to(precision.sums)) * other
+            image = share.to(precision.sums) * image + (1 - share.to(precision.sums)) * partner
         one, two = (F.one_hot(split.labels[position], 10).to(precision.sums) for position in (index, following))
         images.append(image)
         targets.append(share.to(precision.sums) * one + (1 - share.to(precision.sums)) * two)
@@ -76,7 +76,7 @@ def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) 
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
     feed = loader.feed(split, world)
-    made = Loader(
+    data_loader = Loader(
         world=world,
         plan=PLAN,
         seed=SEED,
@@ -88,7 +88,7 @@ def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) 
         partners=True,
         stride=3,
     )
-    return list(path.train(made.train(after=0)))
+    return list(path.train(data_loader.train(after=0)))
 
 
 @pytest.mark.parametrize("precision", [FP32(), FP64()], ids=repr)
@@ -130,7 +130,7 @@ def test_a_piece_without_examples_has_a_loss_of_zero(kind: str) -> None:
 @pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 8.0, 1000.0])
 def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     drawn = beta(uniform(sample_keys(0, 0, torch.arange(100_000), MIX), 0), alpha).double().sort().values.numpy()
-    # Kolmogorov and Smirnov: a larger distance comes about once in ten thousand seeds.
+    # Kolmogorov-Smirnov: about one seed in ten thousand has a larger distance.
     distance = np.abs(betainc(alpha, alpha, drawn) - (np.arange(100_000) + 0.5) / 100_000)
     assert distance[(drawn > 0) & (drawn < 1)].max() < 2.2 / 100_000**0.5
 
@@ -149,14 +149,14 @@ def test_an_alpha_of_zero_keeps_the_own_image() -> None:
 def test_boxes_have_their_area_and_lie_everywhere() -> None:
     keys = sample_keys(0, 0, torch.arange(20_000), MIX)
     share = torch.full((20_000,), 0.75)
-    made = box(share, keys, 20, 30)
-    areas = made.sum((1, 2))
-    # Half of each side: 10 by 14 (an even number on both sides of the centre), less where the border cuts.
+    boxes = box(share, keys, 20, 30)
+    areas = boxes.sum((1, 2))
+    # Half of each side, rounded down to an even number: 10 by 14, and less at the border.
     assert areas.max() == 10 * 14
     assert areas.min() >= 5 * 7
     assert (areas == 140).double().mean().item() == pytest.approx(11 / 20 * 17 / 30, abs=0.02)
-    # The centre is uniform, so that a pixel is covered as often as its neighbourhood has centres.
-    covered = made.double().mean(0)
+    # The centre is uniform, so the probability that a pixel is covered is the share of centres near enough to it.
+    covered = boxes.double().mean(0)
     assert covered[10, 15].item() == pytest.approx(10 / 20 * 14 / 30, abs=0.02)
     assert covered[0, 0].item() == pytest.approx(6 / 20 * 8 / 30, abs=0.02)
 
@@ -164,7 +164,7 @@ def test_boxes_have_their_area_and_lie_everywhere() -> None:
 def test_with_both_on_half_of_the_samples_take_each() -> None:
     images, keys = torch.rand(4001, 1, 8, 8) + torch.arange(4001)[:, None, None, None], torch.arange(4001)
     mixed, _ = mixing("both").apply(images, torch.zeros(4001, dtype=torch.int64), sample_keys(0, 0, keys, MIX))
-    # CutMix leaves each pixel as it was in one of the two images; tiny mixup shares do so to rounding.
+    # With CutMix each pixel equals that of one of the two images; with mixup that happens only for tiny shares.
     cut = ((mixed == images[:-1]) | (mixed == images[1:])).all((1, 2, 3))
     assert cut.double().mean().item() == pytest.approx(0.5, abs=0.04)
 

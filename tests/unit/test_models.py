@@ -52,18 +52,18 @@ def test_digitnet_takes_images_down_to_4x4(side: int) -> None:
 
 @pytest.mark.parametrize(("cells", "shape"), [(1, (4, 6)), (2, (4, 6)), (2, (7, 5)), (2, (2, 3)), (2, (14, 14))])
 def test_a_map_is_pooled_as_by_an_adaptive_pool_to_the_bit(cells: int, shape: tuple[int, int]) -> None:
-    # Few levels, so that a window has its maximum in several places: the gradient goes to the same of them.
+    # With few levels a window has its maximum in several places: the gradient must go to the same place in both.
     features = torch.randint(5, (3, 4, *shape), generator=torch.Generator().manual_seed(0)).float()
     weights = torch.rand(3, 4, cells, cells, generator=torch.Generator().manual_seed(1))
     results = []
     for pool in (nn.AdaptiveMaxPool2d(cells), MaxPoolTo(cells)):
-        entering = features.clone().requires_grad_()
-        pooled = pool(entering)
+        inputs = features.clone().requires_grad_()
+        pooled = pool(inputs)
         (pooled * weights).sum().backward()
-        results.append((pooled, entering.grad))
-    (expected, gradient), (pooled, found) = results
+        results.append((pooled, inputs.grad))
+    (expected, expected_gradient), (pooled, gradient) = results
     assert torch.equal(pooled, expected)
-    assert torch.equal(found, gradient)
+    assert torch.equal(gradient, expected_gradient)
 
 
 def test_digitnet_has_as_many_channels_as_its_width_says() -> None:

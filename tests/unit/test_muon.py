@@ -1,4 +1,4 @@
-"""Muon: orthogonal updates of matrices, Nesterov steps of all else, one decay for both."""
+"""Muon: orthogonal updates for matrices, Nesterov steps for all other parameters, the same decay for both."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytestmark = pytest.mark.numerics
 
 
 def network() -> nn.Module:
-    """In float64, as all numbers here: the iteration blows rounding up by 3.4445 ** 5 = 485."""
+    """A small network in float64: the iteration amplifies rounding errors by 3.4445 ** 5 = 485."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, lr: float | None = None) -> None:
-    """Some steps; with the rate that the trainer sets for ours."""
+    """Take some steps, with `lr` set in the way the trainer does it for our optimizers."""
     if lr is not None:
         set_learning_rate(optimizer, lr)
     generator = torch.Generator().manual_seed(1)
@@ -35,13 +35,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, lr
 def test_an_update_becomes_orthogonal_and_keeps_its_directions(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     update = torch.randn(shape, dtype=torch.float64)
-    (found,) = orthogonalised([update], 5)
+    (result,) = orthogonalised([update], 5)
     left, _, right = torch.linalg.svd(update.flatten(1), full_matrices=False)
-    singular = torch.linalg.svdvals(found.flatten(1))
-    assert found.shape == update.shape
+    singular = torch.linalg.svdvals(result.flatten(1))
+    assert result.shape == update.shape
     assert 0.6 < singular.min() <= singular.max() < 1.3
     # In the basis of the update's own singular vectors the result is diagonal.
-    inner = left.T @ found.flatten(1) @ right.T
+    inner = left.T @ result.flatten(1) @ right.T
     torch.testing.assert_close(inner, inner.diagonal().diag(), atol=1e-11, rtol=0)
 
 
@@ -49,8 +49,8 @@ def test_matrices_of_one_shape_do_not_see_each_other() -> None:
     shapes = [(8, 3, 3, 3), (8, 27), (5, 7)]
     updates = [*(torch.randn(shape, dtype=torch.float64) for shape in shapes), torch.zeros(8, 27).double()]
     together = orthogonalised(updates, 5)
-    for update, found in zip(updates, together, strict=True):
-        torch.testing.assert_close(found, orthogonalised([update], 5)[0], rtol=1e-11, atol=1e-11)
+    for update, result in zip(updates, together, strict=True):
+        torch.testing.assert_close(result, orthogonalised([update], 5)[0], rtol=1e-11, atol=1e-11)
     assert not together[3].any()
 
 
@@ -74,32 +74,32 @@ def test_an_update_in_an_order_of_its_own_has_the_same_numbers() -> None:
 
 
 def test_a_channels_last_network_takes_the_steps_of_any_other() -> None:
-    one, other = network(), network().to(memory_format=torch.channels_last)
-    for model in (one, other):
+    plain, channels_last = network(), network().to(memory_format=torch.channels_last)
+    for model in (plain, channels_last):
         train(model, Muon(lr=0.1, weight_decay=0.1, fixed_norm=True).build(model), lr=0.1)
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    for expected, actual in zip(plain.parameters(), channels_last.parameters(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 40), (2, 40, 16), (2, 64, 216)])
 def test_the_iteration_in_bfloat16_ends_as_near_to_one(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
-    found = newton_schulz(torch.randn(shape).bfloat16(), 5)
-    singular = torch.linalg.svdvals(found.double())
-    assert found.dtype == torch.bfloat16
+    result = newton_schulz(torch.randn(shape).bfloat16(), 5)
+    singular = torch.linalg.svdvals(result.double())
+    assert result.dtype == torch.bfloat16
     assert 0.6 < singular.min() <= singular.max() < 1.3
 
 
 def test_inner_convolutions_and_linear_layers_are_matrices_and_the_last_one_is_the_head() -> None:
     model = network()
     groups = Muon(lr=0.1, head_lr=0.2, bias_lr=0.4).build(model).param_groups
-    found = {
+    options = {
         id(parameter): (group["orthogonal"], group["scale"]) for group in groups for parameter in group["params"]
     }
-    assert len(found) == len(list(model.parameters()))
-    assert [found[id(model[at].weight)] for at in (0, 3, 5)] == [(True, 1)] * 3
-    assert found[id(model[7].weight)] == (False, 2)
-    assert {found[id(parameter)] for parameter in (model[1].weight, model[1].bias, model[3].bias)} == {(False, 4)}
+    assert len(options) == len(list(model.parameters()))
+    assert [options[id(model[at].weight)] for at in (0, 3, 5)] == [(True, 1)] * 3
+    assert options[id(model[7].weight)] == (False, 2)
+    assert {options[id(parameter)] for parameter in (model[1].weight, model[1].bias, model[3].bias)} == {(False, 4)}
 
 
 def test_tokens_and_positions_of_a_transformer_are_no_matrices() -> None:
@@ -111,15 +111,15 @@ def test_tokens_and_positions_of_a_transformer_are_no_matrices() -> None:
 
 
 def test_what_is_no_matrix_steps_as_torchs_nesterov_sgd() -> None:
-    one, other = network(), network()
-    # Matrices go by a rate that does not show in what the others do: by 3 steps * 1e-12.
-    ours = Muon(lr=1e-12, head_lr=0.01, bias_lr=0.02, sgd_momentum=0.8).build(one)
-    rest = [parameter for parameter in other.parameters() if parameter.dim() == 1]
-    groups = [{"params": rest, "lr": 0.02}, {"params": [other[7].weight]}]
-    train(one, ours, lr=1e-12)
-    train(other, torch.optim.SGD(groups, lr=0.01, momentum=0.8, nesterov=True))
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    model, reference = network(), network()
+    # The matrices move by 3 steps * 1e-12 only, so that they do not change the gradients of the other parameters.
+    ours = Muon(lr=1e-12, head_lr=0.01, bias_lr=0.02, sgd_momentum=0.8).build(model)
+    vectors = [parameter for parameter in reference.parameters() if parameter.dim() == 1]
+    groups = [{"params": vectors, "lr": 0.02}, {"params": [reference[7].weight]}]
+    train(model, ours, lr=1e-12)
+    train(reference, torch.optim.SGD(groups, lr=0.01, momentum=0.8, nesterov=True))
+    for actual, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_step_moves_every_singular_value_of_a_matrix_by_the_rate() -> None:

@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, whose rate is smaller, and the average of weights."""
+"""Optimizers: weight decay, learning rates by layer, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -94,17 +94,17 @@ def test_layer_decay_of_a_model_whose_layers_are_not_known_is_refused() -> None:
     ids=["sgd", "nesterov", "adam", "adamw", "adamw with options"],
 )
 def test_the_usual_three_are_those_of_torch(ours: Any, theirs: Any) -> None:
-    one, other = network().double(), network().double()
-    optimizers = [(one, ours.build(one)), (other, theirs(other.parameters()))]
-    for model, optimizer in optimizers:
-        # Gradients that are given, not computed: where one is zero but for rounding, Adam makes a whole step of it.
+    model, reference = network().double(), network().double()
+    optimizers = [(model, ours.build(model)), (reference, theirs(reference.parameters()))]
+    for trained, optimizer in optimizers:
+        # Drawn gradients, not computed ones: Adam turns a gradient that is only a rounding error into a whole step.
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
-            for parameter in model.parameters():
+            for parameter in trained.parameters():
                 parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
             optimizer.step()
-    for mine, reference in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-12, atol=1e-12)
     optimizers[1][1].load_state_dict(optimizers[0][1].state_dict())
     optimizers[0][1].load_state_dict(optimizers[1][1].state_dict())
 
@@ -151,7 +151,7 @@ def test_an_unknown_name_is_refused_with_the_names_close_to_it() -> None:
         (lambda: Timm(opt="adahessian"), "needs second derivatives"),
     ],
 )
-def test_a_value_that_cannot_be_is_the_users_mistake(make: Any, says: str) -> None:
+def test_an_impossible_value_is_the_users_mistake(make: Any, says: str) -> None:
     with pytest.raises(InputError, match=says):
         make()
 
@@ -191,10 +191,7 @@ def test_a_model_without_counters_is_averaged_too() -> None:
 
 def test_the_average_is_that_of_torch() -> None:
     model = network()
-    ours, theirs = (
-        EMA(model, 0.9),
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
-    )
+    ours, theirs = (EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True))
     optimizer = SGD(lr=0.01).build(model)
     for _ in range(3):
         one_step(model, optimizer)

@@ -1,4 +1,4 @@
-"""What an optimizer gathered comes back to the bit, under today's options, and only where it fits."""
+"""The state of an optimizer is restored to the bit, with the options of the resuming run, and only where it fits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.checkpoint.optimizer import optimizer_state, restore_optimizer
 from lockstep.optim.muon import Muon
 from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm
 
-# They refuse to be built, or to step, without a CUDA device.
+# Prefixes of the optimizers that cannot be built, or cannot step, without a CUDA device.
 CUDA_ONLY = ("bnb", "fused")
 TIMM = {
     get_optimizer_info(name).opt_class: name
@@ -36,9 +36,9 @@ class Trained:
 
     def train(self, steps: int) -> Trained:
         for _ in range(steps):
-            torch.manual_seed(2)  # as the trainer does, by the step: some optimizers draw noise
+            torch.manual_seed(2)  # the trainer seeds each step too: some optimizers draw noise
             for parameter in self.model.parameters():
-                # In the memory layout of the weight, as autograd makes it.
+                # The gradient has the memory layout of the weight, as autograd's have.
                 drawn = torch.randn(parameter.shape, dtype=parameter.dtype, generator=self.generator)
                 parameter.grad = torch.empty_like(parameter).copy_(drawn)
             self.optimizer.step()
@@ -53,7 +53,7 @@ class Trained:
         return loaded
 
     def resumed(self, saved: dict[str, Any], like: Trained) -> Trained:
-        """Go on from what was saved of `like`."""
+        """Resume from the saved state of `like`."""
         restore_optimizer(self.optimizer, self.model, saved)
         self.model.load_state_dict(like.model.state_dict())
         self.generator.set_state(like.generator.get_state())
@@ -70,11 +70,11 @@ def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 @pytest.mark.parametrize("opt", TIMM.values())
 def test_every_optimizer_of_timm_goes_on_as_if_it_had_not_stopped(opt: str) -> None:
-    with torch.compiler.set_stance("force_eager"):  # one of them compiles its step, for seconds
+    with torch.compiler.set_stance("force_eager"):  # one optimizer compiles its step, which takes seconds
         whole = Trained(Timm(opt=opt, lr=0.01)).train(3)
         resumed = Trained(Timm(opt=opt, lr=0.01)).resumed(whole.saved(), whole)
-        for one, other in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
-            assert torch.equal(one, other)
+        for expected, actual in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
+            assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_momenta_lie_in_memory_as_their_weights_do_whatever_layout_they_had(opti
     for parameter, gathered in resumed.optimizer.state.items():
         for value in gathered.values():
             assert not isinstance(value, torch.Tensor) or value.dim() == 0 or value.stride() == parameter.stride()
-    for one, other in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    for expected, actual in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-10, atol=1e-12)
 
 
 def other_shape(state: dict[str, Any], key: str) -> None:
@@ -178,7 +178,7 @@ def test_a_state_that_does_not_fit_is_refused_before_a_kernel_sees_it(
         fresh.resumed(saved, fresh)
 
 
-def test_a_count_of_steps_that_is_none_is_refused() -> None:
+def test_an_invalid_count_of_steps_is_refused() -> None:
     saved = Trained(AdamW()).train(1).saved()
     saved["state"]["0.weight"]["step"] = torch.zeros(1000)
     fresh = Trained(AdamW())
@@ -187,13 +187,13 @@ def test_a_count_of_steps_that_is_none_is_refused() -> None:
 
 
 def test_a_first_step_that_a_loss_scaler_skips_leaves_the_momenta_at_zero() -> None:
-    made = Trained(SGD(lr=0.1))
+    trained = Trained(SGD(lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for parameter in made.model.parameters():
+    for parameter in trained.model.parameters():
         parameter.grad = torch.full_like(parameter, float("inf"))
-    scaler.scale(torch.zeros(1))  # a scaler is there from its first loss on
-    scaler.unscale_(made.optimizer)
-    scaler.step(made.optimizer)
-    assert all(not state["momentum_buffer"].any() for state in made.optimizer.state.values())
-    skipped, never = made.train(2).weights(), Trained(SGD(lr=0.1)).train(2).weights()
-    assert all(torch.equal(one, other) for one, other in zip(skipped, never, strict=True))
+    scaler.scale(torch.zeros(1))  # a scaler has no state before its first loss
+    scaler.unscale_(trained.optimizer)
+    scaler.step(trained.optimizer)
+    assert all(not state["momentum_buffer"].any() for state in trained.optimizer.state.values())
+    skipped, never = trained.train(2).weights(), Trained(SGD(lr=0.1)).train(2).weights()
+    assert all(torch.equal(actual, expected) for actual, expected in zip(skipped, never, strict=True))

@@ -1,4 +1,4 @@
-"""Packed data sets: the pixels of the folder they were made of, whole or refused."""
+"""Packed data sets: they hold the pixels of their folder, and a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.runtime.host import cores
 
 
 def fill(root: Path) -> Folder:
-    """150 images of odd shapes in three classes, more than a chunk of them, and nine to evaluate."""
+    """150 training images of different shapes in three classes, more than one chunk, and nine to evaluate."""
     generator = np.random.default_rng(0)
     for split, count in (("train", 50), ("val", 3)):
         for label in ("cat", "ant", "zebra"):
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def pack(source: Folder, target: Path, threads: int = 2) -> list[str]:
-    """Pack, and say which images were left out."""
+    """Pack a folder; returns one sentence for each image that was left out."""
     return [error.failure for error in packing.pack(source, target, threads=threads, advanced=lambda n: None)]
 
 
@@ -57,7 +57,7 @@ def target(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs(root: Path, folder: Folder, target: Path) -> list[Case]:
-    """A run on the folder, and runs on its packed images by every loader."""
+    """A run on the folder, and a run on its packed images with each loader."""
     common = ("batch=32", "steps=7", "telemetry.samples=true", "augment=crop_flip", "optimizer=sgd")
     theirs = ("dataset=folder", f"dataset.path={folder.path}", "dataset.decode_size=8", "loader=resident")
     ours = [(f"loader.workers={workers}", "loader=streaming") for workers in (0, 2)]
@@ -128,7 +128,7 @@ def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
         world=World.solo(), splits=splits, gigabytes=1.0, reads=10**9, boxes=False, training_rate=lambda: None
     )
     chosen, reason = Auto(resident_gb=0.5).choose(task)
-    assert chosen.workers == cores()  # however light: rows are copied without Python's lock
+    assert chosen.workers == cores()  # also for small images: rows are copied without holding Python's lock
     assert "one worker" in reason
     assert isinstance(Auto(resident_gb=2.0).choose(task)[0], Resident)
 
@@ -139,7 +139,7 @@ def test_threads_do_not_change_a_byte(folder: Folder, target: Path, tmp_path: Pa
         assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path) -> None:
+def test_broken_images_are_left_out_up_to_the_allowed_number(tmp_path: Path) -> None:
     source = fill(tmp_path / "images")
     for path in ("train/ant/03.jpg", "val/zebra/00.png"):
         (tmp_path / "images" / path).write_bytes(b"no image")
@@ -148,12 +148,12 @@ def test_broken_images_are_left_out_up_to_the_number_that_may_be(tmp_path: Path)
     with pytest.raises(InputError, match=r"image 6, .*zebra/00\.png, cannot be decoded"):
         pack(Folder(path=source.path, decode_size=8, skip=1), tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
-    found = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
-    assert [line.partition(",")[0] for line in found] == ["image 3", "image 6"]
+    broken = pack(Folder(path=source.path, decode_size=8, skip=2), tmp_path / "target")
+    assert [line.partition(",")[0] for line in broken] == ["image 3", "image 6"]
     ours, theirs = Packed(path=str(tmp_path / "target")).train(), source.train()
-    kept = [index for index in range(150) if index != 3]
-    assert torch.equal(ours.images, theirs.fetch(kept))
-    assert torch.equal(ours.labels, theirs.labels[kept])
+    whole = [index for index in range(150) if index != 3]
+    assert torch.equal(ours.images, theirs.fetch(whole))
+    assert torch.equal(ours.labels, theirs.labels[whole])
 
 
 def test_a_split_without_a_single_image_is_refused(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         lambda manifest: manifest["splits"]["train"]["sha256"].pop("labels"),
     ],
 )
-def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, change: Callable[[Any], Any]) -> None:
+def test_a_manifest_with_wrong_fields_is_refused(target: Path, tmp_path: Path, change: Callable[[Any], Any]) -> None:
     path = copied(target, tmp_path) / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
@@ -241,7 +241,7 @@ def test_a_manifest_of_other_words_is_refused(target: Path, tmp_path: Path, chan
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])
-def test_a_manifest_that_is_none_is_refused(target: Path, tmp_path: Path, text: str) -> None:
+def test_an_invalid_manifest_is_refused(target: Path, tmp_path: Path, text: str) -> None:
     path = copied(target, tmp_path)
     (path / "manifest.json").write_text(text)
     with pytest.raises(InputError, match="is not a whole packed data set"):
@@ -270,19 +270,22 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
         packing.check(path, lambda n: None)
 
 
-def typed(*arguments: str) -> Done:
+def pack_command(*arguments: str) -> Done:
     return forked("lockstep", "pack", *arguments)
 
 
 def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
-    made = typed(folder.path, str(tmp_path / "new"), "--size", "8")
-    assert made.code == 0, made.err
-    assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in made.out
+    done = pack_command(folder.path, str(tmp_path / "new"), "--size", "8")
+    assert done.code == 0, done.err
+    assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in done.out
     assert (tmp_path / "new" / "train.images").read_bytes() == (target / "train.images").read_bytes()
-    assert typed("--check", str(tmp_path / "new")).out == f"{tmp_path}/new is whole: every file matches its sha256\n"
-    again = typed(folder.path, str(tmp_path / "new"))
+    assert (
+        pack_command("--check", str(tmp_path / "new")).out
+        == f"{tmp_path}/new is whole: every file matches its sha256\n"
+    )
+    again = pack_command(folder.path, str(tmp_path / "new"))
     assert (again.code, again.err.count("\n")) == (2, 1)
-    wrong = typed(str(tmp_path), str(tmp_path / "other"))
+    wrong = pack_command(str(tmp_path), str(tmp_path / "other"))
     assert wrong.code == 2
     assert wrong.err == (
         f"lockstep: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
@@ -295,7 +298,7 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     "arguments", [("source",), (), ("source", "--check", "target"), ("--check", "t", "--size", "3")]
 )
 def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple[str, ...]) -> None:
-    done = typed(*arguments)
+    done = pack_command(*arguments)
     assert done.code == 2
     assert "expected SOURCE and TARGET, or --check TARGET alone" in done.err
 
@@ -307,7 +310,7 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    with packing._temporary_folder(tmp_path / "target"):  # leaves what another pack is at alone
+    with packing._temporary_folder(tmp_path / "target"):  # leaves the folder of a pack that is running alone
         assert len(list(tmp_path.glob(".target.*.partial"))) == 2
     process.close()
     assert not (tmp_path / "target").exists()

@@ -1,4 +1,4 @@
-"""Photos as people have them: each kind of file, compared with Pillow's own conversion of the same file."""
+"""Photos of all usual file formats, compared with Pillow's conversion of the same file."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ORIENTATION = 0x0112
 
 
 def read(path: Path) -> Tensor:
-    """The pixels as a split gives them."""
+    """The pixels of a file, read by a split."""
     return FileSplit([path], torch.tensor([0]), SIZE).fetch([0])[0]
 
 
 def by_pillow(path: Path) -> Tensor:
-    """Upright and RGB, by Pillow alone; what is transparent on white."""
+    """The pixels by Pillow alone: upright, RGB, transparent parts on white."""
     if path.suffix == ".heic":
         photo_formats.register()
     with Image.open(path) as image:
@@ -63,7 +63,7 @@ def palette_with_transparency() -> Image.Image:
 
 
 def twelve_bits() -> bytes:
-    """A TIFF of 12 bits, packed, which Pillow reads and does not write."""
+    """A TIFF of packed 12-bit pixels. Pillow can read this format, but not write it."""
     levels = (4095 * GREYS).astype(int).reshape(-1, 2)
     rows = b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in levels.tolist())
     tags = [(256, 4, SIZE), (257, 4, SIZE), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1)]
@@ -80,7 +80,7 @@ def tiff_of(levels: np.ndarray) -> Callable[[Path], None]:
     return lambda path: Image.fromarray(levels).save(path)
 
 
-# What a file of 8 bits a channel holds is what Pillow makes of it. The number is the largest difference of a pixel.
+# Formats of 8 bits per channel: name, how it is written, and the largest allowed difference from Pillow's pixels.
 KINDS: dict[str, tuple[str, Callable[[Path], None], int]] = {
     "jpeg": ("a.jpg", saver(COLOURS, quality=95), 4),
     "progressive jpeg": ("a.jpeg", saver(COLOURS, quality=95, progressive=True), 4),
@@ -220,25 +220,25 @@ def test_a_box_is_cut_from_the_upright_photo_at_every_scale(tmp_path: Path, orie
     whole = by_pillow(tmp_path / "a.jpg")
     file = ImageFile.read(tmp_path / "a.jpg")
     for size in (16, 60):
-        found = torch.from_numpy(file.box((40, 80, 120, 96), (size, size)))
+        pixels = torch.from_numpy(file.box((40, 80, 120, 96), (size, size)))
         expected = torch.nn.functional.interpolate(
             whole[None, :, 40:160, 80:176], (size, size), mode="bilinear", antialias=True
         )[0]
-        assert (found.int() - expected.int()).abs().float().mean() < 3
+        assert (pixels.int() - expected.int()).abs().float().mean() < 3
 
 
 def test_the_boxes_of_a_turned_photo_are_drawn_for_its_upright_size(tmp_path: Path) -> None:
-    asked = []
+    seen_sizes = []
 
     def boxes(rng: object, sizes: Tensor) -> Tensor:
-        asked.append(sizes)
+        seen_sizes.append(sizes)
         return RandomResizedCrop().boxes(rng, sizes)  # type: ignore[arg-type]
 
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     COLOURS.resize((48, 32)).save(tmp_path / "a.jpg", exif=exif)
     FileSplit([tmp_path / "a.jpg"], torch.tensor([0]), 8, crop=Crop(boxes, 0, (8, 8))).fetch([0])
-    assert asked[0].tolist() == [[48, 32]]
+    assert seen_sizes[0].tolist() == [[48, 32]]
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
@@ -287,9 +287,9 @@ def test_real_photos_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
     assert files
     for path in files:
         file, expected = ImageFile.read(path), by_pillow(path)
-        found = file._decoded(1.0, file.height)[0].transpose(2, 0, 1)
-        assert found.shape == expected.shape
-        assert np.abs(found.astype(int) - expected.numpy()).mean() < 1
+        pixels = file._decoded(1.0, file.height)[0].transpose(2, 0, 1)
+        assert pixels.shape == expected.shape
+        assert np.abs(pixels.astype(int) - expected.numpy()).mean() < 1
 
 
 @pytest.mark.parametrize("kind", ["eps", "ico", "pcx", "tga"])

@@ -1,4 +1,4 @@
-"""From stored bytes to what the model takes."""
+"""From stored bytes to the input of the model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
     return Pipeline.of(source, augment or NoAugment(), **chosen)
 
 
-def train(made: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
+def train(preprocessing: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
     """The images of a batch, as in training."""
-    return made.augmented(images, epoch, indices)
+    return preprocessing.augmented(images, epoch, indices)
 
 
 def images(n: int, *shape: int) -> Tensor:
@@ -39,14 +39,14 @@ def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> N
     dtype = precision.dtype
     batch = images(5, *source.image_shape)
     expected = T.normalize(batch.to(dtype) / 255, list(source.mean), list(source.std))
-    for made in (
+    for actual in (
         train(pipeline(source, precision=precision), batch, torch.arange(5), 0),
         pipeline(source, precision=precision).eval(batch),
     ):
-        assert made.dtype == dtype
-        # Two or three roundings of numbers up to 1 / std.
+        assert actual.dtype == dtype
+        # The error is two or three roundings of numbers up to 1 / std.
         bound = 8 * torch.finfo(dtype).eps / min(source.std)
-        torch.testing.assert_close(made, expected, rtol=0, atol=bound)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("precision", [BF16(), BF16Pure()], ids=repr)
@@ -55,7 +55,7 @@ def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precisio
     wide = train(pipeline(CIFAR10()), batch, indices)
     short = pipeline(CIFAR10(), precision=precision)
     assert torch.equal(train(short, batch, indices), wide.bfloat16())
-    assert torch.equal(short.eval(batch), wide)  # several views of it are still to be made
+    assert torch.equal(short.eval(batch), wide)  # still float32: the views are made from it
 
 
 @pytest.mark.parametrize("size", [80, 12])
@@ -63,10 +63,10 @@ def test_images_are_resized_as_torchvision_does_it(size: int) -> None:
     source = CIFAR10(input_size=size)
     batch = images(3, 3, 32, 32)
     expected = T.resize(batch.double(), [size, size], antialias=True)
-    made = pipeline(source, precision=FP64()).eval(batch)
+    actual = pipeline(source, precision=FP64()).eval(batch)
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
-    torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(made, train(pipeline(source, precision=FP64()), batch, torch.arange(3), 0))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(actual, train(pipeline(source, precision=FP64()), batch, torch.arange(3), 0))
 
 
 def test_evaluation_sees_the_centre() -> None:
@@ -84,10 +84,10 @@ def test_evaluation_is_not_augmented() -> None:
 @pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
 @pytest.mark.parametrize("source", [CIFAR10(), CIFAR10(input_size=48)], ids=repr)
 def test_an_empty_batch_passes_through(source: CIFAR10, augment: Any) -> None:
-    none = torch.empty(0, dtype=torch.int64)
-    made = train(pipeline(source, augment), images(0, 3, 32, 32), none, 0)
-    assert made.shape == (0, *source.input_shape)
-    assert made.dtype == torch.float32
+    no_indices = torch.empty(0, dtype=torch.int64)
+    outputs = train(pipeline(source, augment), images(0, 3, 32, 32), no_indices, 0)
+    assert outputs.shape == (0, *source.input_shape)
+    assert outputs.dtype == torch.float32
 
 
 @pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
@@ -121,7 +121,7 @@ def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image() -> 
     assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
     areas = (blank & (plain != 0).any(1)).sum((1, 2))
     assert int(areas.max()) == 64
-    assert int(areas.min()) >= 4 * 4 - 4  # at a corner half of each side is left
+    assert int(areas.min()) >= 4 * 4 - 4  # at a corner only half of each side is inside the image
     rows, columns = (blank.any(at).sum(0) for at in (2, 1))
     for place in (rows, columns):
         assert int(place.min()) > 0

@@ -1,4 +1,4 @@
-"""The number formats: what they need, what they compute in, and whether they scale the loss."""
+"""The number formats: the devices they need, the types they compute in, and whether they scale the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _matmul() -> Iterator[None]:
-    """No test changes the products of the next."""
+    """Restore the precision of matrix products after the test."""
     before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
     torch.set_float32_matmul_precision(before)
@@ -41,7 +41,7 @@ def test_the_formats_of_gpus_are_refused_on_the_cpu(precision: FP32, says: str) 
 
 
 def test_a_gpu_without_bf16_is_told_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A card before Ampere: torch counts it in, because it can emulate the format.
+    # A GPU older than Ampere: torch reports bf16 as supported there, because it can emulate it.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     with pytest.raises(InputError, match="use precision=fp16 or precision=fp32"):
         BF16().check("cuda")

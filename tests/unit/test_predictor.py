@@ -1,4 +1,4 @@
-"""A trained model in use: weights that say what they are, and predictions that are the evaluation's own."""
+"""A trained model in use: its weights describe themselves, and it predicts what the evaluation computed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CONFIGS = {
     "bf16": "precision=bf16",
     "bf16 throughout": "precision=bf16_pure",
     "fp64, channels last": "precision=fp64 model.channels_last=true",
-    "a model of timm with dropout": "model=timm model.name=resnet10t dataset.input_size=32 model.drop_rate=0.5",
+    "a model of timm with dropout": "model=timm model.name=test_resnet dataset.input_size=32 model.drop_rate=0.5",
 }
 
 
@@ -84,14 +84,14 @@ CONFIGS = {
 @pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
 def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: Path, overrides: str) -> None:
     words = [*([] if "model=" in overrides else [NARROW]), *overrides.split()]
-    run = train_here(tmp_path / "run", *words, "steps=4", "batch=64", "train.eval_every=2", "seed=3")
+    run = train_here(tmp_path / "run", *words, "steps=2", "batch=64", "train.eval_every=1", "seed=3")
     shutil.move(run.weights, tmp_path / "alone.safetensors")
     predictor = lockstep.load(tmp_path / "alone.safetensors", device="cpu")
     loss, top1 = own_scores(predictor, run)
     best = next(line for line in records(run) if line["step"] == predictor.card.step and "loss/val" in line)
     assert top1 == run.read_summary()["best"] == predictor.card.top1
     assert predictor.card.averaged == ("ema" in overrides)
-    if not predictor.card.averaged:  # the loss in the log is that of the model, not of its average
+    if not predictor.card.averaged:  # the logged loss is that of the model, not of its average
         assert loss == best["loss/val"]
 
 
@@ -149,7 +149,7 @@ def test_a_photograph_becomes_grey_for_a_model_of_grey_images(digits: RunDir) ->
     ],
     ids=["missing", "no image", "floats", "two dimensions", "two channels"],
 )
-def test_what_is_no_image_is_one_sentence(digits: RunDir, image: Any, sentence: str) -> None:
+def test_an_invalid_image_is_one_sentence(digits: RunDir, image: Any, sentence: str) -> None:
     with pytest.raises(InputError, match=sentence):
         lockstep.load(digits.path, device="cpu").predict(image)
 
@@ -183,12 +183,12 @@ def test_a_model_with_published_weights_is_not_downloaded_again(
 
     monkeypatch.setattr(urllib.request, "urlopen", refused)
     run = train_here(
-        tmp_path / "run", "model=timm", "model.name=resnet10t", "dataset.input_size=32", "steps=1", "device=cpu"
+        tmp_path / "run", "model=timm", "model.name=test_resnet", "dataset.input_size=32", "steps=1", "device=cpu"
     )
     monkeypatch.setattr("timm.models._builder.load_pretrained", refused)
-    told = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}
-    told["model"]["pretrained"] = True
-    save_file(load_file(run.weights), run.weights, ModelCard(**told).metadata())
+    card = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}
+    card["model"]["pretrained"] = True
+    save_file(load_file(run.weights), run.weights, ModelCard(**card).metadata())
     assert lockstep.load(run.path).predict(np.zeros((8, 8), np.uint8))
 
 
@@ -321,11 +321,11 @@ def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) ->
 def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", NARROW, "steps=4", "loss=bce", "metric=calibration")
     predictor, split = lockstep.load(run.path, device="cpu"), Digits().eval()
-    found = evaluate_split(predictor, split)
+    evaluation = evaluate_split(predictor, split)
     logged = next(line for line in records(run) if "loss/val" in line)
-    assert found.loss == logged["loss/val"]
-    # This loss judges each class by itself, and so do the probabilities, wherever they are shown.
+    assert evaluation.loss == logged["loss/val"]
+    # This loss treats each class separately (sigmoid), so all probabilities must do so too.
     assert predictor.card.probabilities == "sigmoid"
-    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), found.probabilities)
-    assert torch.equal(predictor.predict(split.images[:1])[0].probabilities.max(), found.probabilities[0])
-    assert logged["metric/calibration"] == pytest.approx(found.calibration_error / 100, abs=1e-5)
+    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), evaluation.probabilities)
+    assert torch.equal(predictor.predict(split.images[:1])[0].probabilities.max(), evaluation.probabilities[0])
+    assert logged["metric/calibration"] == pytest.approx(evaluation.calibration_error / 100, abs=1e-5)

@@ -1,4 +1,4 @@
-"""timm's published weights: from a cache as the libraries lay it out, and one sentence where there are none."""
+"""timm's published weights: read from the caches of the libraries, or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "resnet18.a1_in1k"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Empty caches of both libraries, and an address at which nobody listens."""
+    """Empty caches of both libraries, and an address on which nothing listens."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def put_in_hub(cache: Path, name: str) -> dict[str, torch.Tensor]:
-    """Weights in the cache of the hub: a blob, a snapshot that links to it, and the reference to that."""
+    """Put weights into the cache of the hub: a blob, a snapshot that links to it, and a reference to the snapshot."""
     torch.manual_seed(3)
     weights = timm.create_model(name).state_dict()
     repository = cache / "hub" / f"models--{timm.get_pretrained_cfg(name).hf_hub_id.replace('/', '--')}"
@@ -61,7 +61,7 @@ def test_weights_in_the_cache_of_the_hub_need_no_network(cache: Path) -> None:
 
 
 @pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "127.0.0.1: ")])
-def test_weights_that_cannot_be_had_are_one_sentence_at_once(
+def test_unavailable_weights_are_one_sentence_at_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, says: str
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
@@ -71,7 +71,7 @@ def test_weights_that_cannot_be_had_are_one_sentence_at_once(
     assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
 
 
-def test_a_resume_and_the_use_of_a_model_need_the_weights_no_more_that_it_started_from(
+def test_a_resume_and_inference_do_not_need_the_published_weights(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -90,7 +90,7 @@ def test_a_resume_and_the_use_of_a_model_need_the_weights_no_more_that_it_starte
         assert len(lockstep.load(again.path, device="cpu").names) == 3
 
 
-def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_answer_is_given_up_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "REACH_S", 0.1)
     monkeypatch.setattr(published, "getproxies", dict)
     answered = threading.Event()

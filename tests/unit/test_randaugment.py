@@ -1,6 +1,6 @@
-"""RandAugment: torchvision's operations to the bit, drawn by each sample's own numbers.
+"""RandAugment: torchvision's operations to the bit, chosen by random numbers of each sample.
 
-That a sample is changed alike in any batch is in test_augment.py.
+test_augment.py shows that the change of a sample does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def draws(n: int) -> SampleRNG:
 
 
 def images(shape: tuple[int, int, int]) -> Tensor:
-    """Noise, and what operations treat in another way: few values, a narrow range, one value, black."""
+    """Noise, and images that are special cases for operations: few values, a narrow range, one value, black."""
     noise = torch.randint(256, (5, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     ramp = (torch.arange(shape[2]) % 256).to(torch.uint8).expand(shape)
     return torch.stack([noise[0], noise[1] // 100 * 100, noise[2] // 4 + 40, ramp, noise[3] * 0 + 7, noise[4] * 0])
@@ -63,8 +63,8 @@ def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     stored = images((3, 16, 16))[:1].expand(28, -1, -1, -1)
     op, up = torch.arange(28) % 14, torch.arange(28) < 14
     ours = operate(stored, op, up, 9)
-    for image, name, sign, found in zip(stored, NAMES * 2, up.tolist(), ours, strict=True):
-        assert torch.equal(found, theirs(image, name, sign, 9)), name
+    for image, name, sign, result in zip(stored, NAMES * 2, up.tolist(), ours, strict=True):
+        assert torch.equal(result, theirs(image, name, sign, 9)), name
     assert torch.equal(stored, images((3, 16, 16))[:1].expand(28, -1, -1, -1)), "the images themselves stay"
 
 
@@ -72,8 +72,8 @@ def test_a_gpu_computes_every_operation_for_every_sample_and_gets_the_same(monke
     stored = images((3, 20, 20)).repeat(40, 1, 1, 1)
     expected = randaugment.randaugment(stored, draws(240), ops=2, magnitude=12)
 
-    def everywhere(chosen: Tensor, change: Callable[..., Tensor], others: Tensor, *arguments: Tensor) -> Tensor:
-        return torch.where(chosen.view(-1, *[1] * (others.dim() - 1)), change(*arguments), others)
+    def everywhere(chosen: Tensor, change: Callable[..., Tensor], unchanged: Tensor, *arguments: Tensor) -> Tensor:
+        return torch.where(chosen.view(-1, *[1] * (unchanged.dim() - 1)), change(*arguments), unchanged)
 
     monkeypatch.setattr(randaugment, "_where", everywhere)
     assert torch.equal(randaugment.randaugment(stored, draws(240), ops=2, magnitude=12), expected)

@@ -1,6 +1,6 @@
-"""What `conf/` promises: every recipe composes and builds, every option fits its class.
+"""Every recipe in `conf/` composes and builds, and every option fits its class.
 
-No data is read and no weights are made: networks are built on the meta device.
+The tests read no data and allocate no weights: networks are built on the meta device.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ EXAMPLES = {"MNIST": 60_000, "CIFAR10": 50_000}
 
 
 def header(recipe: str) -> dict[str, str]:
-    """The `key: value` lines at the top of a recipe, with what continues them."""
-    found: dict[str, str] = {}
+    """The `key: value` lines at the top of a recipe, each with its continuation lines."""
+    fields: dict[str, str] = {}
     key = ""
     for line in (CONF / "experiment" / f"{recipe}.yaml").read_text().splitlines():
         if not line.startswith("#"):
             break
         if match := re.fullmatch(r"# ([a-z ]+):\s+(.+)", line):
-            key, found[match[1]] = match[1], match[2]
+            key, fields[match[1]] = match[1], match[2]
         elif key:
-            found[key] += " " + line.removeprefix("#").strip()
-    return found
+            fields[key] += " " + line.removeprefix("#").strip()
+    return fields
 
 
 def planned(recipe: str, *overrides: str) -> tuple[Job, Plan]:
@@ -55,9 +55,9 @@ def rates(recipe: str, *overrides: str) -> list[float]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_says_how_to_run_it_and_what_to_expect(recipe: str) -> None:
-    said = header(recipe)
-    assert tuple(said) == HEADER
-    python, script, *overrides = shlex.split(said["command"])
+    fields = header(recipe)
+    assert tuple(fields) == HEADER
+    python, script, *overrides = shlex.split(fields["command"])
     assert (python, script, overrides[0]) == ("python", "train.py", f"experiment={recipe}")
     built(*overrides)
 

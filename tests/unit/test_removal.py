@@ -1,4 +1,4 @@
-"""What of a run's checkpoints can go, and how large those that stay will be."""
+"""Which checkpoints of a run can be removed, and how large a checkpoint will be."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def best_first(run: RunDir) -> None:
 def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     best_first(run)
     assert cleaned(run, yes=False) == [8, 6, 4, 2]
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     best = {path.name for path in checkpoint.removal.best_scored(checkpoint.candidates(run.checkpoints), 1)}
     go = [path for path in checkpoint.candidates(run.checkpoints)[1:3] if path.name not in best]
     size = sum(file.stat().st_size for path in go for file in path.iterdir())
     checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {amount(size / GB)} can go"
-    assert f"{checkpoints}; nothing is removed yet: lockstep clean" in said
-    assert all(path.name in said for path in go)
+    assert f"{checkpoints}; nothing is removed yet: lockstep clean" in out
+    assert all(path.name in out for path in go)
 
 
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
@@ -134,9 +134,7 @@ def test_what_cannot_be_cleaned_is_one_sentence(tmp_path: Path, words: dict[str,
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [AdamW(), SGD(), SGD(momentum=0.9), Muon(), Timm(opt="lamb"), AdamW(layer_decay=0.9)],
-    ids=repr,
+    "optimizer", [AdamW(), SGD(), SGD(momentum=0.9), Muon(), Timm(opt="lamb"), AdamW(layer_decay=0.9)], ids=repr
 )
 def test_the_optimizers_share_of_a_checkpoint_is_known_before_the_first_step(optimizer: Any) -> None:
     model = DigitNet().build(10, (1, 8, 8))

@@ -1,4 +1,4 @@
-"""Random numbers: the published generator, and what is derived from it."""
+"""Random numbers: the published generator, and the numbers derived from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
 def unsigned(words: torch.Tensor) -> list[int]:
-    """int64 words as the numbers from 0 to 2^64 that have their bits."""
+    """int64 words read as unsigned numbers, from 0 to 2^64 - 1."""
     return [word % 2**64 for word in words.tolist()]
 
 
@@ -94,8 +94,8 @@ def test_every_place_of_the_order_is_open_to_every_sample() -> None:
 
 def test_streams_of_one_key_do_not_follow_each_other() -> None:
     keys = rng.sample_keys(0, 0, torch.arange(50_000))
-    for n, other in ((0, 1), (1, 2), (0, 4)):
-        assert abs(correlation(rng.uniform(keys, n), rng.uniform(keys, other))) < 0.02
+    for n, m in ((0, 1), (1, 2), (0, 4)):
+        assert abs(correlation(rng.uniform(keys, n), rng.uniform(keys, m))) < 0.02
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(1, 0), (0, 1)])

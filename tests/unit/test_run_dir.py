@@ -1,4 +1,4 @@
-"""The run folder: its name, its birth, and what is left of a job that was refused."""
+"""The run folder: its name, its creation, and what remains of it when a job is refused."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_a_folder_of_any_name_can_be_made(tmp_path: Path) -> None:
 
 def test_twenty_jobs_that_start_at_once_get_twenty_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(20) as pool:
-        made = list(pool.map(lambda _: RunDir.create(tmp_path / "new" / "root", "job"), range(20)))
-    assert len({run.path for run in made}) == 20
-    assert all(run.path.name.split("-", 2)[2].startswith("job-") for run in made)
-    assert all(folder.is_dir() for run in made for folder in (run.logs, run.checkpoints, run.hydra))
+        runs = list(pool.map(lambda _: RunDir.create(tmp_path / "new" / "root", "job"), range(20)))
+    assert len({run.path for run in runs}) == 20
+    assert all(run.path.name.split("-", 2)[2].startswith("job-") for run in runs)
+    assert all(folder.is_dir() for run in runs for folder in (run.logs, run.checkpoints, run.hydra))
 
 
 def test_a_folder_that_exists_is_not_new(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_number_that_json_does_not_have_never_reaches_the_summary(tmp_path: Pa
 
 
 def begun(path: Path) -> RunDir:
-    """A folder with all that is written before training starts."""
+    """A run folder with all files that are written before training starts."""
     run = RunDir.at(path)
     for file in (run.config, run.command, run.environment, run.overrides, run.hydra / "config.yaml"):
         file.write_text("written")

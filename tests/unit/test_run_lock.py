@@ -1,4 +1,4 @@
-"""The lock on a run folder: one holder, and none that is dead."""
+"""The lock on a run folder: at most one process holds it, and a dead process does not."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ import os, pathlib, sys, time
 from lockstep.job.run_lock import Lock
 Lock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
-os.write(1, f"{child}\\n".encode())  # each says that it has started, the child by a 0
+os.write(1, f"{child}\\n".encode())  # both report their start; fork returns 0 in the child
 time.sleep(600)
 """
 

@@ -1,4 +1,4 @@
-"""What is read without trust: no kind of file, no size and no content makes the reader wait, crash or believe it."""
+"""Reading untrusted files: no kind of file, no size and no content makes the reader wait, crash or accept it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from lockstep.core.safe_read import (
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
 
 
 def _device(path: Path) -> None:
     try:
-        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # the one of /dev/zero, which has no end
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero, which has no end
     except PermissionError:
         pytest.skip("only root can make a device")
 
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A path with a short name: that of a socket has 107 bytes at most."""
+    """A short path: the path of a socket has at most 107 bytes."""
     monkeypatch.chdir(tmp_path)
     return Path("file")
 
@@ -83,7 +83,7 @@ def test_a_link_that_the_user_named_is_followed_and_what_it_leads_to_is_looked_a
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 300, "plain/below"])
-def test_a_path_that_cannot_be_is_unreadable(tmp_path: Path, path: str) -> None:
+def test_an_invalid_path_is_unreadable(tmp_path: Path, path: str) -> None:
     (tmp_path / "plain").write_text("")
     with pytest.raises(UnreadableFile):
         read_text(tmp_path / path)
@@ -93,7 +93,9 @@ def test_a_file_without_the_right_to_read_it_is_unreadable(tmp_path: Path, monke
     (tmp_path / "file").write_text("")
 
     def refused(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")  # root, whom nothing is refused, may run the tests
+        raise PermissionError(
+            13, "Permission denied"
+        )  # raised here, because root may run the tests and can read any file
 
     monkeypatch.setattr(os, "open", refused)
     with pytest.raises(UnreadableFile, match=r"file cannot be read \(Permission denied\)"):
@@ -126,7 +128,7 @@ JSON = [
 
 
 @pytest.mark.parametrize("content", JSON, ids=lambda content: str(content[:20]))
-def test_json_that_is_none_or_too_much_is_unreadable(tmp_path: Path, content: bytes) -> None:
+def test_invalid_or_huge_json_is_unreadable(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(UnreadableFile, match=r"file is not (JSON|UTF-8 text)"):
         read_json(tmp_path / "file")
@@ -181,15 +183,22 @@ def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFac
             read(path)
 
 
+@pytest.mark.parametrize("content", ["- a\n- b\n", "42"])
+def test_a_list_or_a_number_is_no_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(InputError, match=f"^{tmp_path}/config.yaml is "):
+        yaml_io.load(tmp_path / "config.yaml")
+
+
 def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "file"
     words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
-    kept = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
-    path.write_text(yaml_io.dump(kept))
-    assert yaml_io.load(path) == kept
-    overrides = ["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"]
-    path.write_text(yaml_io.dump_list(overrides))
-    assert yaml_io.load_list(path) == overrides
+    config = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
+    path.write_text(yaml_io.dump(config))
+    assert yaml_io.load(path) == config
+    for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
+        path.write_text(yaml_io.dump_list(overrides))
+        assert yaml_io.load_list(path) == overrides
 
 
 def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:

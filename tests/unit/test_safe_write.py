@@ -1,4 +1,4 @@
-"""What is written is on the disk before its name is, and a disk without room is one sentence."""
+"""A file is on the disk before it gets its name, and a full disk is reported with one sentence."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from lockstep.core.safe_write import write_atomic
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """What the disk is told, in order: a file or folder to hold, a name to give; temporary names without numbers."""
-    made: list[tuple[str, str]] = []
+    """The fsync and rename calls in order, as ("sync" or "name", file name), without process numbers in the names."""
+    recorded: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 
     def synced(descriptor: int) -> None:
-        made.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name.replace(f".{os.getpid()}", "")))
+        recorded.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name.replace(f".{os.getpid()}", "")))
         fsync(descriptor)
 
     def named(source: Path, target: Path) -> None:
-        made.append(("name", Path(target).name))
+        recorded.append(("name", Path(target).name))
         (replace if Path(target).is_file() else rename)(source, target)
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", named)
     monkeypatch.setattr(os, "rename", named)
-    return made
+    return recorded
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_writer_goes_on(
@@ -64,7 +64,7 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
     target.close()
     named = calls.index(("name", "step-00000001"))
-    before = {what for call, what in calls[:named] if call == "sync"}
+    before = {name for call, name in calls[:named] if call == "sync"}
     files = {"facts.json", "manifest.json", "model.safetensors", "state.pt"}
     assert before == {"metrics.jsonl", ".step-00000001.tmp", *files}
     assert calls[named + 1] == ("sync", "checkpoints")

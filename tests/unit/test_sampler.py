@@ -1,4 +1,4 @@
-"""Which samples each rank sees: for any data set, batch, number of ranks and step to go on from."""
+"""Which samples each rank gets, for any data set, batch, number of ranks and step to resume from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.data.loading.sampler import ShardIndices, blocks, shard_indices, s
 
 @dataclass(frozen=True)
 class Case:
-    """A run and the ranks it is cut over."""
+    """The plan of a run, its seed and its number of ranks."""
 
     plan: Plan
     seed: int
@@ -81,18 +81,18 @@ def test_an_epoch_is_its_permutation_with_every_sample_once(case: Case) -> None:
 def test_going_on_behind_a_step_gives_the_rest_of_the_sequence(case: Case, data: st.DataObject) -> None:
     after = data.draw(st.integers(0, case.plan.total_steps))
     for rank in range(case.ranks):
-        rest, whole = case.shards(rank, after), case.shards(rank)[after:]
-        assert [(shard.step, shard.epoch, shard.count) for shard in rest] == [
+        resumed, whole = case.shards(rank, after), case.shards(rank)[after:]
+        assert [(shard.step, shard.epoch, shard.count) for shard in resumed] == [
             (shard.step, shard.epoch, shard.count) for shard in whole
         ]
-        assert all(torch.equal(a.indices, b.indices) for a, b in zip(rest, whole, strict=True))
+        assert all(torch.equal(a.indices, b.indices) for a, b in zip(resumed, whole, strict=True))
 
 
 @given(cases(), st.integers(1, 7), st.data())
 def test_going_on_with_other_ranks_leaves_the_same_samples(case: Case, ranks: int, data: st.DataObject) -> None:
     after = data.draw(st.integers(0, case.plan.total_steps))
-    other = Case(case.plan, case.seed, ranks)
-    assert [joined(step) for step in other.steps(after)] == [joined(step) for step in case.steps()[after:]]
+    resumed = Case(case.plan, case.seed, ranks)
+    assert [joined(step) for step in resumed.steps(after)] == [joined(step) for step in case.steps()[after:]]
 
 
 @given(st.integers(0, 200), st.integers(1, 8), st.integers(1, 8))
@@ -111,9 +111,9 @@ def test_a_partner_is_the_next_sample_of_the_global_batch_and_the_first_for_the_
         for own, with_partner, whole in pairs:
             together = whole.indices.tolist()
             following = dict(zip(together, [*together[1:], together[0]], strict=True))
-            found = with_partner.indices.tolist()
-            assert found[: len(own.indices)] == own.indices.tolist()
-            assert found[1:] == [following[index] for index in own.indices.tolist()]
+            indices = with_partner.indices.tolist()
+            assert indices[: len(own.indices)] == own.indices.tolist()
+            assert indices[1:] == [following[index] for index in own.indices.tolist()]
             assert with_partner.count == own.count
 
 

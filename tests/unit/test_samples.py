@@ -1,4 +1,4 @@
-"""The log of what a rank trained on."""
+"""The log of the samples that a rank trained on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from lockstep.telemetry.samples import fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_order(
-    dtype: torch.dtype,
-) -> None:
+def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_order(dtype: torch.dtype) -> None:
     images = torch.rand(6, 3, 5, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
     whole = fingerprints(images)
     assert whole.dtype == torch.int64
@@ -24,8 +22,8 @@ def test_a_hash_is_of_the_pixels_and_their_places_and_not_of_batch_or_memory_ord
     assert torch.equal(fingerprints(images.contiguous(memory_format=torch.channels_last)), whole)
     changed = images.clone()
     changed[:, 2, 4, 3] = torch.nextafter(changed[:, 2, 4, 3], torch.tensor(2.0, dtype=dtype))
-    for other in (images.flip(-1), images.roll(1, 2), changed):
-        assert not (fingerprints(other) == whole).any()
+    for altered in (images.flip(-1), images.roll(1, 2), changed):
+        assert not (fingerprints(altered) == whole).any()
 
 
 @pytest.mark.parametrize("mixup", [0.0, 0.2])

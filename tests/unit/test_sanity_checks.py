@@ -1,4 +1,4 @@
-"""Whether weights are sound, on one rank; that ranks agree is tested on real ones."""
+"""Checks of the weights on one rank; the comparison between ranks is tested on real ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_a_weight_or_a_buffer_that_is_not_finite_is_found(value: float) -> None:
     model = nn.BatchNorm1d(3)
     check_finite(model, World.solo(), 7)
     for tensor in (model.weight.data, model.running_var):
-        kept = tensor[1].clone()
+        before = tensor[1].clone()
         tensor[1] = value
         with pytest.raises(NumericalError, match="not finite after step 7") as caught:
             check_finite(model, World.solo(), 7)
         assert caught.value.step == 7
-        tensor[1] = kept
+        tensor[1] = before
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation, against scikit-learn's on all predictions at once."""
+"""The metrics of an evaluation, compared with scikit-learn's on all predictions at once."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[st
     for _ in range(2):
         for logits, labels in zip(LOGITS.split(blocks), LABELS.split(blocks), strict=True):
             scores.update(logits, labels)
-        found = scores.compute()
-    return found
+        values = scores.compute()
+    return values
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -81,8 +81,8 @@ def test_broken_images_do_not_count() -> None:
     labels = LABELS.clone()
     labels[::7] = -100
     scores.update(LOGITS, labels)
-    kept = labels >= 0
-    expected = reference.f1_score(LABELS[kept], PREDICTED[kept], average="macro")
+    usable = labels >= 0
+    expected = reference.f1_score(LABELS[usable], PREDICTED[usable], average="macro")
     assert scores.compute() == {"metric/f1": pytest.approx(expected, rel=1e-6)}
 
 

@@ -1,4 +1,4 @@
-"""Where scalars go."""
+"""The files that scalars are written to: metrics.jsonl, metrics.csv and TensorBoard's."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     before = time.time()
     sink.write(3, {"loss/train": 0.5, "optim/lr": 0.1})
-    (line,) = lines(tmp_path / "metrics.jsonl")  # on disk at once, although the sink is open
+    (line,) = lines(tmp_path / "metrics.jsonl")  # written at once, while the sink is still open
     sink.end("completed")
     assert line["step"] == 3
     assert before - 1 < float(str(line["time"])) < time.time() + 1
     assert (line["loss/train"], line["optim/lr"]) == (0.5, 0.1)
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_null(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, {"a": math.nan, "b": math.inf, "c": 1.0})
     sink.end("completed")
@@ -75,14 +75,14 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
 
 
-@pytest.mark.parametrize("rest", ["", '{"step": 4, "loss', "{", "\x00\x00", '{"step": 1e999}\n', '{"step": 1}'])
-def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Path, rest: str) -> None:
+@pytest.mark.parametrize("tail", ["", '{"step": 4, "loss', "{", "\x00\x00", '{"step": 1e999}\n', '{"step": 1}'])
+def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.jsonl"
     sink = JsonLines(path, 0)
     for step in (1, 2, 3, 4, 5):
         sink.write(step, {"loss/train": float(step)})
     sink.end("completed")
-    path.write_text(path.read_text() + rest)
+    path.write_text(path.read_text() + tail)
     again = JsonLines(path, 3)
     again.write(4, {"loss/train": 40.0})
     again.end("completed")
@@ -102,7 +102,7 @@ def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Pat
         "[" * 9999,
     ],
 )
-def test_a_damaged_line_is_left_out_and_said(
+def test_a_damaged_line_is_left_out_and_reported(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -112,7 +112,7 @@ def test_a_damaged_line_is_left_out_and_said(
     assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
 
 
-def test_what_is_missing_of_the_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_lines_of_the_log_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
     JsonLines(path, 5, logged=2).end("completed")
@@ -150,14 +150,14 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert row["img_per_s"] == ""
 
 
-@pytest.mark.parametrize("rest", ["", "1", "30,3,0.5", "\n", "x,y\n"])
-def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, rest: str) -> None:
+@pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n"])
+def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"
     table = Table(path, PLAN, 0)
     for step in (10, 20, 30):
         table.write(step, {"acc/val_top1": float(step)})
     table.end("completed")
-    path.write_text(path.read_text() + rest)
+    path.write_text(path.read_text() + tail)
     again = Table(path, PLAN, 20)
     again.write(30, {"acc/val_top1": 99.0})
     again.end("completed")
@@ -165,7 +165,7 @@ def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path,
 
 
 def events(folder: Path) -> EventAccumulator:
-    """What TensorBoard reads in a folder."""
+    """The events that TensorBoard reads from a folder."""
     return EventAccumulator(str(folder)).Reload()
 
 
@@ -197,24 +197,24 @@ def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
     TensorBoard(tmp_path, 0, FACTS).end("completed")
     read = events(tmp_path)
     content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    found = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert found.keys() == FACTS.keys()
-    assert found["model"].string_value == "DigitNet()"
-    assert found["lr"].number_value == 0.1
+    hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams.keys() == FACTS.keys()
+    assert hparams["model"].string_value == "DigitNet()"
+    assert hparams["lr"].number_value == 0.1
 
 
 def written(folder: Path) -> dict[tuple[str, int], int]:
-    """How often each (tag, step) is in the raw event files of a folder."""
-    found: collections.Counter[tuple[str, int]] = collections.Counter()
+    """How often each (tag, step) occurs in the raw event files of a folder."""
+    counts: collections.Counter[tuple[str, int]] = collections.Counter()
     for path in folder.glob("*tfevents*"):
         for record in RawEventFileLoader(str(path)).Load():
             event = Event.FromString(record)
-            found.update((value.tag, event.step) for value in event.summary.value)
-    return dict(found)
+            counts.update((value.tag, event.step) for value in event.summary.value)
+    return dict(counts)
 
 
 def part(folder: Path, after: int, steps: range, value: float = 1.0) -> None:
-    """One part of a run: it goes on from `after` and writes `steps`."""
+    """Write the events of one part of a run, which resumes after step `after` and logs `steps`."""
     sink = TensorBoard(folder, after, FACTS)
     for step in steps:
         sink.write(step, {"loss/train": value, "optim/lr": 0.1})
@@ -225,9 +225,9 @@ def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> N
     part(tmp_path, 0, range(1, 6))
     part(tmp_path, 3, range(4, 9))
     part(tmp_path, 2, range(3, 6), 2.0)
-    found = written(tmp_path)
-    assert set(found.values()) == {1}
-    assert sorted(step for tag, step in found if tag == "loss/train") == [1, 2, 3, 4, 5]
+    counts = written(tmp_path)
+    assert set(counts.values()) == {1}
+    assert sorted(step for tag, step in counts if tag == "loss/train") == [1, 2, 3, 4, 5]
     assert [scalar.value for scalar in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
     assert len(list(tmp_path.iterdir())) == 2, "the second file had nothing that counts"
 
@@ -236,9 +236,9 @@ def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_pa
     part(tmp_path, 0, range(1, 6))
     before = {key for key in written(tmp_path) if key[1] == 0}
     part(tmp_path, 0, range(1, 3))
-    found = written(tmp_path)
-    assert set(found.values()) == {1}
-    assert {key for key in found if key[1] == 0} == before
+    counts = written(tmp_path)
+    assert set(counts.values()) == {1}
+    assert {key for key in counts if key[1] == 0} == before
     assert len(before) == 3
     assert events(tmp_path).file_version == 2
 
@@ -261,8 +261,8 @@ def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) 
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
     provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
     context = backend_context.Context(base_plugin.TBContext(data_provider=provider))
-    asked = RequestContext()
-    experiment = context.experiment_from_metadata(asked, "", True, context.hparams_metadata(asked, ""), [])
+    request = RequestContext()
+    experiment = context.experiment_from_metadata(request, "", True, context.hparams_metadata(request, ""), [])
     assert [column.name for column in experiment.hparam_infos] == ["batch", "zoom", "lr", "model"]
     assert [metric.name.tag for metric in experiment.metric_infos] == ["acc/val_top1"]
 
@@ -285,7 +285,7 @@ def test_a_record_cut_short_anywhere_ends_its_file(tmp_path: Path) -> None:
             other_path.unlink()
 
 
-def test_a_damaged_record_is_left_out_and_said_and_the_others_stay(
+def test_a_damaged_record_is_left_out_and_reported_and_the_others_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part(tmp_path, 0, range(1, 4))
@@ -295,7 +295,7 @@ def test_a_damaged_record_is_left_out_and_said_and_the_others_stay(
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         part(tmp_path, 3, range(4, 5))
         assert set(written(tmp_path).values()) == {1}
-        cut_short = len(whole) - at < 80  # the last record, where a longer length is like a kill
+        cut_short = len(whole) - at < 80  # in the last record a damaged length looks like a kill while writing
         assert cut_short or f"{path} is damaged: records that cannot be read are left out" in capsys.readouterr().out
         for file in tmp_path.iterdir():
             file.unlink()
@@ -318,7 +318,7 @@ def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:
     assert path.stat().st_ino != before
 
 
-def test_what_was_flushed_is_in_the_files_of_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
     sinks = [
         JsonLines(tmp_path / "metrics.jsonl", 0),
         Table(tmp_path / "metrics.csv", PLAN, 0),
@@ -335,7 +335,7 @@ def test_what_was_flushed_is_in_the_files_of_a_process_that_is_killed(tmp_path: 
 
 @pytest.fixture
 def _writer_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """TensorBoard's writer dies with a traceback of its own; none of it reaches the next test."""
+    """Hide the traceback with which TensorBoard's writer thread dies, and wait until the thread has ended."""
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     before = set(threading.enumerate())
     yield
@@ -345,7 +345,7 @@ def _writer_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_writer_threads")
 @pytest.mark.parametrize("writes", [0, 1, 2000])
-def test_a_full_disk_is_said_once_and_ends_nothing(
+def test_a_full_disk_is_reported_once_and_ends_nothing(
     tmp_path: Path, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], writes: int
 ) -> None:
     with full_disk(300):
@@ -353,6 +353,6 @@ def test_a_full_disk_is_said_once_and_ends_nothing(
         for step in range(1, writes):
             sink.write(step, {"loss/train": 1.0})
         sink.end("completed")
-    said = capsys.readouterr().out
-    assert said.count("TensorBoard's file cannot be written") == 1
-    assert "the run goes on without it" in said
+    out = capsys.readouterr().out
+    assert out.count("TensorBoard's file cannot be written") == 1
+    assert "the run goes on without it" in out

@@ -16,7 +16,7 @@ from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import Pipeline
 from lockstep.strategy.cutting import cut
 from lockstep.strategy.pipeline import Schedule
-from lockstep.strategy.stage import Nobody, become_stage, stage_of
+from lockstep.strategy.stage import NoNeighbours, become_stage, stage_of
 
 IMAGES = torch.zeros(2, 4)
 
@@ -43,12 +43,12 @@ class Residual(nn.Module):
 
 
 class Network(nn.Module):
-    """Three layers and what comes between the second and the third, by a function of theirs."""
+    """Three layers; `between` chooses an operation between the second and the third."""
 
     def __init__(self, between: str) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.shift = [torch.ones(1, 4)]  # no buffer, so that every stage has it
+        self.shift = [torch.ones(1, 4)]  # in a list it is no buffer, so every stage has it
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,13 +79,13 @@ def test_models_of_timm_are_cut_between_blocks_where_parameters_balance(
 ) -> None:
     model = timm.create_model(name, num_classes=10)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    found = cut(model, torch.zeros(1, 3, 32, 32) if "res" in name else torch.zeros(1, 3, 160, 160), stages, None)
-    assert found.entries == entries
-    assert found.classes == 10
+    plan = cut(model, torch.zeros(1, 3, 32, 32) if "res" in name else torch.zeros(1, 3, 160, 160), stages, None)
+    assert plan.entries == entries
+    assert plan.classes == 10
     assert model.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-    assert set(found.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert sorted(set(found.homes.values())) == list(range(stages))
+    assert set(plan.homes) == {key for key, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert sorted(set(plan.homes.values())) == list(range(stages))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_stage_has_its_own_layers_and_gives_logits_in_the_last_one() -> None:
     for rank, rows in ((0, 0), (1, 2)):
         model = Network("plain")
         become_stage(model, cut(model, IMAGES, 2, ["second"]), IMAGES, world(rank, 2))
-        stage_of(model).neighbours = Nobody(torch.device("cpu"))
+        stage_of(model).neighbours = NoNeighbours(torch.device("cpu"))
         assert model(IMAGES).shape == (rows, 3)
         model(IMAGES).sum().backward()
         own = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
@@ -183,7 +183,7 @@ def test_ranks_are_stages() -> None:
 
 
 class DrawsTwice(nn.Module):
-    """Draws before and behind a place where a forward pass may be left."""
+    """A module that draws before and after a point where its forward pass may raise."""
 
     left = False
 

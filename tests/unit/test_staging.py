@@ -1,4 +1,4 @@
-"""Copies of a state in host memory, where a GPU is played by the host: the buffer and its parts are real."""
+"""Copies of a state in host memory. The GPU is faked: its tensors lie on the host; the staging buffer is real."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _staged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def state() -> dict[str, Any]:
-    """Tensors of all kinds that a state has: scalars, empty ones, short formats, another memory order."""
+    """Tensors of all kinds that occur in a state: scalars, empty tensors, 16-bit formats, channels last."""
     torch.manual_seed(0)
     return {
         "step": torch.tensor(7),
@@ -32,17 +32,17 @@ def state() -> dict[str, Any]:
 
 
 def leaves(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(tree, lambda tensor: found.append(tensor) or tensor)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(tree, lambda tensor: tensors.append(tensor) or tensor)
+    return tensors
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    assert found["lr"] == expected["lr"]
-    for one, other in zip(leaves(found), leaves(expected), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-        assert one.is_contiguous()
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert actual["lr"] == expected["lr"]
+    for copied, original in zip(leaves(actual), leaves(expected), strict=True):
+        assert copied.dtype == original.dtype
+        assert torch.equal(copied, original)
+        assert copied.is_contiguous()
 
 
 @pytest.mark.usefixtures("_staged")

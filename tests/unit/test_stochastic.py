@@ -1,4 +1,4 @@
-"""Layers that draw: a function of the example, the epoch and the layer, however the batch is cut."""
+"""Layers that draw random numbers: they depend on example, epoch and layer only, however the batch is cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIECES = ((0, 1), (1, 4), (4, 4), (4, 7))
 
 @dataclass(frozen=True)
 class Micro:
-    """Some examples of an epoch, as a loader gives them."""
+    """A micro-batch, as a loader yields it."""
 
     indices: Tensor
     step: int = 1
@@ -38,7 +38,7 @@ class Micro:
 
 
 class Calls(nn.Module):
-    """A convolution, then any function of its output (B, 8, 8, 8), averaged where it is."""
+    """A convolution, and then any function of its output (B, 8, 8, 8)."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ def keyed(model: nn.Module, seed: int = 0) -> tuple[KeyedModel, ForwardDraws]:
 
 
 def images(indices: Tensor) -> Tensor:
-    """An image for each example that is its own wherever it stands."""
+    """An image for each example, which depends on its index only."""
     return torch.stack([torch.linspace(-1, 1 + int(i), 3 * 64 * 64).double().sin().view(SHAPE) for i in indices])
 
 
 def outputs(model: KeyedModel, draws: ForwardDraws, micro: Micro) -> Tensor:
-    found: Tensor = model(images(micro.indices), draws.of(micro))
-    return found
+    output: Tensor = model(images(micro.indices), draws.of(micro))
+    return output
 
 
 INDICES = torch.tensor([5, 9, 100, 3, 77, 8, 4])
@@ -124,16 +124,14 @@ def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
     torch.manual_seed(0)
     plain = Calls(FUNCTIONS[name])
     model, draws = keyed(copy.deepcopy(plain))
-    indices = torch.zeros(600, dtype=torch.int64)  # one image, seen in as many epochs
-    seen = images(indices[:1])
-    keys = torch.cat([draws.of(Micro(indices[:1], epoch=epoch)) for epoch in range(600)])
+    seen, keys = images(torch.zeros(1)), draws.of(Micro(torch.arange(600)))  # the same image for 600 examples
     with torch.no_grad():
         theirs, ours = plain.double()(seen.expand(600, *SHAPE)), model(seen.expand(600, *SHAPE), keys)
     for moment in (1, 2):
-        one, other = (x.double() ** moment for x in (theirs, ours))
-        # Both means scatter by std / sqrt(n); of some thousand elements none is 6.5 standard errors off.
-        error = ((one.var(0) + other.var(0)) / 600).sqrt()
-        assert ((one.mean(0) - other.mean(0)).abs() <= 6.5 * error + 1e-12).all()
+        expected, actual = (x.double() ** moment for x in (theirs, ours))
+        # Both means have a standard error of std / sqrt(n). No element of some thousands is 6.5 of them off.
+        error = ((expected.var(0) + actual.var(0)) / 600).sqrt()
+        assert ((expected.mean(0) - actual.mean(0)).abs() <= 6.5 * error + 1e-12).all()
 
 
 @pytest.mark.parametrize(
@@ -198,7 +196,7 @@ def test_a_layer_that_is_called_twice_and_two_layers_draw_different_numbers() ->
     calls = Calls(lambda x, _: torch.stack([drop(torch.ones_like(x)) for _ in range(2)], 1))
     calls.drop = drop
     model, draws = keyed(calls)
-    for _ in range(2):  # and again the same in the next pass
+    for _ in range(2):  # the second pass must draw the same again
         first, second = outputs(model, draws, Micro(INDICES)).unbind(1)
         assert (first == second).double().mean().item() == pytest.approx(0.5, abs=0.05)
     torch.testing.assert_close(in_pieces(model, draws), torch.stack([first, second], 1))
@@ -212,17 +210,17 @@ def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: to
     reference = model(torch.ones(7, 3, 8, 8), keys) == 0
     ones = torch.ones(7, 3, 8, 8, dtype=dtype)
     assert torch.equal(model(ones, keys) == 0, reference)
-    found = model(ones.to(memory_format=torch.channels_last), keys)
-    assert torch.equal(found == 0, reference)
-    assert found.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
+    masked = model(ones.to(memory_format=torch.channels_last), keys)
+    assert torch.equal(masked == 0, reference)
+    assert masked.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(masked.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("p", "expected"), [(0.0, 1.0), (1.0, 0.0)])
 def test_nothing_and_everything_can_be_dropped(p: float, expected: float) -> None:
     draws = key_draws(drop := nn.Dropout(p).train(), torch.zeros(1, 3, 8, 8), 0)
-    found = KeyedModel(drop, draws)(torch.ones(7, 3, 8, 8), draws.of(Micro(INDICES)))
-    assert (found == expected).all()
+    masked = KeyedModel(drop, draws)(torch.ones(7, 3, 8, 8), draws.of(Micro(INDICES)))
+    assert (masked == expected).all()
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -270,9 +268,9 @@ def test_a_compiled_model_draws_the_same_masks_in_one_graph() -> None:
     expected = [keyed_model(seen, keys).detach() for keys in epochs]
     model.compile(dynamic=False, fullgraph=True)
     for keys, plain in zip(epochs, expected, strict=True):
-        found = keyed_model(seen, keys).detach()
-        assert torch.equal(found == 0, plain == 0)
-        torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+        compiled = keyed_model(seen, keys).detach()
+        assert torch.equal(compiled == 0, plain == 0)
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_an_averaged_copy_and_evaluation_draw_nothing() -> None:
@@ -314,7 +312,7 @@ def test_a_model_that_draws_nothing_is_left_alone(model: Any) -> None:
         (lambda x: x + torch.rand(x.shape, generator=torch.default_generator), "own"),
     ],
 )
-def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Tensor], word: str) -> None:
+def test_an_unknown_random_call_is_named_for_the_user(draw: Callable[[Tensor], Tensor], word: str) -> None:
     class Own(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return draw(x)
@@ -328,7 +326,7 @@ def test_what_draws_otherwise_is_named_for_the_user(draw: Callable[[Tensor], Ten
     assert "on another number of ranks or micro-batches they differ" in note
 
 
-def test_what_draws_otherwise_draws_the_same_again_behind_a_resume() -> None:
+def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     model, draws = keyed(Calls(lambda x, _: x + F.gumbel_softmax(x)))
     first = outputs(model, draws, Micro(INDICES, step=3, number=1))
     torch.rand(5)

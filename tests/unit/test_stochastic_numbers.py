@@ -15,7 +15,7 @@ EXAMPLES, ELEMENTS = 4096, 1024
 
 
 def words(examples: int = EXAMPLES, draw: int = 0) -> Tensor:
-    """The words of so many examples for one draw, as a run makes them."""
+    """The random words (examples, 2) of one draw, int32, as a run derives them."""
     keys = rng.sample_keys(5, 0, torch.arange(examples), rng.FORWARD)
     return rng.draw(keys[:, None], torch.tensor([draw])).view(torch.int32).view(examples, 2)
 
@@ -28,7 +28,7 @@ def standardised(bits: Tensor, probability: float) -> Tensor:
 @pytest.mark.parametrize("probability", [0.5, 0.1, 0.9, 0.75])
 def test_masks_are_balanced_by_element_by_example_and_in_all(probability: float) -> None:
     mask = standardised(random_bits(words(), ELEMENTS), probability)
-    # Normal numbers under independence: the largest of n is below 5.5 sigma but for 1 in 5,000 tries.
+    # The scores of independent masks are normal: the largest of n exceeds 5.5 sigma in 1 of 5,000 tries.
     assert abs(mask.mean()) * math.sqrt(mask.numel()) < 4
     for dim, count in ((0, EXAMPLES), (1, ELEMENTS)):
         scores = mask.mean(dim) * math.sqrt(count)
@@ -42,7 +42,7 @@ def test_masks_are_uncorrelated_between_elements_and_between_examples(probabilit
     for one, count in ((mask.T, EXAMPLES), (mask[:ELEMENTS], ELEMENTS)):
         scores = (one @ one.T) / math.sqrt(count)
         scores.fill_diagonal_(0)
-        # Half a million pairs: a pair with a correlation of its own would stand out as far more than 7 sigma.
+        # Half a million pairs: a correlated pair would have far more than 8 sigma.
         assert scores.abs().max() < 8
         assert scores.std().item() == pytest.approx(1, abs=0.02)
 
@@ -81,7 +81,7 @@ def test_normal_numbers_have_the_moments_of_normal_numbers() -> None:
         assert (drawn**power).mean().item() == pytest.approx(moment, abs=0.03)
 
 
-def test_a_probability_is_met_to_2_to_the_minus_32() -> None:
+def test_a_probability_is_exact_to_2_to_the_minus_32() -> None:
     lowest, highest = torch.tensor([-(2**31)], dtype=torch.int32), torch.tensor([2**31 - 1], dtype=torch.int32)
     assert below(lowest, 2.0**-32).item()
     assert not below(lowest, 0.0).item()

@@ -1,4 +1,4 @@
-"""Naming a slow rank from the times of all ranks; the clock itself is tested on real ranks."""
+"""Naming a slow rank from the step times of all ranks; the measurement itself is tested on real ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep.telemetry.straggler import STEPS, Stragglers
 
 
 def sentences(busy: list[list[float]], step_s: float) -> list[str]:
-    """What is said at the log points of a run, one after every `STEPS` of its steps' busy times by rank."""
+    """The sentences at the log points of a run, one point every `STEPS` steps; `busy` is by step and rank."""
     stragglers = Stragglers(World.solo())
     points = [torch.tensor(busy[at : at + STEPS]).double().T for at in range(0, len(busy), STEPS)]
-    said = [stragglers.judge(torch.stack([torch.full_like(times, step_s), times], 2)) for times in points]
-    return [sentence for sentence in said if sentence]
+    judged = [stragglers.judge(torch.stack([torch.full_like(times, step_s), times], 2)) for times in points]
+    return [sentence for sentence in judged if sentence]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 1000])

@@ -1,4 +1,4 @@
-"""What the strategies refuse, say and wrap; that they train alike is tested on real ranks."""
+"""What the strategies refuse, note and wrap. Tests on real ranks show that they train alike."""
 
 from __future__ import annotations
 
@@ -42,13 +42,7 @@ from lockstep.strategy.zero import assign
 
 def plan(micro_batches: int = 1) -> Plan:
     return Plan(
-        examples=100,
-        batch=10,
-        total_steps=10,
-        micro_batches=micro_batches,
-        log_every=1,
-        eval_every=1,
-        save_every=1,
+        examples=100, batch=10, total_steps=10, micro_batches=micro_batches, log_every=1, eval_every=1, save_every=1
     )
 
 
@@ -99,7 +93,7 @@ def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: 
     *_, accumulation, optimizers, precisions, _ = table_of_compositions()[name]
     strategy: Strategy = components.build_option("strategy", name)
 
-    def taken(**parts: object) -> bool:
+    def accepts(**parts: object) -> bool:
         try:
             strategy.check_parts(**{"optimizer": AdamW(), "precision": FP32(), "micro_batches": 1, **parts})
         except InputError:
@@ -107,10 +101,10 @@ def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: 
         return True
 
     documented = set(OPTIMIZERS) if optimizers == "all" else set(re.findall(r"`(\w+)`", optimizers))
-    assert {key for key, optimizer in OPTIMIZERS.items() if taken(optimizer=optimizer)} == documented
-    assert taken(precision=FP16()) == ("`fp16`" not in precisions)
-    assert all(taken(precision=precision) for precision in (FP64(), BF16(), FP32(), BF16Pure()))
-    assert taken(micro_batches="auto") == ("auto" not in accumulation)
+    assert {key for key, optimizer in OPTIMIZERS.items() if accepts(optimizer=optimizer)} == documented
+    assert accepts(precision=FP16()) == ("`fp16`" not in precisions)
+    assert all(accepts(precision=precision) for precision in (FP64(), BF16(), FP32(), BF16Pure()))
+    assert accepts(micro_batches="auto") == ("auto" not in accumulation)
 
 
 def test_low_precision_needs_a_format_of_16_bits() -> None:
@@ -121,7 +115,7 @@ def test_low_precision_needs_a_format_of_16_bits() -> None:
     assert "norms and residuals in 16 bits" in note
 
 
-def test_local_steps_are_said_to_be_another_run() -> None:
+def test_local_steps_are_noted_as_another_run() -> None:
     several, normed = LocalSGD(local_steps=4).notes(nn.BatchNorm1d(2), world(2), plan())
     assert "strategy.local_steps=4: ranks train on their own" in several
     assert "strategy.sync_batchnorm=false makes it local" in normed
@@ -136,7 +130,7 @@ def test_local_steps_are_said_to_be_another_run() -> None:
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "train.micro_batches=N"),
     ],
 )
-def test_what_accelerate_launch_asks_for_besides_is_refused(
+def test_other_options_of_accelerate_launch_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, override: str
 ) -> None:
     Accelerate().check(2, "cpu")
@@ -166,16 +160,11 @@ def test_without_groups_blocks_are_children_and_large_layers() -> None:
 
 def test_parameters_go_to_the_rank_that_has_least() -> None:
     parameters = [torch.zeros(size) for size in (1, 5, 3, 4)]
-    assert list(assign(parameters, 2).values()) == [
-        0,
-        0,
-        1,
-        1,
-    ]
+    assert list(assign(parameters, 2).values()) == [0, 0, 1, 1]
 
 
 def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
-    """Forward and backward of two micro-batches of one example, and the reduction behind them."""
+    """Forward and backward of two micro-batches of one example each, and then the reduction."""
     for last in (False, True):
         with strategy.accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
@@ -220,7 +209,7 @@ def test_a_static_graph_is_refused_with_accumulation() -> None:
         DDP(static_graph=True).replicate(nn.Linear(2, 2), plan(micro_batches=2), (torch.zeros(2, 2),))
 
 
-def test_batch_norm_that_makes_a_run_differ_is_said() -> None:
+def test_batch_norm_that_makes_a_run_differ_is_noted() -> None:
     normed, plain = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
     assert "batch norm counts per rank" in " ".join(DDP(sync_batchnorm=False).notes(normed, world(2), plan()))
     assert "batch norm counts per micro-batch" in " ".join(DDP().notes(normed, world(2), plan(2)))
@@ -231,7 +220,7 @@ def test_batch_norm_that_makes_a_run_differ_is_said() -> None:
     assert Strict().notes(plain, world(2), plan(2)) == []
 
 
-def test_a_hook_is_said_to_change_the_run_and_one_with_a_state_to_break_resumes() -> None:
+def test_a_hook_is_noted_to_change_the_run_and_one_with_a_state_to_break_resumes() -> None:
     (note,) = DDP(comm_hook=CommHook.bf16).notes(nn.Linear(2, 2), world(2), plan())
     assert "comm_hook=bf16 rounds the gradients" in note
     several = DDP(comm_hook=CommHook.powersgd).notes(nn.Linear(2, 2), world(2), plan())
@@ -239,25 +228,25 @@ def test_a_hook_is_said_to_change_the_run_and_one_with_a_state_to_break_resumes(
     assert DDP(comm_hook=CommHook.bf16).notes(nn.Linear(2, 2), world(1), plan()) == []
 
 
-def test_dp_says_what_holds_it_back() -> None:
+def test_dp_notes_its_costs() -> None:
     assert "strategy=ddp has none of these" in " ".join(DataParallel().notes(nn.Linear(2, 2), World.solo(), plan()))
 
 
 def test_threads_of_dp_compute_in_the_number_format_of_their_caller() -> None:
-    """DataParallel's threads need GPUs; any other thread has as little of its caller's autocast as they."""
+    """DataParallel's threads need GPUs. Any other thread does not inherit its caller's autocast either."""
     replica = DataParallel().wrap(nn.Linear(2, 2), World.solo(), plan(), ())
-    found: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def in_a_thread() -> torch.dtype:
         with ThreadPoolExecutor(1) as threads:
             return threads.submit(lambda: replica.module(torch.ones(1, 2)).dtype).result()
 
     with torch.autocast("cpu", torch.bfloat16):
-        found.append(replica(torch.ones(1, 2)).dtype)
-        found.append(in_a_thread())
-    found.append(replica(torch.ones(1, 2)).dtype)
-    found.append(in_a_thread())
-    assert found == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+        dtypes.append(replica(torch.ones(1, 2)).dtype)
+        dtypes.append(in_a_thread())
+    dtypes.append(replica(torch.ones(1, 2)).dtype)
+    dtypes.append(in_a_thread())
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("ranks", [3, 8])
@@ -312,7 +301,7 @@ def test_strict_tries_a_model_without_a_trace() -> None:
 
 
 def test_strict_adds_the_gradients_of_neighbours_first() -> None:
-    # In float32 the order shows: added one after another, each 1 is lost against 2 ** 24.
+    # In float32 the order of the sum is visible: added one after another to 2 ** 24, each 1 is lost.
     values = (2.0**24, 1.0, 1.0, 1.0)
     replica = TreeReplica(nn.Linear(1, 1, bias=False))
     for value in values:

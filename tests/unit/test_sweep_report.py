@@ -1,4 +1,4 @@
-"""What is left of the jobs of a sweep, taken in this process."""
+"""The ledger, the messages and the report of the jobs of a sweep, run in this process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_failed_rank_of_a_sweep_keeps_its_traceback(tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("error", [InputError("no"), NumericalError("the loss is not finite", 3)])
-def test_another_error_of_a_sweep_is_said_with_its_job(
+def test_another_error_of_a_sweep_is_shown_with_its_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     run_sweep_job(fails(error), job_of(tmp_path))

@@ -1,4 +1,4 @@
-"""The network of the speed recipe: what its first layer does to patches, and what of it is trained."""
+"""The network of the speed recipe: its whitening layer, its frozen parameters and its blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.numerics
 
 
 def photographs(count: int = 600, side: int = 12) -> torch.Tensor:
-    """Smooth random images: neighbouring pixels and the three channels look alike, as in photographs."""
+    """Smooth random images: neighbouring pixels and the three channels are correlated, as in photographs."""
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(count, 1, 4, 4, generator=generator) + 0.2 * torch.randn(count, 3, 4, 4, generator=generator)
     fine = 0.3 * torch.randn(count, 3, side, side, generator=generator)
@@ -26,7 +26,7 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
     images = photographs()
     filters = whitening_filters(images)
     outputs = F.conv2d(images.double(), filters[:12]).transpose(0, 1).flatten(1)
-    # VARIANCE_EPS, which is added to variances of 0.09 and more, takes less than a hundredth away.
+    # VARIANCE_EPS is added to variances of 0.09 and more, so it changes the result by less than a hundredth.
     torch.testing.assert_close(
         outputs @ outputs.T / outputs.shape[1], torch.eye(12, dtype=torch.float64), atol=0.01, rtol=0
     )
@@ -36,18 +36,18 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
 @pytest.mark.parametrize(("side", "sampled"), [(12, 5000), (64, 1250), (4096, 1)])
 def test_the_network_starts_with_the_whitening_of_its_training_images(side: int, sampled: int) -> None:
     images = photographs()
-    asked: list[int] = []
-    larger = images[:, :, :1, :1].expand(-1, -1, side, side)  # of which only the size is looked at
+    counts: list[int] = []
+    larger = images[:, :, :1, :1].expand(-1, -1, side, side)  # only its size is used
     network = WhiteNet(widths=[8, 8, 8])
     model = network.build(10, (3, 12, 12))
 
-    def given(number: int) -> torch.Tensor:
-        asked.append(number)
-        return larger if len(asked) == 1 else images
+    def first_images(number: int) -> torch.Tensor:
+        counts.append(number)
+        return larger if len(counts) == 1 else images
 
-    network.initialise(model, given)
+    network.initialise(model, first_images)
     assert torch.equal(model[0].weight, whitening_filters(images).float())
-    assert asked == [1, sampled]
+    assert counts == [1, sampled]
 
 
 def test_filters_of_the_first_layer_and_factors_of_the_norms_are_frozen() -> None:

@@ -1,4 +1,4 @@
-"""Who a process is; the collectives of several ranks are tested on real ranks."""
+"""The identity of a rank; the collectives of several ranks are tested on real ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_only_rank_0_is_main() -> None:
     assert [world.is_main for world in worlds] == [True, False, False]
 
 
-def test_alone_a_wish_is_heard_at_once() -> None:
+def test_one_rank_agrees_to_stop_at_once() -> None:
     consensus = StopConsensus(World.solo())
     assert [consensus.agree(False, True), consensus.agree(True, False)] == [[False, True], [True, False]]
     consensus.close()
@@ -76,7 +76,7 @@ def test_a_process_is_a_rank_when_a_launcher_says_so(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "text"), [("RANK", "main"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", ""), ("LOCAL_RANK", "-1")]
 )
-def test_a_place_that_cannot_be_is_refused(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_rank_or_world_size_is_refused(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(InputError, match=f"{name}='{text}'.*expected a number"):
@@ -90,7 +90,7 @@ def test_joining_without_a_launcher_is_a_world_of_one() -> None:
         assert not dist.is_initialized()
 
 
-def test_a_lone_rank_has_nobody_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with join(device="cpu", backend="gloo", timeout=10, threads=1) as world:
@@ -112,8 +112,8 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         own_gpu(2)
 
 
-def meet(rank: int, port: int) -> None:
-    """One of two ranks, that is stopped when both have met."""
+def join_and_stop(rank: int, port: int) -> None:
+    """Join a process group as one of two ranks, and raise `Stopped` in it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
@@ -130,7 +130,7 @@ def meet(rank: int, port: int) -> None:
 def test_ranks_join_their_group_and_leave_it() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=meet, args=(rank, store.port)) for rank in range(2)]
+    ranks = [context.Process(target=join_and_stop, args=(rank, store.port)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

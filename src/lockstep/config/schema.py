@@ -73,6 +73,7 @@ class TrainBlock:
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
     eval_views: int = choice(1, 1, 2, 6)
     cudnn_benchmark: bool = False
+    cuda_graph: bool = False
 
 
 @dataclass(frozen=True)

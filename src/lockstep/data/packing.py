@@ -1,4 +1,4 @@
-"""What `lockstep pack` does: it decodes a folder of images once and writes the pixels, for `dataset=packed`."""
+"""The work of `lockstep pack`: decode a folder of images once and write the pixels, for `dataset=packed`."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class _HashedFile:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder beside `target`, locked while it is filled. Removes those of packs that were killed."""
+    """A temporary folder beside `target`, locked while it is filled. First removes the folders of killed packs."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with _locked(leftover) as acquired:
             if acquired:

@@ -1,4 +1,4 @@
-"""From stored uint8 images to what the model takes: augmented, resized, normalised, all on the device."""
+"""From stored uint8 images to the model's input: augment, resize and normalise, all on the device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lockstep.data.transforms.mixup import Mix, interval
 def normalisation(
     mean: Sequence[float], std: Sequence[float], *, device: torch.device, precision: Precision
 ) -> tuple[Tensor, Tensor]:
-    """What a stored pixel is multiplied with, and what is added then, each (1, C, 1, 1) in `precision.sums`.
+    """The factor and then the summand that normalise stored pixels, each (1, C, 1, 1) in `precision.sums`.
 
-    `mean` and `std` are of each channel, for pixels from 0 to 1.
+    `mean` and `std` are per channel, for pixels from 0 to 1.
     """
     means, stds = (
         torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1) for values in (mean, std)
@@ -33,19 +33,18 @@ def normalisation(
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What is done to the images of one data set on the device, the same for both loaders.
+    """The steps from the stored images of a data set to the model's input. Both loaders use the same ones.
 
     Fields:
         augment: the augmentation of training images.
-        input_shape: (channels, height, width) of what the model sees.
+        input_shape: (channels, height, width) of the model's input.
         eval_crop: the central share of a stored image's side that is evaluated.
         scale, shift: the normalisation, (1, C, 1, 1): pixel * scale + shift, computed in their dtype.
-        dtype: of the images that the model gets in training.
-        memory_format: of the same images.
-        seed: of the run.
+        dtype, memory_format: of the model's input in training.
+        seed: the seed of the run.
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
         mix: mixup and CutMix; None is neither.
-        interpolation: how images are resized to what the model sees.
+        interpolation: how images are resized to the model's input.
     """
 
     augment: Augment

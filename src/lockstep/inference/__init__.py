@@ -1,1 +1,1 @@
-"""A trained model in use: loaded from its weights alone, evaluated, asked, exported, shown."""
+"""Uses a trained model: loads it from its weights alone, evaluates it, predicts with it, exports it, shows a demo."""

@@ -1,7 +1,7 @@
-"""A page on this machine, on which one drops a photo and sees what a model says of it.
+"""A local web page: the user drops a photo on it and sees the model's prediction.
 
-The server listens on the loopback address only, and answers requests only that were made to it by that name: a page
-of another site that a browser has open can neither call it nor read its answers.
+The server listens on the loopback address only, and answers only requests that address it by that name. So a page of
+another site in the same browser can neither call it nor read its answers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lockstep.inference.predictor import Predictor
 
 ADDRESS = "127.0.0.1"
 PAGE = Path(__file__).parent / "demo.html"
-NONCE = "NONCE"  # in the page, where its own script and style are marked with the word of the answer's header
+NONCE = "NONCE"  # the mark of the page's own script and style; each answer replaces it by the nonce of its header
 IMAGE, JSON, HTML = "application/octet-stream", "application/json", "text/html; charset=utf-8"
-LARGEST = 32 * MB  # bytes of a photo
-SHOWN = 5  # classes in an answer
-WAIT_S = 20  # for a browser that sends nothing
+LARGEST = 32 * MB  # the most bytes of a photo
+SHOWN = 5  # the most classes in an answer
+WAIT_S = 20  # the longest wait for a browser that sends nothing
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
     "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
@@ -33,15 +33,15 @@ POLICY = (
 
 
 class Refused(Exception):
-    """A request that is not answered. Its arguments: the status, and a sentence."""
+    """A request that the server refuses. Its arguments are the status and a sentence."""
 
 
 class DemoServer(ThreadingHTTPServer):
-    """The server of the page of one model.
+    """The server of the page for one model.
 
     Args:
         predictor: the model.
-        port: to listen on; 0 is any that is free.
+        port: the port to listen on; 0 is any free port.
 
     Raises:
         InputError: the port is taken.
@@ -51,12 +51,12 @@ class DemoServer(ThreadingHTTPServer):
 
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
-        self.one_at_a_time = threading.Lock()  # a model computes with all threads
+        self.model_lock = threading.Lock()  # a model computes with all threads
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise InputError(f"--port is {port}, which cannot be listened on ({reason}): --port 0") from error
+            raise InputError(f"--port is {port}, but no server can listen there ({reason}): --port 0") from error
 
     @property
     def url(self) -> str:
@@ -64,11 +64,11 @@ class DemoServer(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The names by which the page may be asked for."""
+        """The names of the server that a request may use."""
         return frozenset({f"{ADDRESS}:{self.server_port}", f"localhost:{self.server_port}"})
 
     def about(self) -> dict[str, Any]:
-        """What the page says of the model."""
+        """The facts about the model that the page shows."""
         card = self.predictor.card
         return {
             "model": str(card.model["_target_"]).rpartition(".")[2],
@@ -81,13 +81,13 @@ class DemoServer(ThreadingHTTPServer):
         }
 
     def classes(self, photo: bytes) -> dict[str, Any]:
-        """What the model says of an image file. Raises InputError if it is none."""
-        with self.one_at_a_time:
+        """The model's prediction for an image file. Raises InputError if it is not one."""
+        with self.model_lock:
             (prediction,) = self.predictor.predict(photo)
         return {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(SHOWN)]}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone away is no error."""
+        """Ignore it: a browser that closes its connection is no error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -115,10 +115,10 @@ class _Handler(BaseHTTPRequestHandler):
         return JSON, json.dumps(self.server.classes(self._body()))
 
     def _body(self) -> bytes:
-        """The photo of a request, after its headers are checked."""
+        """The photo in a request. Checks the headers first."""
         if self.headers.get("Origin") not in {f"http://{host}" for host in self.server.hosts}:
             raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")
-        # A page of another site cannot send this type without asking first, which is not answered.
+        # Before a page of another site sends this type, the browser asks the server, which does not allow it.
         if self.headers.get("Content-Type") != IMAGE:
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a photo is sent as {IMAGE}")
         length = self.headers.get("Content-Length", "")
@@ -134,14 +134,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
         return photo
 
-    def _answer(self, make: Any) -> None:
-        """Send what `make` returns, or the sentence of its error."""
+    def _answer(self, respond: Any) -> None:
+        """Send the answer that `make` returns, or the sentence of its error."""
         status: HTTPStatus = HTTPStatus.OK
         try:
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or hosts[0] not in self.server.hosts:
                 raise Refused(HTTPStatus.FORBIDDEN, f"this page is at {self.server.url} only")
-            kind, text = make()
+            kind, text = respond()
         except Refused as error:
             status, kind, text = error.args[0], JSON, json.dumps({"error": error.args[1]})
         except InputError as error:
@@ -164,4 +164,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The terminal has the address of the page, and stays quiet."""
+        """No log: the terminal shows only the address of the page."""

@@ -1,4 +1,4 @@
-"""What a trained model is worth on a split: every example once, by the logits of the training's own evaluation."""
+"""Evaluates a trained model on a split: every example once, with the logits of the evaluation during training."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MATRIX_CLASSES = 100  # the most classes whose confusion matrix is kept
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What came out for each of the N examples of a split. Broken images have the label `IGNORE_INDEX`.
+    """The results for the N examples of a split. Broken images have the label `IGNORE_INDEX`.
 
     Fields:
-        names: of the classes.
+        names: the names of the classes, by label.
         labels, predicted: int64 (N,).
-        probabilities: of the predicted classes, float (N,).
+        probabilities: the probabilities of the predicted classes, float (N,).
         top5: whether the label is among the five most probable classes, bool (N,).
         loss: the mean of the loss that the model was trained with, in evaluation mode.
     """
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def whole(self) -> Tensor:
-        """Which examples count: bool (N,)."""
+        """Which images are not broken: bool (N,)."""
         return self.labels != IGNORE_INDEX
 
     @property
@@ -79,7 +79,7 @@ class Evaluation:
 
     @property
     def per_class(self) -> list[tuple[str, int, float | None]]:
-        """Name, number of examples, and percentage of them that are predicted right, of each class by its label."""
+        """For each class, by label: its name, its number of examples, and the percentage predicted right."""
         examples, hits = self.labels[self.whole], self.labels[self.predicted == self.labels]
         counts, right = (torch.bincount(labels, minlength=len(self.names)).tolist() for labels in (examples, hits))
         return [
@@ -97,7 +97,7 @@ class Evaluation:
         return torch.bincount(cells, minlength=size * size).view(size, size)
 
     def facts(self) -> dict[str, Any]:
-        """All of it but the predictions, as plain values."""
+        """All results but the predictions, as plain values."""
         return {
             "images": self.count,
             "skipped": len(self.labels) - self.count,
@@ -113,7 +113,7 @@ class Evaluation:
 def evaluate_split(
     predictor: Predictor, split: Split, advance: Callable[[int], None] = lambda examples: None
 ) -> Evaluation:
-    """Evaluate a model on every example of a split, in the blocks of its training's evaluation.
+    """Evaluate a model on every example of a split, in the same blocks as during its training.
 
     `advance` is called after each block, with the number of its examples.
 
@@ -126,13 +126,13 @@ def evaluate_split(
     loss = SummedLoss(criterion, tolerates_broken=True).to(predictor.device).eval()
     summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
     for block, images in _blocks(predictor, split, labels):
-        own = labels[block.start : block.stop].to(predictor.device)
+        block_labels = labels[block.start : block.stop].to(predictor.device)
         logits = predictor.logits(images)
-        summed += loss(logits, own, own)
+        summed += loss(logits, block_labels, block_labels)
         best = best_classes(logits)
         shares = probabilities(logits, predictor.card.probabilities).gather(1, best[:, :1])[:, 0]
         advance(len(block))
-        parts.append((best[:, 0].cpu(), shares.cpu(), (best == own[:, None]).any(1).cpu()))
+        parts.append((best[:, 0].cpu(), shares.cpu(), (best == block_labels[:, None]).any(1).cpu()))
     predicted, shares, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
     count = int((labels != IGNORE_INDEX).sum())
     if count == 0:
@@ -165,7 +165,7 @@ def _blocks(predictor: Predictor, split: Split, labels: Tensor) -> Iterator[tupl
 
 
 def check_data(predictor: Predictor, source: Source) -> None:
-    """Raise InputError if the images or the classes of a data set are not those that a model was made for."""
+    """Raise InputError if the images or the classes of a data set are not those that a model was trained for."""
     card = predictor.card
     if source.classes != card.classes or tuple(source.class_names) != card.class_names:
         pairs = zip(source.class_names, card.class_names, strict=False)
@@ -184,5 +184,5 @@ def check_data(predictor: Predictor, source: Source) -> None:
 
 
 def sample_name(split: Split, index: int) -> str:
-    """The path of an example, or its number where the split has no files."""
+    """The path of an example, or its number if the split has no files."""
     return str(split.paths[index]) if isinstance(split, FileSplit) else str(index)

@@ -1,7 +1,7 @@
-"""A trained model as one file for other programs: ONNX, or a program of torch.export.
+"""Exports a trained model as one file for other programs: ONNX, or a program of torch.export.
 
-The file takes stored uint8 images and does all that the evaluation does with them: crop, normalise, resize, average
-over views. It computes in float32, whatever the training did. Nothing is written unless its logits are the model's.
+The file takes stored uint8 images and processes them like the evaluation: crop, normalise, resize, average over
+views. It computes in float32, whatever the training did. It is written only if its logits are the model's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ OPSET = 20
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 
 
-class _Whole(nn.Module):
+class _PixelsToLogits(nn.Module):
     """From pixels to logits."""
 
     def __init__(self, predictor: Predictor, *, floats: bool) -> None:
@@ -40,12 +39,12 @@ class _Whole(nn.Module):
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file.
+    """A file format.
 
     Fields:
-        suffix: of its name.
+        suffix: the suffix of the file.
         write: writes a module, traced with example images, and the metadata to a path.
-        read: the function from images to logits in a file.
+        read: reads a file, and returns its function from images to logits.
     """
 
     suffix: str
@@ -104,11 +103,11 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
     """Write a model to `path` and return the largest difference of a logit from the model's own.
 
     Args:
-        predictor: on the CPU, in float32.
-        stored: the images to compare on, uint8 (B, C, H, W).
-        path: of the file, which is replaced.
+        predictor: the model, on the CPU, in float32.
+        stored: the images to compare the logits on, uint8 (B, C, H, W).
+        path: the file, which is replaced if it exists.
         kind: a key of `FORMATS`.
-        floats: whether its input are float32 pixels from 0 to 1 instead of uint8 ones from 0 to 255.
+        floats: whether the input is float32 pixels from 0 to 1 instead of uint8 pixels from 0 to 255.
 
     Raises:
         InputError: a package is missing, or the model cannot be exported.
@@ -116,20 +115,21 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
         StorageError: the file cannot be written.
     """
     check_packages(kind)
-    form, module = FORMATS[kind], _Whole(predictor, floats=floats).eval()
+    form, module = FORMATS[kind], _PixelsToLogits(predictor, floats=floats).eval()
     images = stored.float() / 255 if floats else stored
     expected = predictor.logits(stored)
     with storing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         temporary = Path(folder, path.name)
-        with _quiet(), torch.no_grad():
+        # The warnings of the exporters are about their own code.
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
             try:
                 form.write(module, images[:1].repeat(2, 1, 1, 1), predictor.card.metadata(), temporary)
                 exported = form.read(temporary)
-                # One image and all of them: neither is the number that it was traced with, unless there are two.
+                # Compare on one image and on all of them: other numbers than the two that it was traced with.
                 results = torch.cat([exported(images[:1]), exported(images)])
             except OSError:
                 raise
-            except Exception as error:  # the exporters raise all kinds
+            except Exception as error:  # the exporters raise all kinds of errors
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise InputError(f"--format {kind}: this model cannot be exported ({reason})") from error
         difference = float((results - torch.cat([expected[:1], expected])).abs().max())
@@ -141,8 +141,3 @@ def export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, float
         sync(temporary)
         temporary.replace(path)
     return difference
-
-
-def _quiet() -> Any:
-    """Without the warnings of the exporters, which are about their own code."""
-    return warnings.catch_warnings(action="ignore")

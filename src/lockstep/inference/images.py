@@ -1,4 +1,4 @@
-"""From what a caller has (a path, bytes, a Pillow image, an array) to an image as the data set would store it."""
+"""Turns a path, bytes, a Pillow image or an array into an image as the data set would store it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def stored_images(
 ) -> Tensor:
     """Images as a data set of `shape` (C, H, W) would store them: uint8 (B, C, H, W), on the CPU.
 
-    Tensors may also be a batch (B, C, H, W). An array or a tensor of that shape already is taken as it is. All else
-    goes the way of an image file: its shorter side is resized, the centre kept, colours made grey if C is 1.
+    A tensor may also be a batch (B, C, H, W). Arrays and tensors of the right shape are not changed. All other images
+    are processed like image files: the shorter side is resized, the centre kept, colours become grey if C is 1.
 
     Raises:
         InputError: one is no image, or the data set has images that no file can hold.
@@ -57,14 +57,14 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
         raise InputError(f"{name} is grey or RGB, but the model takes images of {shape[0]} channels; give it tensors")
     try:
         file = ImageFile.read(Path(image)) if isinstance(image, (str, Path)) else ImageFile.of(_bytes(image))
-        return _cut(file, shape, interpolation)
-    except Exception as error:  # the decoders raise all kinds for a damaged file
+        return _resize_and_crop(file, shape, interpolation)
+    except Exception as error:  # the decoders raise all kinds of errors for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
 
 
 def files_in(path: Path) -> list[Path]:
-    """The image files in a folder and the folders below it, sorted; any other path by itself.
+    """The image files below a folder, sorted; for a path that is no folder, only this path.
 
     Raises:
         InputError: it is a folder without images.
@@ -82,7 +82,7 @@ def files_in(path: Path) -> list[Path]:
     return images
 
 
-def _cut(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
+def _resize_and_crop(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
     channels, height, width = shape
     if height == width:
         pixels = file.square(height, interpolation)
@@ -100,7 +100,7 @@ def _central_box(height: int, width: int, ratio: float) -> Box:
 
 
 def _grey(rgb: Tensor) -> Tensor:
-    """The luminance of ITU-R 601, in the integers of Pillow: grey of equal colours is that colour."""
+    """The luminance of ITU-R 601, in Pillow's integer arithmetic: a grey pixel keeps its value."""
     red, green, blue = rgb.int()
     return ((red * 19595 + green * 38470 + blue * 7471 + 2**15) >> 16).to(torch.uint8)[None]
 
@@ -125,7 +125,7 @@ def _pillow(image: Tensor) -> Image.Image:
 
 
 def _bytes(image: bytes | Image.Image) -> bytes:
-    """A file with an image, so that every image is decoded by the same code."""
+    """An image as the content of a file, so that the same code decodes all images."""
     if isinstance(image, bytes):
         return image
     file = BytesIO()

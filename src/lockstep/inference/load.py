@@ -1,4 +1,4 @@
-"""Makes a `Predictor` of a file of weights, which needs no run folder and no data."""
+"""Makes a `Predictor` from a file of weights, without a run folder or data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.inference.predictor import Predictor
 from lockstep.models.nets import without_weights
 from lockstep.precision import FP32
 
-KEY = "weights"  # begins the errors
+KEY = "weights"  # the first word of the errors
 
 
 def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
@@ -33,7 +33,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         precision: the number format to compute in; None is that of the evaluation.
 
     Raises:
-        InputError: there are no such weights, they do not say what their model is, or it cannot be built here.
+        InputError: there are no weights, they do not describe their model, or it cannot be built here.
     """
     file = find_weights(path)
     card = checkpoint.read_card(file)
@@ -41,7 +41,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     try:
         option = without_weights(components.build("model", card.model))
         precision = precision or _precision(card, target)
-        model = _filled(option, card, precision, file)
+        model = _model_with_weights(option, card, precision, file)
     except InputError as error:
         if str(error).startswith(f"{KEY}: "):
             raise
@@ -67,10 +67,10 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
 
 
 def find_weights(path: str | Path) -> Path:
-    """The file of weights that a user means: by itself, or in a run folder, a checkpoint, or the newest run.
+    """The file of weights for a path: the path itself, or a file in a run folder, a checkpoint, or the newest run.
 
     Raises:
-        InputError: there is none.
+        InputError: there are no weights.
     """
     place = Path(path)
     if place.name == LATEST and not place.is_dir():
@@ -84,13 +84,13 @@ def find_weights(path: str | Path) -> Path:
 
 
 def run_of(file: Path) -> RunDir | None:
-    """The run that a file of weights lies in, as its best weights or in a checkpoint; None if it lies elsewhere."""
+    """The run of a file of weights: its best weights, or a file in a checkpoint; None if the file is elsewhere."""
     folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
     return next(map(RunDir, folders), None)
 
 
 def _precision(card: ModelCard, device: torch.device) -> Precision:
-    """The number format of the card, or float32 where the device lacks it and the weights are float32."""
+    """The number format of the card, or float32 if the device lacks it and the weights are float32."""
     precision: Precision = components.build("precision", card.precision)
     try:
         precision.check(device.type)
@@ -102,7 +102,7 @@ def _precision(card: ModelCard, device: torch.device) -> Precision:
     return precision
 
 
-def _filled(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
+def _model_with_weights(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
     """The model with its weights, on the CPU."""
     try:
         # A few bytes can describe a model of any size, so compare it with the tensors before it takes memory.
@@ -110,7 +110,7 @@ def _filled(option: Model, card: ModelCard, precision: Precision, file: Path) ->
             sketch = option.build(card.classes, card.input_shape)
     except InputError:
         raise
-    except Exception:  # the code of an extension that reads a number from a tensor, which has none there
+    except Exception:  # the model of an extension may read numbers, which tensors on the meta device do not have
         sketch = None
     if sketch is not None:
         checkpoint.check_tensors(sketch, file, KEY)

@@ -1,4 +1,4 @@
-"""A trained model with all that it needs to be used. Evaluation, prediction, export and the demo go through it."""
+"""A trained model and everything that it needs for use. Evaluation, prediction, export and the demo use it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lockstep.training.evaluate import best_classes, logits_of
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a model says of an image.
+    """The prediction of a model for an image.
 
     Fields:
         label: the most probable class.
-        names: of all classes, by label.
+        names: the names of all classes, by label.
         probabilities: float (classes,) on the CPU, by label. They add up to 1, unless the model judges each class by
             itself (`Predictor.card.probabilities` is `sigmoid`, as after `loss=bce`).
     """
@@ -38,13 +38,13 @@ class Prediction:
 
     @property
     def probability(self) -> float:
-        """Its probability."""
+        """The probability of the most probable class."""
         return float(self.probabilities[self.label])
 
     def top(self, k: int) -> list[tuple[int, str, float]]:
         """The `k` most probable classes (or all, if there are fewer): label, name and probability."""
         order = self.probabilities.clone()
-        order[self.label] += 1  # of equal ones it is the first
+        order[self.label] += 1  # the first of equal ones
         best = order.topk(min(k, len(order))).indices.tolist()
         return [(label, self.names[label], float(self.probabilities[label])) for label in best]
 
@@ -54,10 +54,10 @@ class Predictor:
     """A trained model on its device, with the preprocessing of its evaluation.
 
     Fields:
-        card: what its weights say of it.
+        card: the model card in its weights.
         model: the module, in evaluation mode: normalised images (B, C, h, w) to logits (B, classes).
         precision: the number format that it was evaluated in.
-        pipeline: from stored uint8 images (B, C, H, W) to what the model takes.
+        pipeline: from stored uint8 images (B, C, H, W) to the input of the model.
     """
 
     card: ModelCard
@@ -79,7 +79,7 @@ class Predictor:
         return stored_images(images, self.card.image_shape, self.card.interpolation)
 
     def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
-        """What `model` takes for these images, float (B, C, h, w) on the device: cropped, normalised, resized.
+        """The input of `model` for these images, float (B, C, h, w) on the device: cropped, normalised, resized.
 
         Raises:
             InputError: one is no image.
@@ -89,7 +89,7 @@ class Predictor:
 
     @torch.no_grad()
     def logits(self, stored: Tensor) -> Tensor:
-        """The logits (B, classes) of stored images, uint8 (B, C, H, W): to the bit what an evaluation computes."""
+        """The logits (B, classes) of stored images, uint8 (B, C, H, W), with the same bits as in an evaluation."""
         return logits_of(
             self.model,
             stored.to(self.device),
@@ -99,11 +99,11 @@ class Predictor:
         )
 
     def predict(self, images: ImageLike | Iterable[ImageLike]) -> list[Prediction]:
-        """What the model says of each image.
+        """The model's prediction for each image.
 
         Args:
-            images: one or many of: the path of a file, its bytes, a Pillow image, a uint8 array (H, W) or (H, W, C),
-                a uint8 tensor (C, H, W); or a batch of them (B, C, H, W).
+            images: one image, several, or a uint8 tensor (B, C, H, W). An image is the path of a file, its bytes, a
+                Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor (C, H, W).
 
         Raises:
             InputError: one is no image.

@@ -26,8 +26,8 @@ from lockstep.data.transforms.augment import CropFlip
 from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
 from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
-from lockstep.precision import BF16Pure
-from lockstep.strategy import DDP, DataParallel, Pipeline, Strict
+from lockstep.precision import FP16, BF16Pure
+from lockstep.strategy import DDP, DataParallel, Pipeline, Single, Strict
 from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
 from lockstep.training.freezing import freeze_until
 
@@ -135,6 +135,7 @@ def check_job(job: Job) -> None:
         lambda: check_data_memory(job),
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
+        lambda: _check_graph(job),
     ]
     problems = []
     for check in single:
@@ -197,6 +198,36 @@ def _check_compile(job: Job) -> None:
             f"strategy=dp has a copy of the model on each of {gpus} GPUs, and all copies would call what is compiled "
             "for the first; use strategy=ddp or model.compile=false"
         )
+
+
+def _check_graph(job: Job) -> None:
+    """Refuse what cannot be recorded together with a whole step (`train.cuda_graph`)."""
+    if not job.train.cuda_graph:
+        return
+    strategy, optimizer = (type(part).__name__.lower() for part in (job.strategy, job.optimizer))
+    mode = job.model.compile_mode
+    obstacles = [
+        (
+            type(job.strategy) is not Single,
+            f"under strategy={strategy} a step is more than the work of one device; use strategy=single",
+        ),
+        (
+            isinstance(job.precision, FP16),
+            "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16",
+        ),
+        (
+            not getattr(job.optimizer, "recordable", False),
+            f"optimizer={optimizer} computes with its learning rate in Python, so each step would have that of the "
+            "recorded one; use optimizer=sgd, adam, adamw or muon",
+        ),
+        (
+            mode is not CompileMode.default,
+            f"model.compile_mode={mode.name} records graphs of its own; use model.compile_mode=default",
+        ),
+    ]
+    problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]
+    if problems:
+        raise InputError("\n".join(problems))
 
 
 def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None:

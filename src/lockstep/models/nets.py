@@ -53,7 +53,7 @@ class Network(Model):
 
 
 def without_weights(option: Model) -> Model:
-    """The same model from random weights: its own come from elsewhere, or only its shapes matter."""
+    """The same model with random weights: for a caller that loads other weights, or needs only the shapes."""
     changed: Any = option
     return replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
 

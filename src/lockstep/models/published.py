@@ -1,7 +1,7 @@
-"""The files of timm's published weights: found in a cache, or fetched where the network can be reached.
+"""The files of timm's published weights: taken from a cache, or else fetched from the network.
 
-timm asks the network before it looks into its cache, and tries again for the best part of a minute. Here the cache is
-looked at first, and the network is tried once, for a few seconds.
+timm asks the network before it looks into its cache, and repeats that for most of a minute. Here the cache comes
+first, and the network is tried once, for a few seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REACH_S = 5.0  # how long the network may take to answer
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A file of published weights. `custom` says that the model's class has a format of its own for it."""
+    """A file of published weights. `custom` says that the model's class reads this file in a format of its own."""
 
     path: Path
     custom: bool = False
@@ -38,53 +38,53 @@ def published_weights(name: str) -> WeightsFile:
     """The weights of timm's model `name`, fetched if they are not in a cache.
 
     Raises:
-        InputError: there are none, or they are not here and cannot be fetched.
+        InputError: timm has no weights for the model, or they are not in a cache and cannot be fetched.
     """
     import timm
 
-    facts = timm.get_pretrained_cfg(name)
-    if facts is None or not (facts.hf_hub_id or facts.url):
+    cfg = timm.get_pretrained_cfg(name)
+    if cfg is None or not (cfg.hf_hub_id or cfg.url):
         raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
-    return _cached(facts) or _fetched(name, facts)
+    return _cached(cfg) or _fetched(name, cfg)
 
 
-def _names(facts: Any) -> list[str]:
-    """The files of a repository that can hold the weights, the best first."""
+def _names(cfg: Any) -> list[str]:
+    """The names of the files in a repository that can hold the weights, the best first."""
     from timm.models import _hub
 
-    name = facts.hf_hub_filename or _hub.HF_WEIGHTS_NAME
+    name = cfg.hf_hub_filename or _hub.HF_WEIGHTS_NAME
     return [*_hub._get_safe_alternatives(name), name]
 
 
-def _url_file(facts: Any) -> Path:
-    """Where torch keeps the file of an address."""
-    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(facts.url).path).name)
+def _url_file(cfg: Any) -> Path:
+    """The file in torch's cache for the address of the weights."""
+    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(cfg.url).path).name)
 
 
-def _cached(facts: Any) -> WeightsFile | None:
-    if facts.hf_hub_id:
+def _cached(cfg: Any) -> WeightsFile | None:
+    if cfg.hf_hub_id:
         from huggingface_hub import try_to_load_from_cache
 
-        repository, _, revision = facts.hf_hub_id.partition("@")
-        for name in _names(facts):
+        repository, _, revision = cfg.hf_hub_id.partition("@")
+        for name in _names(cfg):
             path = try_to_load_from_cache(repository, name, revision=revision or None)
             if isinstance(path, str):
                 return WeightsFile(Path(path))
-    if facts.url and (file := _url_file(facts)).is_file():
-        return WeightsFile(file, bool(facts.custom_load))
+    if cfg.url and (file := _url_file(cfg)).is_file():
+        return WeightsFile(file, bool(cfg.custom_load))
     return None
 
 
-def _fetched(name: str, facts: Any) -> WeightsFile:
+def _fetched(name: str, cfg: Any) -> WeightsFile:
     from huggingface_hub import constants
 
-    address = constants.ENDPOINT if facts.hf_hub_id else facts.url
-    place = f"{facts.hf_hub_id} of {address}" if facts.hf_hub_id else address
-    reason = "HF_HUB_OFFLINE is set" if facts.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
+    address = constants.ENDPOINT if cfg.hf_hub_id else cfg.url
+    place = f"{cfg.hf_hub_id} of {address}" if cfg.hf_hub_id else address
+    reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
     if not reason:
         try:
-            return _download(facts)
-        except Exception as error:  # the libraries raise all kinds
+            return _download(cfg)
+        except Exception as error:  # the libraries raise all kinds of errors
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     raise InputError(
         f"model.pretrained: the weights of {name} are not in the cache of this machine, and cannot be fetched from "
@@ -92,17 +92,17 @@ def _fetched(name: str, facts: Any) -> WeightsFile:
     )
 
 
-def _download(facts: Any) -> WeightsFile:
-    if not facts.hf_hub_id:
-        file = _url_file(facts)
+def _download(cfg: Any) -> WeightsFile:
+    if not cfg.hf_hub_id:
+        file = _url_file(cfg)
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(facts.url, str(file), progress=False)
-        return WeightsFile(file, bool(facts.custom_load))
+        torch.hub.download_url_to_file(cfg.url, str(file), progress=False)
+        return WeightsFile(file, bool(cfg.custom_load))
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    repository, _, revision = facts.hf_hub_id.partition("@")
-    *first, last = _names(facts)
+    repository, _, revision = cfg.hf_hub_id.partition("@")
+    *first, last = _names(cfg)
     for name in first:
         try:
             return WeightsFile(Path(hf_hub_download(repository, name, revision=revision or None)))
@@ -126,7 +126,7 @@ def _unreachable(address: str) -> str:
         except OSError as error:
             outcome.append(f"{host}: {error.strerror or error}")
 
-    # In a thread, because looking up a name takes no limit of time.
+    # In a thread, because looking up a host name has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(REACH_S)

@@ -18,7 +18,7 @@ PATCH = 2  # side of a whitened patch, in pixels
 SAMPLE = 5000  # the most training images that the whitening is computed from
 SAMPLE_PIXELS = SAMPLE * 32**2  # and the most pixels in them: as floats they are 60 MB
 CHUNK = 500  # images whose patches are in memory at a time
-# Added to the variances: keeps directions of almost no variance from being blown up.
+# Added to the variances, so that directions of almost no variance are not amplified.
 VARIANCE_EPS = 5e-4
 LOGIT_SCALE = 1 / 9
 
@@ -50,8 +50,8 @@ class WhiteNet(Network):
         channels, height, width = input_shape
         if min(height, width) < 8 + PATCH - 1:
             raise InputError(
-                f"model=whitenet halves images of 9x9 pixels or more three times, the data set gives "
-                f"{height}x{width}; use dataset.input_size=32"
+                f"model=whitenet needs images of 9x9 pixels or more, the data set gives {height}x{width}; "
+                "use dataset.input_size=32"
             )
         whitening = nn.Conv2d(channels, 2 * channels * PATCH**2, PATCH)
         whitening.weight.requires_grad_(False)
@@ -115,11 +115,11 @@ class _Residual(nn.Module):
 
 def _block(inputs: int, outputs: int, depth: int) -> nn.Sequential:
     """`depth` convolutions; the pooling after the first one halves the image."""
-    first = [_convolution(inputs, outputs), nn.MaxPool2d(2), _norm(outputs), nn.GELU()]
-    others: list[nn.Module] = []
+    first_layers = [_convolution(inputs, outputs), nn.MaxPool2d(2), _norm(outputs), nn.GELU()]
+    layers: list[nn.Module] = []
     for _ in range(depth - 1):
-        others += [_convolution(outputs, outputs), _norm(outputs), nn.GELU()]
-    return nn.Sequential(*first, *([_Residual(*others[:-1])] if depth > 2 else others))
+        layers += [_convolution(outputs, outputs), _norm(outputs), nn.GELU()]
+    return nn.Sequential(*first_layers, *([_Residual(*layers[:-1])] if depth > 2 else layers))
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:

@@ -15,6 +15,7 @@ from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
+from lockstep.core.model_mode import model_mode
 from lockstep.core.rules import Options
 from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network
@@ -72,7 +73,7 @@ class Timm(Network):
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         import timm
 
-        # Again, because a rank reads its config from a file, and a name or an option can make timm read other files.
+        # Check again: a rank reads its config from a file, and a name or an option can make timm read other files.
         self.check()
         channels, height, width = input_shape
         options = dict(self.options)
@@ -93,23 +94,23 @@ class Timm(Network):
                 **options,
             )
             if max(height, width) != self._usual_size():
-                _try(model, input_shape)
-        except Exception as error:  # timm's constructors and networks raise all kinds
+                _check_image_size(model, input_shape)
+        except Exception as error:  # timm's constructors and networks raise all kinds of errors
             raise self._not_built(error, input_shape) from error
         return model
 
     def trained_input(self) -> TrainedInput | None:
         import timm
 
-        facts = timm.get_pretrained_cfg(self.name)
-        if facts is None or not (facts.hf_hub_id or facts.url):
+        cfg = timm.get_pretrained_cfg(self.name)
+        if cfg is None or not (cfg.hf_hub_id or cfg.url):
             return None
         return TrainedInput(
-            size=max(facts.input_size[1:]),
-            crop=min(1.0, facts.crop_pct or 1.0),
-            mean=tuple(facts.mean),
-            std=tuple(facts.std),
-            interpolation=facts.interpolation if facts.interpolation in INTERPOLATIONS else INTERPOLATION,
+            size=max(cfg.input_size[1:]),
+            crop=min(1.0, cfg.crop_pct or 1.0),
+            mean=tuple(cfg.mean),
+            std=tuple(cfg.std),
+            interpolation=cfg.interpolation if cfg.interpolation in INTERPOLATIONS else INTERPOLATION,
         )
 
     def prepare(self) -> None:
@@ -117,7 +118,7 @@ class Timm(Network):
             published_weights(self.name)
 
     def _not_built(self, error: Exception, input_shape: tuple[int, int, int]) -> InputError:
-        """The sentence for a model that cannot be built for the images, or does not take them."""
+        """The error for a model that cannot be built for the images, or does not accept them."""
         channels, height, width = input_shape
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         weights = " with its published weights" if self.pretrained else ""
@@ -131,21 +132,19 @@ class Timm(Network):
         )
 
     def _usual_size(self) -> int | None:
-        """The side of the images that timm made the model for; None where it does not say."""
+        """The side of the images that timm made the model for; None if timm does not say."""
         import timm
 
-        facts = timm.get_pretrained_cfg(self.name)
-        return max(facts.input_size[1:]) if facts is not None and facts.input_size else None
+        cfg = timm.get_pretrained_cfg(self.name)
+        return max(cfg.input_size[1:]) if cfg is not None and cfg.input_size else None
 
 
-def _try(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
-    """Show a model one blank image: an image of a size that it cannot take raises here, and not in the middle."""
+def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
+    """Run a model on one blank image, so that a size that it cannot take raises now, not during training."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # only a sketch
-    training = model.training
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model.eval()(torch.zeros((1, *input_shape)))
-    model.train(training)
+        return  # the model has only shapes
+    with model_mode(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
+        model(torch.zeros((1, *input_shape)))
 
 
 def network_options(architecture: str) -> frozenset[str]:

@@ -12,10 +12,10 @@ from lockstep.core.sharding import own_parts
 class EMA(AveragedModel):
     """An exponential moving average of a model's parameters and buffers; the first update copies them.
 
-    The average is kept in `copy`, which is cut over the ranks as `model` is; without one in a deep copy of `model`.
+    The average is kept in `copy`, which is cut over the ranks like `model`, or else in a deep copy of `model`.
 
-    Only the update differs from torch's class: it is one kernel over all floats and one over all counters. torch
-    collects the tensors again at each step, and copies its counter to the device, which waits for the device.
+    Only the update differs from torch's class: one kernel updates all floats, and one all counters. torch's class
+    collects the tensors again at each step. It also copies its counter to the device, which waits for the device.
     """
 
     def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None) -> None:

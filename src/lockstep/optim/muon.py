@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
 from lockstep.core.update_scope import UpdateScope
-from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
+from lockstep.optim.optimizers import OptimizerOption, ParamGroups
+from lockstep.optim.usual_rate import OF_ADAM, UsualRate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,13 @@ class Muon(OptimizerOption):
     GPU updates are made orthogonal in bfloat16, unless the model is float64.
 
     Fields:
-        lr: of the matrices: how far a step moves each singular value.
-        head_lr: of the last linear layer; null is `lr`.
-        bias_lr: of all other parameters.
-        momentum: of the matrices; `sgd_momentum` is that of the other parameters.
-        iterations: of Newton and Schulz; three or five.
-        fixed_norm: before each step, scale every matrix to the norm of an orthogonal one. For convolutions that a
-            batch norm follows: there the scale only changes the effective learning rate.
+        lr: learning rate of the matrices: how far a step moves each singular value.
+        head_lr: learning rate of the last linear layer; null is `lr`.
+        bias_lr: learning rate of all other parameters.
+        momentum: momentum of the matrices; `sgd_momentum` is that of the other parameters.
+        iterations: iterations of Newton and Schulz, usually three or five.
+        fixed_norm: before each step, scale every matrix to the norm of an orthogonal one. For convolutions followed
+            by a batch norm: there the scale only changes the effective learning rate.
     """
 
     head_lr: float | None = 0.02
@@ -41,6 +42,7 @@ class Muon(OptimizerOption):
     iterations: int = ranged(5, least=1, most=20)
     fixed_norm: bool = False
     scope: ClassVar[UpdateScope] = UpdateScope.parameter
+    recordable: ClassVar[bool] = True
 
     @property
     def usual(self) -> UsualRate:
@@ -61,7 +63,7 @@ class Muon(OptimizerOption):
             for number, (rate, belongs) in enumerate(kinds):
                 if params := [parameter for parameter in group["params"] if belongs(parameter)]:
                     ratio = rate / self.rate
-                    decay = group["weight_decay"] / ratio  # a step multiplies it by the rate, and so by `ratio`
+                    decay = group["weight_decay"] / ratio  # a step multiplies it by the group's rate
                     scale = group["scale"] * ratio
                     groups.append(
                         {"params": params, "orthogonal": number == 0, "scale": scale, "weight_decay": decay}
@@ -75,7 +77,7 @@ class Muon(OptimizerOption):
 
 
 class MuonOptimizer(torch.optim.Optimizer):
-    """The torch optimizer of `Muon`. `orthogonal` of a parameter group says whether its parameters are matrices."""
+    """The torch optimizer of `Muon`. The key `orthogonal` of a group says whether its parameters are matrices."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -97,12 +99,16 @@ class MuonOptimizer(torch.optim.Optimizer):
                 updates = orthogonalised(updates, group["iterations"])
             if group["orthogonal"] and group["fixed_norm"]:
                 torch._foreach_mul_(params, _factors_to_orthogonal_norm(params, decay_factor))
-            elif decay_factor != 1:
+            elif group["weight_decay"] != 0:
                 torch._foreach_mul_(params, decay_factor)
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            if isinstance(group["lr"], Tensor):  # `alpha` would read the tensor, and wait for the device
+                torch._foreach_mul_(updates, -group["lr"])
+                torch._foreach_add_(params, updates)
+            else:
+                torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-def _factors_to_orthogonal_norm(params: list[Tensor], factor: float) -> tuple[Tensor, ...]:
+def _factors_to_orthogonal_norm(params: list[Tensor], factor: float | Tensor) -> tuple[Tensor, ...]:
     """The factors that scale each of `params` (o, ...) to `factor` times the norm of an orthogonal matrix of o rows.
 
     They stay on the device: reading them as Python numbers would wait for it.

@@ -18,31 +18,9 @@ from lockstep.core.head import head_parameters
 from lockstep.core.rules import Options
 from lockstep.core.sharding import is_sharded, norm_over_stages, whole
 from lockstep.core.update_scope import UpdateScope
+from lockstep.optim.usual_rate import FINE_TUNING, OF_ADAM, OF_SGD, UsualRate
 
 ParamGroups = list[dict[str, Any]]
-# What `optimizer.lr=auto` is multiplied with where a model starts from trained weights (Kolesnikov et al. 2020, "Big
-# Transfer": 0.03 to train, 0.003 to fine-tune).
-TRAINED = 0.1
-
-
-@dataclass(frozen=True)
-class UsualRate:
-    """The rate that an optimizer is commonly given: `lr` for a global batch of `batch` examples.
-
-    `power` says how it grows with the batch: 1 in proportion, 0.5 with its square root.
-    """
-
-    lr: float
-    batch: int
-    power: float
-
-    def at(self, batch: int) -> float:
-        return self.lr * (batch / self.batch) ** self.power
-
-
-# In proportion to the batch: Goyal et al. 2017, "Accurate, Large Minibatch SGD". With its square root: Malladi et al.
-# 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; 0.001 is the rate of Adam's authors.
-OF_SGD, OF_ADAM = UsualRate(0.1, 256, 1), UsualRate(1e-3, 64, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +28,12 @@ class OptimizerOption(ABC):
     """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter.
 
     Fields:
-        lr: base learning rate for the whole global batch; the schedule multiplies it. `auto` is the usual one, for
+        lr: base learning rate for the whole global batch; the schedule multiplies it. `auto` is the usual rate for
             the size of the batch.
-        head_lr: of the layer that gives the logits; null is `lr`.
-        weight_decay: of parameters with two or more dimensions: not of biases and norms.
+        head_lr: learning rate of the layer that gives the logits; null is `lr`.
+        weight_decay: applied to parameters with two or more dimensions, not to biases and norms.
         decay_all: apply the weight decay to all parameters, as the tutorials do.
-        layer_decay: the rate of each layer is this times that of the next one (timm); null is off.
+        layer_decay: the learning rate of a layer is this factor times that of the next layer (timm); null is off.
     """
 
     lr: int | float | str = ranged("auto", above=0.0, most=1e6, words=("auto",))
@@ -64,7 +42,9 @@ class OptimizerOption(ABC):
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
-    """What the update of a number depends on."""
+    recordable: ClassVar[bool] = False
+    """Whether its step can be recorded as a CUDA graph: it takes tensors for learning rates, and has a state that
+    begins at zero."""
 
     @property
     def usual(self) -> UsualRate:
@@ -73,14 +53,14 @@ class OptimizerOption(ABC):
 
     @property
     def rate(self) -> float:
-        """`lr`; as long as that is `auto`, the rate at the batch that the usual one is for."""
+        """`lr` as a number; for `auto`, the usual rate for its own batch."""
         return self.usual.lr if isinstance(self.lr, str) else float(self.lr)
 
     def at_batch(self, batch: int, *, trained: bool) -> Self:
-        """The same with a number for `lr`, for a global batch, and for a model that starts `trained` or not."""
+        """This option with a number instead of `auto`: for this global batch, and for a model that is `trained`."""
         if self.lr != "auto":
             return self
-        return replace(self, lr=self.usual.at(batch) * (TRAINED if trained else 1))
+        return replace(self, lr=self.usual.at(batch) * (FINE_TUNING if trained else 1))
 
     def groups(self, model: nn.Module) -> ParamGroups:
         """The parameter groups, each with the `scale` of its learning rate (1 without layer decay and head rate)."""
@@ -126,11 +106,12 @@ class OptimizerOption(ABC):
         if self.decay_all or self.weight_decay == 0:
             return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
         decayed = [parameter for parameter in trained if parameter.dim() >= 2]
-        plain = [parameter for parameter in trained if parameter.dim() < 2]
-        both = [(decayed, self.weight_decay), (plain, 0.0)]
-        return [
-            {"params": params, "weight_decay": weight_decay, "scale": 1.0} for params, weight_decay in both if params
+        undecayed = [parameter for parameter in trained if parameter.dim() < 2]
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay, "scale": 1.0},
+            {"params": undecayed, "weight_decay": 0.0, "scale": 1.0},
         ]
+        return [group for group in groups if group["params"]]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters.
@@ -155,6 +136,7 @@ class SGD(OptimizerOption):
     momentum: float = ranged(0.9, least=0, below=1)
     nesterov: bool = False
     scope: ClassVar[UpdateScope] = UpdateScope.element
+    recordable: ClassVar[bool] = True
 
     @property
     def usual(self) -> UsualRate:
@@ -163,15 +145,15 @@ class SGD(OptimizerOption):
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
             raise InputError(
-                "optimizer.nesterov is true, but optimizer.momentum is 0.0, and Nesterov's needs one above 0; "
+                "optimizer.nesterov is true, but optimizer.momentum is 0.0, expected one above 0; "
                 "use optimizer.momentum=0.9 or optimizer.nesterov=false"
             )
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov}
-        # The fused kernel takes no tensors that are cut over the ranks; the others take them in a few calls.
+        # The fused kernel does not take tensors that are cut over the ranks; the foreach kernels do.
         options["foreach" if is_sharded(groups[0]["params"][0]) else "fused"] = True
-        optimizer = direct(torch.optim.SGD)(groups, **options)
+        optimizer = without_wrappers(torch.optim.SGD)(groups, **options)
         if self.momentum:
             # torch allocates the momenta at the first step, and leaves them uninitialised if a loss scaler skips that
             # step. Zeros give the same first step: the momentum becomes the gradient.
@@ -187,6 +169,7 @@ class Adam(OptimizerOption):
     betas: list[float] = ranged([0.9, 0.999], least=0, below=1)
     eps: float = ranged(1e-8, least=0, most=1e3)
     scope: ClassVar[UpdateScope] = UpdateScope.element
+    recordable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
@@ -196,7 +179,7 @@ class Adam(OptimizerOption):
         return {"lr": self.rate, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return direct(torch.optim.Adam)(groups, **self._options())
+        return without_wrappers(torch.optim.Adam)(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +189,7 @@ class AdamW(Adam):
     weight_decay: float = 0.01
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return direct(torch.optim.AdamW)(groups, **self._options())
+        return without_wrappers(torch.optim.AdamW)(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +223,7 @@ class Timm(OptimizerOption):
 
     @property
     def usual(self) -> UsualRate:
-        """That of SGD for its relatives; for the others the default of the class, where there is one."""
+        """The rate of SGD for optimizers derived from it; for others the default of the class, if it has one."""
         from timm.optim import get_optimizer_info
 
         name = self.opt.split("_")[-1]
@@ -260,7 +243,7 @@ class Timm(OptimizerOption):
 
 
 @functools.cache
-def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def without_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """One of torch's optimizers without the wrappers around its methods.
 
     The wrappers for torch.compile import torch's compiler at the first call, which takes 0.8 to 1.2 s; no optimizer
@@ -270,10 +253,10 @@ def direct(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.
     methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
     step = torch.no_grad()(inspect.unwrap(optimizer.step))  # the wrapper's `no_grad` is needed
     step.hooked = True  # tells torch that the step has its hooks already
-    return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _forget_gradients})
+    return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _clear_gradients})
 
 
-def _forget_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+def _clear_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
     """`zero_grad` with its default arguments, without a profiler's range around it: 1 instead of 14 us."""
     assert set_to_none
     for group in optimizer.param_groups:
@@ -294,7 +277,7 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scale all gradients together, so that their L2 norm is at most `largest`; returns the norm before it."""
+    """Scale all gradients together, so that their L2 norm is at most `largest`; returns the norm before scaling."""
     norm = gradient_norm(model)
     nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
     return norm

@@ -10,7 +10,7 @@ from lockstep.core.fields import duration, ranged, ruled
 from lockstep.core.plan import Plan
 from lockstep.core.rules import Duration
 
-MOST_MILESTONES = 100  # the highest power of `gamma` is then still a number
+MOST_MILESTONES = 100  # so that the highest power of `gamma` does not overflow
 
 
 @dataclass(frozen=True, kw_only=True)

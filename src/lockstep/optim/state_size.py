@@ -14,7 +14,7 @@ SIDE = 8  # of the small parameters
 
 
 def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
-    """About how many bytes of state an optimizer has once it has stepped; None where that cannot be told.
+    """An estimate of the bytes of an optimizer's state after its first step; None if it cannot be made.
 
     The optimizer is built over one small parameter for each number of dimensions, and takes a step. The size of its
     state is then scaled to the model's parameters.
@@ -34,7 +34,7 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
             for parameter in small.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
-    except Exception:  # the optimizer of an extension may need what only the real model has
+    except Exception:  # the optimizer of an extension may need the real model
         return None
     shares = {
         parameter.dim(): _bytes(optimizer.state.get(parameter, {})) / parameter.numel()

@@ -25,19 +25,20 @@ from lockstep.core.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
 from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys
 
-# The batch size of the observed pass: a dimension of this size, or of a multiple, is taken for the batch's. Neither
-# n * n pixels nor n * n + 1 tokens are a multiple of it, unless n is.
+# The batch size of the observed pass: a dimension of this size, or of a multiple of it, is taken for the batch
+# dimension. n * n pixels or n * n + 1 tokens are no multiple of it, unless n is.
 EXAMPLES = 11
 # More draws than any model has; the keys of the observed pass are made before the draws are counted.
 MOST_DRAWS = 4096
-# Modules of torch that never draw, by the module that defines them. A model of only these, and ours, is not observed.
+# Layers of torch that never draw, by the Python module that defines them. A model that has only these and Lockstep's
+# own layers is not observed.
 SILENT = {
     f"torch.nn.modules.{name}"
     for name in ("batchnorm", "container", "conv", "flatten", "instancenorm", "linear", "normalization", "padding")
 } | {"torch.nn.modules.pooling", "torch.nn.modules.upsampling", "torch.nn.modules.pixelshuffle"}
 SILENT_TYPES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.LeakyReLU, nn.Hardswish)
 
-# Modules that need a forward of their own, by name, so that timm is imported for timm's models only.
+# Layers with a keyed forward of their own. By name, so that timm is imported for timm's models only.
 OWN_FORWARD = {"timm.layers.drop.DropBlock2d": drop_block}
 
 
@@ -46,8 +47,8 @@ class ForwardDraws:
     """The random draws of a model's training forward pass.
 
     Fields:
-        seed, device: of the run.
-        keys: of the draws that are keyed.
+        seed, device: those of the run.
+        keys: the keys of all keyed draws.
         unknown: the names of modules whose draws are not keyed.
     """
 
@@ -58,12 +59,12 @@ class ForwardDraws:
 
     def of(self, micro: MicroBatch) -> Tensor | None:
         """The keys of a micro-batch's forward pass, int64 (b, 2); None for a model that draws nothing."""
-        if self.unknown:  # their draws are then at least the same after a resume
+        if self.unknown:  # so that their draws are at least the same after a resume
             reseed(self.device, generator_seed(self.seed, micro.step, micro.number))
         return forward_keys(self.seed, micro) if self.keys.draws else None
 
     def begin(self, micro: MicroBatch) -> None:
-        """Have the model's next forward pass, where it is called without keys, draw by those of a micro-batch."""
+        """Set the keys of a micro-batch for the next forward pass of a model that is called without keys."""
         if (keys := self.of(micro)) is not None:
             self.keys.begin(keys)
 
@@ -94,7 +95,7 @@ class KeyedModel(nn.Module):
     def forward(self, images: Tensor, keys: Tensor | None) -> Any:
         if keys is not None:
             self.keys.begin(keys)
-        for module in self.drawing:  # a stage of a model leaves it before its last draws
+        for module in self.drawing:  # the last pass may not have reached all draws, as in a stage of a pipeline
             module._draw_next = 0  # type: ignore[assignment]
         return self.model(images)
 
@@ -126,16 +127,16 @@ def _silent(module: nn.Module) -> bool:
 
 def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
     """Make `module` run its forward with keyed functions, by changing its class (as torch's parametrizations do)."""
-    plain = type(module)
-    keyed_forward = OWN_FORWARD.get(f"{plain.__module__}.{plain.__qualname__}")
+    original = type(module)
+    keyed_forward = OWN_FORWARD.get(f"{original.__module__}.{original.__qualname__}")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
-            return plain.forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
         if keyed_forward is not None:
             return keyed_forward(self._next_site, self, *args, **kwargs)
         with KeyedFunctions(self._next_site):
-            return plain.forward(self, *args, **kwargs)
+            return original.forward(self, *args, **kwargs)
 
     def _next_site(self: Any, shape: torch.Size) -> Site:
         # A module that is called several times in a pass has a site for each call; then the next pass begins.
@@ -143,7 +144,7 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
         self._draw_next = (self._draw_next + 1) % len(self._draw_sites)
         return site
 
-    module.__class__ = type(plain.__name__, (plain,), {"forward": forward, "_next_site": _next_site})
+    module.__class__ = type(original.__name__, (original,), {"forward": forward, "_next_site": _next_site})
     module._draw_sites, module._draw_next = tuple(sites), 0  # type: ignore[assignment]
 
 
@@ -173,18 +174,18 @@ class _Observer:
     def watch(self) -> Iterator[None]:
         enter_hook = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
         leave_hook = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        others: list[tuple[str, Callable[[], Any]]] = [
+        other_generators: list[tuple[str, Callable[[], Any]]] = [
             ("Python's random", random.getstate),
             ("NumPy's random", lambda: repr(np.random.get_state(legacy=False))),
         ]
-        states = [state() for _, state in others]
+        states = [state() for _, state in other_generators]
         try:
             with KeyedFunctions(self.new_site):
                 yield
         finally:
             enter_hook.remove()
             leave_hook.remove()
-        for (name, state), before in zip(others, states, strict=True):
+        for (name, state), before in zip(other_generators, states, strict=True):
             if state() != before:
                 self.unknown[name] = None
 

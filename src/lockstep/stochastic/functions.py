@@ -25,7 +25,7 @@ NextSite = Callable[[torch.Size], Site]
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """A context in which the functions of `KEYED` draw from the sites that `next_site` gives."""
+    """A context in which the functions of `KEYED` draw from the sites that `next_site` returns."""
 
     def __init__(self, next_site: NextSite) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def scaled_dot_product_attention(
 
 
 def multi_head_attention_forward(next_site: NextSite, *args: Any, **kwargs: Any) -> Any:
-    """torch's own code, with keyed functions where it calls random ones.
+    """torch's own code, but its calls of random functions go to keyed functions.
 
     Torch disables a mode within a function that the mode handles, so the code runs with replaced globals.
     """

@@ -14,7 +14,7 @@ from lockstep.stochastic.numbers import random_bits
 
 
 def forward_keys(seed: int, micro: MicroBatch) -> Tensor:
-    """The keys of a forward pass, int64 (b, 2): that of each example in this epoch, and that of the step."""
+    """The keys of a forward pass, int64 (b, 2): the key of each example in this epoch, and the key of the step."""
     examples = sample_keys(seed, micro.epoch, micro.indices[: len(micro.labels)], FORWARD)
     return torch.stack([examples, torch.full_like(examples, key(seed, FORWARD_BATCH, micro.step))], dim=1)
 
@@ -57,10 +57,10 @@ class Site:
     """A place in a model that draws random numbers once per forward pass.
 
     Fields:
-        number: of the draw, from 0, in the order of the forward pass.
+        number: the number of the draw, from 0, in the order of the forward pass.
         batch_dim: the batch dimension of the numbers, in which each example has one or more consecutive rows; None
             for numbers that the whole global batch shares.
-        keys: of the model.
+        keys: the keys of the model's current forward pass.
     """
 
     number: int
@@ -72,16 +72,16 @@ class Site:
 
         They depend only on an example's key and the element's position in the example, not on the rest of the batch.
         """
-        if like.is_meta:  # another rank has this layer
+        if like.is_meta:  # this layer belongs to another rank
             return torch.empty(shape, dtype=torch.int32, device=like.device)
         device = like.get_device()
         if self.batch_dim is None:
             return random_bits(self.keys.of_batch(self.number, device), math.prod(shape)).view(shape)
         words = self.keys.of_examples(self.number, device)
         rows, examples = shape[self.batch_dim], words.shape[0]
-        others = [size for dim, size in enumerate(shape) if dim != self.batch_dim]
+        other_sizes = [size for dim, size in enumerate(shape) if dim != self.batch_dim]
         if examples == 0 or rows == 0:
             return torch.empty(shape, dtype=torch.int32, device=like.device)
         assert rows % examples == 0, f"{rows} rows are drawn for, in a batch of {examples} examples"
-        bits = random_bits(words, math.prod(others) * (rows // examples))
-        return bits.view(rows, *others).movedim(0, self.batch_dim)
+        bits = random_bits(words, math.prod(other_sizes) * (rows // examples))
+        return bits.view(rows, *other_sizes).movedim(0, self.batch_dim)

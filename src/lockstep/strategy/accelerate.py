@@ -1,6 +1,6 @@
-"""Hugging Face Accelerate: it prepares the model and the optimizer; the data and the loop are Lockstep's.
+"""Hugging Face Accelerate prepares the model and the optimizer; the data and the loop are Lockstep's.
 
-So a run is that of `ddp`: Accelerate cuts no batch, pads no shard, and steps no schedule.
+So a run is the same as with `ddp`: Accelerate does not cut a batch, pad a shard, or step a schedule.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -22,9 +20,9 @@ from lockstep.core.protocols import Optimizer
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, rehearse
 
-# What `accelerate launch` and its config file may ask for in the environment, the words that ask for nothing, and the
-# override that asks for the same here.
-CHOICES = {
+# Environment variables that `accelerate launch` and its config file set, their values that change nothing, and the
+# override that has the same effect here.
+LAUNCH_SETTINGS = {
     "ACCELERATE_MIXED_PRECISION": (("", "no"), "precision=bf16"),
     "ACCELERATE_DYNAMO_BACKEND": (("", "no"), "model.compile=true"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("", "1"), "train.micro_batches=N"),
@@ -50,9 +48,9 @@ class Accelerate(Distributed):
                 "strategy=accelerate needs the package accelerate, which is not installed; install it with pip "
                 "install 'lockstep[accelerate]', or use strategy=ddp"
             )
-        for name, (nothing, override) in CHOICES.items():
+        for name, (neutral, override) in LAUNCH_SETTINGS.items():
             value = os.environ.get(name, "")
-            if value.lower() not in nothing:
+            if value.lower() not in neutral:
                 raise InputError(
                     f"accelerate asks for {name}={value}, but a run is what its config says; use {override}, and "
                     "leave it out of `accelerate launch` and `accelerate config`"
@@ -74,11 +72,6 @@ class Accelerate(Distributed):
             return built
         prepared: torch.optim.Optimizer = accelerator(world.device).prepare_optimizer(built, device_placement=False)
         return prepared
-
-    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(replica, DistributedDataParallel):
-            return nullcontext()
-        return replica.no_sync()
 
 
 def accelerator(device: torch.device, **ddp: bool) -> Any:

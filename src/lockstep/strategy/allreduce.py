@@ -14,7 +14,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, copy_back, flattened
 
-LARGE = 2**16  # elements of a gradient that gets an all-reduce of its own
+LARGE = 2**16  # a gradient with at least this many elements gets an all-reduce of its own
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -158,12 +159,15 @@ class Distributed(Single):
         return self.replicate(model, plan, example)
 
     def with_changing_graph(self) -> Self:
-        """The same for a run in which not all parameters have gradients at every step, as while layers are frozen."""
+        """This strategy for a run in which some steps have no gradient for some parameters, as with frozen layers."""
         return self
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica, for a job of several ranks."""
         return model
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)
@@ -176,7 +180,7 @@ class Distributed(Single):
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in one list for each dtype, in their order."""
+    """One list of tensors for each dtype, each in the order of `tensors`."""
     lists: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(tensor.dtype, []).append(tensor)
@@ -184,12 +188,12 @@ def by_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:
-    """Tensors of one dtype in one row: one message costs less than many."""
+    """Tensors of one dtype as one vector: one message costs less than many."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def copy_back(message: Tensor, tensors: list[Tensor]) -> None:
-    """Fill tensors with their parts of what `flattened` has made of them."""
+    """Copy the parts of a message that `flattened` has made back into its tensors."""
     parts = message.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)])
 

@@ -1,7 +1,7 @@
-"""Where a model can be cut into stages that run one after another, found by watching one forward pass.
+"""Cuts a model into stages that run one after another. One forward pass is watched to find the possible cuts.
 
-A model can be cut before a module that takes one tensor, if nothing else that was computed before it is used behind
-it. So blocks with residual connections stay whole, and no knowledge of a model's family is needed.
+A model can be cut before a module that takes one tensor, if no other result from before the cut is used after it. So
+blocks with residual connections stay whole, and any family of models can be cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Stages:
 
     Fields:
         entries: the names of the first modules of all stages but the first.
-        formats: the number format of what each of them takes.
+        formats: the number format of the input of each of these modules.
         homes: the stage of each parameter and buffer, by name.
         classes: the number of logits.
     """
@@ -47,9 +47,9 @@ class Place:
     """A module as a place for a cut.
 
     Fields:
-        dtype, size: of the tensor that it takes: the number format, and how many numbers.
-        argument: the `id` of that tensor, while the module runs.
-        obstacle: why a cut cannot be there, or "".
+        dtype, size: the number format and the number of elements of the module's input.
+        argument: the `id` of the input while the module runs.
+        obstacle: why the model cannot be cut before the module, or "".
     """
 
     name: str
@@ -99,15 +99,15 @@ class ForwardTrace(TorchFunctionMode):
             self.places[self.begun[module] - 1].obstacle = "it runs more than once in a forward pass"
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        alone = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
-        place = Place(name, obstacle="" if alone else f"it takes {len(tensors)} tensors, expected one")
-        if alone:
+        only_input = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
+        place = Place(name, obstacle="" if only_input else f"it takes {len(tensors)} tensors, expected one")
+        if only_input:
             place.dtype, place.size, place.argument = tensors[0].dtype, tensors[0].numel(), id(tensors[0])
         self.places.append(place)
         self.begun[module] = self.position
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        # Whoever uses what it has taken behind it would not find the numbers that came over the cut.
+        # After the module, a use of its input prevents a cut: only the module gets the numbers from the other stage.
         self.places[self.begun[module] - 1].argument = None
 
     def __torch_function__(
@@ -115,7 +115,7 @@ class ForwardTrace(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if outputs:  # else only a shape or a format was asked for
+        if outputs:  # otherwise the call only reads a shape or a format
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
                     self._use(leaf)
@@ -139,7 +139,7 @@ class ForwardTrace(TorchFunctionMode):
                 place.obstacle = place.obstacle or "more than its input is used behind it, as by a skip connection"
 
     def homes(self, model: nn.Module) -> dict[str, int]:
-        """The position of each parameter and buffer: of its first use, or else of the module that has it."""
+        """The position of each parameter and buffer: that of its first use, or else that of its module."""
         modules = dict(model.named_modules())
         return {
             name: self.first_use.get(name, self.begun.get(modules[name.rpartition(".")[0]], 0))
@@ -155,13 +155,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | None) -> Stages:
-    """Cut a model into so many stages, at `entries` or where the stages have most equal parameters.
+    """Cut a model into `stages` stages: before the modules `entries`, or into stages with about equal parameters.
 
     `images` are some inputs, (b, C, H, W), in the format that a run gives the model. Parameters, buffers and the mode
     are left unchanged.
 
     Raises:
-        InputError: it cannot be cut there, or not into so many stages.
+        InputError: the model cannot be cut there, or not into so many stages.
     """
     trace = ForwardTrace(model)
     with model_mode(model, training=False):
@@ -170,7 +170,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     sizes = [0] * (trace.position + 1)  # numbers at each position
     for name, parameter in model.named_parameters():
         sizes[homes[name]] += parameter.numel()
-    starts = _balanced(sizes, trace.places, stages) if entries is None else _given(trace.places, entries)
+    starts = _balance(sizes, trace.places, stages) if entries is None else _locate(trace.places, entries)
     bounds = [0, *starts, len(sizes)]
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if not sum(sizes[start:stop]):
@@ -187,8 +187,8 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     )
 
 
-def _given(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
-    """The positions of the modules that are named."""
+def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
+    """The positions of the modules `entries`."""
     numbers = {place.name: number for number, place in enumerate(places, 1)}
     starts = []
     for name in entries:
@@ -212,17 +212,17 @@ def _given(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
     return starts
 
 
-def _balanced(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
-    """The cuts for which the stages are most alike, by the numbers at each position; each stage has some."""
-    # Of places without parameters between them the one that sends least is taken, and the outermost of these.
-    alike: dict[int, list[int]] = defaultdict(list)
+def _balance(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
+    """The cuts that make the stages most equal. `sizes` has the number of parameters at each position."""
+    # Of several places without parameters between them, take the one that sends least, and of these the outermost.
+    starts_by_size: dict[int, list[int]] = defaultdict(list)
     for start, place in enumerate(places, 1):
         if not place.obstacle:
-            alike[sum(sizes[:start])].append(start)
+            starts_by_size[sum(sizes[:start])].append(start)
     starts = [
         min(group, key=lambda start: (places[start - 1].size, places[start - 1].name.count(".")))
-        for before, group in alike.items()
-        if 0 < before < sum(sizes)
+        for size_before, group in starts_by_size.items()
+        if 0 < size_before < sum(sizes)
     ]
     if len(starts) < stages - 1:
         raise InputError(
@@ -231,17 +231,17 @@ def _balanced(sizes: Sequence[int], places: Sequence[Place], stages: int) -> lis
         )
 
     @functools.cache
-    def best(start: int, left: int) -> tuple[int, tuple[int, ...]]:
+    def best_cuts(start: int, stages_left: int) -> tuple[int, tuple[int, ...]]:
         """The sum of the squared sizes of `left` stages from `start`, and the cuts between them."""
-        if left == 1:
+        if stages_left == 1:
             return sum(sizes[start:]) ** 2, ()
-        behind = [at for at in starts if at > start]
-        tries: Iterator[tuple[int, tuple[int, ...]]] = (
-            (sum(sizes[start:at]) ** 2 + squares, (at, *cuts))
-            for number, at in enumerate(behind)
-            if len(behind) - number >= left - 1
-            for squares, cuts in [best(at, left - 1)]
+        later = [cut for cut in starts if cut > start]
+        candidates: Iterator[tuple[int, tuple[int, ...]]] = (
+            (sum(sizes[start:cut]) ** 2 + squared_sizes, (cut, *cuts))
+            for number, cut in enumerate(later)
+            if len(later) - number >= stages_left - 1
+            for squared_sizes, cuts in [best_cuts(cut, stages_left - 1)]
         )
-        return min(tries)
+        return min(candidates)
 
-    return list(best(0, stages)[1])
+    return list(best_cuts(0, stages)[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -43,7 +42,7 @@ class DDP(Distributed):
 
     Fields:
         gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
-        static_graph: tells DDP that each step uses the same graph. Null is true where it is legal: with one
+        static_graph: tells DDP that each step uses the same graph. Null is true if that is legal: with one
             micro-batch per step (`no_sync` changes the graph).
         find_unused_parameters: for models that leave parameters without a gradient; costs a walk over the graph.
         bucket_mb: size of a bucket in MiB; null is torch's default.
@@ -57,8 +56,8 @@ class DDP(Distributed):
     comm_hook: CommHook = CommHook.none
 
     def with_changing_graph(self) -> Self:
-        # Where DDP is not told, it waits for gradients that do not come, or sends none of those that come later. A
-        # static graph that the user has promised is left as it is.
+        # Otherwise DDP waits for gradients that never come, or does not send those that come later. If the user
+        # promises a static graph, that stays as it is.
         return self if self.static_graph else replace(self, static_graph=False, find_unused_parameters=True)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
@@ -107,11 +106,6 @@ class DDP(Distributed):
         if self.comm_hook is CommHook.powersgd:
             notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
         return notes
-
-    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        if last or not isinstance(replica, DistributedDataParallel):
-            return nullcontext()
-        return replica.no_sync()
 
 
 __all__ = ["DDP", "CommHook"]

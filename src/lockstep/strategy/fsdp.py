@@ -16,8 +16,8 @@ from lockstep.core.update_scope import UpdateScope, refuse_wider
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed
 
-# Parameters of a single layer that are gathered on their own; those of smaller ones are gathered with the rest of the
-# model, because a call costs as much as about 100 kB on the wire.
+# A single layer with at least this many parameters is gathered on its own. Smaller layers are gathered with the rest
+# of the model, because a call costs as much as about 100 kB on the wire.
 LARGE = 2**17
 
 
@@ -26,12 +26,12 @@ class FSDP(Distributed):
     """Each rank keeps its part of each parameter, of its gradient and of the optimizer's state.
 
     The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
-    of every micro-batch, adds its gradients to the parts, so that no rank holds whole ones for long.
+    of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long.
 
     Fields:
         cpu_offload: keep parameters, gradients and the optimizer's state in host memory (a CPU's are there anyway).
-        low_precision: gather and compute parameters in the 16-bit format of `precision`: half of the traffic. Norms
-            and residuals are then in it too, which autocast keeps in float32 (changes the numbers).
+        low_precision: gather parameters and compute in the 16-bit format of `precision`: half of the traffic. Norms
+            and residuals are then in 16 bits too; autocast keeps them in float32 (changes the numbers).
     """
 
     cpu_offload: bool = False
@@ -43,8 +43,8 @@ class FSDP(Distributed):
         )
         if precision.dtype is torch.float16:
             raise InputError(
-                "precision=fp16 has a loss scaler, which looks for overflows in whole gradients, and strategy=fsdp "
-                "has none; use precision=bf16, or strategy=ddp"
+                "precision=fp16 has a loss scaler, which looks for overflows in whole gradients, but strategy=fsdp "
+                "cuts them over the ranks; use precision=bf16, or strategy=ddp"
             )
         if self.low_precision and precision.dtype is precision.storage:
             raise InputError(
@@ -73,7 +73,7 @@ class FSDP(Distributed):
                 f"strategy=fsdp gathers the parameters of a block together, and this model has {len(dtypes)} formats "
                 f"({', '.join(sorted(str(dtype)[6:] for dtype in dtypes))}); use precision=bf16 or precision=fp32"
             )
-        model.to(memory_format=torch.contiguous_format)  # FSDP cuts no others; the images keep their format
+        model.to(memory_format=torch.contiguous_format)  # the only format that FSDP cuts; the images keep theirs
         offload = (
             CPUOffloadPolicy(pin_memory=True) if self.cpu_offload and world.device.type != "cpu" else OffloadPolicy()
         )
@@ -97,8 +97,8 @@ class FSDP(Distributed):
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model whose parameters are gathered together.
 
-    They are the largest ones within one of timm's groups (`group_matcher`), or the children of a model that has no
-    groups, and of its lists of modules. A single small layer is none: it is gathered with the rest of the model.
+    They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
+    children, and the children of its lists of modules. A single small layer is gathered with the rest of the model.
     """
     groups = _groups(model)
 

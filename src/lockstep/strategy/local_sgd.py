@@ -1,6 +1,6 @@
-"""Local SGD (Stich 2019): ranks train on their own for some steps, and then average what they have.
+"""Local SGD (Stich 2019): ranks train on their own for some steps, and then average their weights.
 
-Weights and the optimizer's state are averaged together (Yu, Jin and Yang 2019), so that behind each average all ranks
+Weights and the optimizer's state are averaged together (Yu, Jin and Yang 2019), so that after each average all ranks
 have the same state, and a checkpoint holds all of it.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import duration, ranged
-from lockstep.core.plan import Plan, steps
+from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision, Trained
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, by_dtype, copy_back, flattened
@@ -39,12 +39,12 @@ class LocalReplica(nn.Module):
 class LocalSGD(Distributed):
     """Each rank steps on the gradient of its own shard, and every `local_steps` steps the ranks average.
 
-    A rank's gradient is that of the sum over its shard, times the number of ranks and divided by the global batch:
-    where all shards are equal, that of the shard's mean.
+    A rank's gradient is that of the loss summed over its shard, times the number of ranks, divided by the size of the
+    global batch. If all shards are equal, it is the gradient of the shard's mean loss.
 
     Fields:
-        local_steps: from one average to the next; with one it averages gradients, and is `ddp`.
-        local_from: the steps until here are those of `ddp` (post-local SGD, Lin et al. 2020).
+        local_steps: steps from one average to the next; with 1, gradients are averaged, as in `ddp`.
+        local_from: the steps up to this one are those of `ddp` (post-local SGD, Lin et al. 2020).
     """
 
     local_steps: int = ranged(8, least=1, most=1_000_000)
@@ -62,12 +62,7 @@ class LocalSGD(Distributed):
             )
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        until = steps(
-            "strategy.local_from",
-            self.local_from,
-            steps_per_epoch=plan.steps_per_epoch,
-            total_steps=plan.total_steps,
-        )
+        until = plan.in_steps("strategy.local_from", self.local_from)
         return LocalReplica(model, float("inf") if self.local_steps == 1 else until)
 
     def reduce(self, replica: nn.Module, step: int) -> None:
@@ -91,14 +86,14 @@ class LocalSGD(Distributed):
         notes = super().notes(model, world, plan)
         if self.local_steps > 1 and world.size > 1:
             notes.append(
-                f"strategy.local_steps={self.local_steps}: ranks train on their own for so many steps, and average "
-                "then; the run is not that of ddp, and another one on each number of ranks. Log points, evaluations, "
+                f"strategy.local_steps={self.local_steps}: ranks train on their own for so many steps, then they "
+                "average; the run is not that of ddp, and differs on each number of ranks. Log points, evaluations, "
                 f"checkpoints and stops wait for a step that is a multiple of {self.local_steps}"
             )
             if self.sync_batchnorm and has_batchnorm(model):
                 notes.append(
-                    "batch norm still counts over all ranks at each step, which sends what local steps save; "
-                    "strategy.sync_batchnorm=false makes it local"
+                    "batch norm still counts over all ranks, so each step needs messages, which local steps should "
+                    "save; strategy.sync_batchnorm=false makes it local"
                 )
         return notes
 

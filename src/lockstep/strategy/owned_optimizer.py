@@ -1,9 +1,8 @@
-"""An optimizer of a whole model whose state is dealt out to the ranks, a whole parameter at a time."""
+"""An optimizer whose state is divided over the ranks: one rank has all of a parameter's state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ class OwnedOptimizer(ShardedOptimizer):
     """Steps the parameters that this rank owns.
 
     Args:
-        whole: the optimizer over all parameters, which has not stepped yet. It becomes that of this rank's.
-        owners: the rank of each of its parameters.
+        whole: the optimizer over all parameters, before its first step. It is reduced to this rank's parameters.
+        owners: the rank of each parameter.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, owners: Mapping[Tensor, int], world: World) -> None:
-        # Not the base class's: the groups are checked already, and the state is that of `own`.
+        # Do not call the base class: the groups have been checked, and the state is that of `own`.
         self.param_groups = [dict(group) for group in whole.param_groups]
         self.defaults = whole.defaults
         self.own = whole
@@ -31,21 +30,21 @@ class OwnedOptimizer(ShardedOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.owners = {parameter: owners[parameter] for parameter in parameters}
         for group in whole.param_groups:
-            group["params"] = [own for own in group["params"] if self.owners[own] == world.rank]
-        for parameter in [other for other in whole.state if self.owners[other] != world.rank]:
+            group["params"] = [parameter for parameter in group["params"] if self.owners[parameter] == world.rank]
+        for parameter in [parameter for parameter in whole.state if self.owners[parameter] != world.rank]:
             del whole.state[parameter]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of this rank's parameters."""
+        """The state of this rank's parameters."""
         return self.own.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step this rank's parameters."""
         assert closure is None
-        for own, group in zip(self.own.param_groups, self.param_groups, strict=True):
-            own |= {key: value for key, value in group.items() if key != "params"}
+        for own_group, group in zip(self.own.param_groups, self.param_groups, strict=True):
+            own_group |= {key: value for key, value in group.items() if key != "params"}
         self.own.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -53,7 +52,7 @@ class OwnedOptimizer(ShardedOptimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters on main, in host memory, and that of this rank's on the others. Collective."""
+        """On main, the state of all parameters, in host memory; on others, that of their own. Collective."""
         numbers = {parameter: number for number, parameter in enumerate(self.owners)}
         own = {numbers[parameter]: dict(entries) for parameter, entries in self.own.state.items()}
         groups = [
@@ -62,7 +61,7 @@ class OwnedOptimizer(ShardedOptimizer):
         return {"state": self._collected(own), "param_groups": groups}
 
     def _collected(self, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The entries of all ranks on main. Tensors are sent one at a time; all else is small."""
+        """The entries of all ranks on main. Tensors are sent one at a time; all other values are small."""
         outlines = self.world.gather_to_main({number: _outline(entries) for number, entries in own.items()})
         if not outlines:
             for entries in own.values():
@@ -77,24 +76,14 @@ class OwnedOptimizer(ShardedOptimizer):
     def _received(self, outline: dict[str, Any], rank: int) -> dict[str, Any]:
         entries = {}
         for key, value in outline.items():
-            if isinstance(value, _Shape):
-                tensor = torch.empty(value.size, dtype=value.dtype, device=wire(self.world.device))
+            if isinstance(value, Tensor):
+                tensor = torch.empty(value.shape, dtype=value.dtype, device=wire(self.world.device))
                 dist.recv(tensor, rank)
                 value = tensor.cpu()
             entries[key] = value
         return entries
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What is known of a tensor before it comes."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _outline(entries: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _Shape(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-        for key, value in entries.items()
-    }
+    """The entries with the shape and dtype of each tensor only: on the meta device."""
+    return {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in entries.items()}

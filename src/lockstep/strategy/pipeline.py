@@ -1,7 +1,7 @@
-"""A pipeline: the layers of a model are dealt out to the ranks, and micro-batches pass from rank to rank.
+"""A pipeline: the layers of a model are divided over the ranks, and micro-batches pass from rank to rank.
 
-torch's `torch.distributed.pipelining` wants a model that it can trace or that is cut by hand, and micro-batches of
-one size. Here a model is run as it is, and the last batch of an epoch is as short as it is.
+`torch.distributed.pipelining` needs a model that it can trace or that is cut by hand, and micro-batches of one size.
+Here a model is run unchanged, and the last batch of an epoch may be short.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Schedule = enum.Enum("Schedule", {"1f1b": "1f1b", "gpipe": "gpipe"})
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Single):
-    """Each rank has one stage: some layers that follow each other, with their gradients and optimizer state.
+    """Each rank has one stage: some consecutive layers, with their gradients and their optimizer state.
 
-    Every rank reads the whole global batch. The first stage takes its images, the last one its labels.
+    Every rank reads the whole global batch. The first stage uses its images, the last stage its labels.
 
     Fields:
-        stages: their number, which is that of the ranks; null is any.
-        cuts: the names of the modules with which the stages behind the first begin; null balances the parameters.
-        schedule: the order of forward and backward passes. `1f1b` (Narayanan et al. 2019, "PipeDream") begins to go
-            back as soon as it can: a rank holds the activations of at most as many micro-batches as there are stages
-            from its own to the last. `gpipe` (Huang et al. 2019) takes all forward passes first, and holds those of
-            all. Both give the same numbers.
+        stages: the number of stages, which is the number of ranks; null takes any number of ranks.
+        cuts: the names of the first modules of all stages but the first; null balances the parameters.
+        schedule: the order of forward and backward passes. `1f1b` (Narayanan et al. 2019, "PipeDream") starts a
+            backward pass as soon as it can: a rank holds the activations of at most as many micro-batches as there
+            are stages from its own to the last. `gpipe` (Huang et al. 2019) runs all forward passes first, and holds
+            the activations of all micro-batches. Both give the same numbers.
     """
 
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)
@@ -102,7 +102,7 @@ class Pipeline(Single):
         return OwnedOptimizer(whole, {tensor: homes[name] for name, tensor in model.named_parameters()}, world)
 
     def grad_divisor(self, world: World) -> int:
-        return 1  # every rank has the whole batch, and there is no sum over ranks
+        return 1  # every rank has the whole batch, so there is no sum over ranks
 
     def run_micro_batches(
         self,

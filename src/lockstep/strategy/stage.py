@@ -1,14 +1,14 @@
 """One stage of a model that is cut over the ranks layer by layer: its part of the forward and backward pass.
 
-A rank runs the model's own forward, so that no model has to be written in another way. The parameters of other
-stages are on torch's meta device, where a tensor has a shape and no numbers: up to the first module of its own stage
-a rank computes shapes only. There the numbers come from the rank before; and before the first module of the next
-stage the forward pass ends, and the numbers go to the next rank. Gradients go back the same way, within backward.
+A rank runs the model's own forward, so any model can be used. The parameters of other stages are on torch's meta
+device, where a tensor has a shape but no numbers. So up to the first module of its own stage a rank computes shapes
+only. There it receives the numbers from the previous rank. Before the first module of the next stage it ends the
+forward pass and sends the numbers to the next rank. Gradients go back the same way during backward.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,50 +20,12 @@ from lockstep.core.sharding import wire
 from lockstep.core.world import World
 from lockstep.strategy.cutting import Stages, named_tensors
 
-# What is sent, and the tag of its messages.
+# The kinds of messages; each is also its tag.
 ACTIVATIONS, GRADIENTS = 0, 1
 
 
-class Neighbours(Protocol):
-    """What a stage exchanges with the stages before and behind it."""
-
-    def send(self, tensor: Tensor, kind: int) -> None: ...
-
-    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor: ...
-
-
-class Link:
-    """Messages between neighbouring ranks. Activations go to the next rank, gradients to the one before.
-
-    A send does not wait for its receiver; the next one of its kind waits for it. So there is no deadlock while each
-    rank takes its micro-batches in one order, and a rank holds one message of each kind.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        # NCCL carries out the messages of a group in the order of the calls, and would wait for those of the other
-        # direction; gloo has tags. New groups are collective.
-        own_groups = dist.get_backend() == "nccl"
-        self.groups: list[Any] = [dist.new_group() if own_groups else None for _ in (ACTIVATIONS, GRADIENTS)]
-        self.pending: dict[int, tuple[Any, Tensor]] = {}
-
-    def send(self, tensor: Tensor, kind: int) -> None:
-        if kind in self.pending:
-            self.pending.pop(kind)[0].wait()
-        if tensor.numel():
-            message = tensor.detach().to(wire(self.world.device)).contiguous()
-            target = self.world.rank + (1 if kind == ACTIVATIONS else -1)
-            self.pending[kind] = (dist.isend(message, target, group=self.groups[kind], tag=kind), message)
-
-    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
-        message = torch.empty(shape, dtype=dtype, device=wire(self.world.device))
-        if message.numel():
-            dist.recv(message, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
-        return message.to(self.world.device)
-
-
-class Nobody:
-    """Neighbours of a stage that is tried alone: blank numbers come, and what is sent is dropped."""
+class NoNeighbours:
+    """The neighbours of a stage that is tried alone: it receives zeros, and its messages are dropped."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,11 +37,45 @@ class Nobody:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
+class Neighbours(NoNeighbours):
+    """Messages between neighbouring ranks. Activations go to the next rank, gradients to the previous rank.
+
+    A send does not wait for its receiver, but the next send of the same kind does. So a rank holds one message of
+    each kind, and there is no deadlock if all ranks take the micro-batches in the same order.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.device)
+        self.world = world
+        # NCCL processes the messages of a group in the order of the calls, so one direction would wait for the other;
+        # gloo has tags. `new_group` is collective.
+        own_groups = dist.get_backend() == "nccl"
+        self.groups: list[Any] = [dist.new_group() if own_groups else None for _ in (ACTIVATIONS, GRADIENTS)]
+        self.pending: dict[int, tuple[Any, Tensor]] = {}
+
+    def send(self, tensor: Tensor, kind: int) -> None:
+        if kind in self.pending:
+            self.pending.pop(kind)[0].wait()
+        if tensor.numel():
+            message = tensor.detach().to(wire(self.device)).contiguous()
+            target = self.world.rank + (1 if kind == ACTIVATIONS else -1)
+            self.pending[kind] = (dist.isend(message, target, group=self.groups[kind], tag=kind), message)
+
+    def receive(self, shape: torch.Size, dtype: torch.dtype, kind: int) -> Tensor:
+        message = torch.empty(shape, dtype=dtype, device=wire(self.device))
+        if message.numel():
+            dist.recv(message, self.world.rank - (1 if kind == ACTIVATIONS else -1), self.groups[kind], tag=kind)
+        return message.to(self.device)
+
+
 class _Receive(torch.autograd.Function):
-    """The activations of the stage before; backward sends it their gradient. `anchor` makes autograd come here."""
+    """Receives activations from the previous stage; backward sends their gradient there.
+
+    `anchor` needs a gradient, so that autograd calls this backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, neighbours: Neighbours, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, neighbours: NoNeighbours, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         ctx.neighbours = neighbours
         return neighbours.receive(shape, dtype, ACTIVATIONS)
 
@@ -90,13 +86,13 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Sends activations to the next stage and gives logits of no examples; backward receives their gradient.
+    """Sends activations to the next stage and returns logits of no examples; backward receives their gradient.
 
-    `anchor` makes autograd come here also where nothing up to here is trained. No gradient comes then.
+    With `anchor`, autograd also calls this backward if no layer before it is trained. Then no gradient is sent.
     """
 
     @staticmethod
-    def forward(ctx: Any, activations: Tensor, anchor: Tensor, neighbours: Neighbours, classes: int) -> Tensor:
+    def forward(ctx: Any, activations: Tensor, anchor: Tensor, neighbours: NoNeighbours, classes: int) -> Tensor:
         neighbours.send(activations, ACTIVATIONS)
         ctx.neighbours, ctx.shape, ctx.dtype = neighbours, activations.shape, activations.dtype
         return activations.new_empty((0, classes))
@@ -108,7 +104,7 @@ class _Send(torch.autograd.Function):
 
 
 class _NextStageError(Exception):
-    """Ends a forward pass where the next stage begins, with what that takes. Caught by `Stage`."""
+    """Ends a forward pass where the next stage begins, and carries the input of that stage. Caught by `Stage`."""
 
     def __init__(self, activations: Tensor) -> None:
         super().__init__()
@@ -116,15 +112,15 @@ class _NextStageError(Exception):
 
 
 class Stage:
-    """The forward of a model on one rank, which takes the place of the model's own.
+    """The forward of a model on one rank, which replaces the model's own.
 
-    It takes images (b, C, H, W), of which only the first stage reads the numbers, and gives the logits (b, classes)
-    in the last stage and (0, classes) in the others, connected to the graph in each. Collective.
+    It takes images (b, C, H, W); only the first stage reads their numbers. It returns logits: (b, classes) in the
+    last stage, (0, classes) in the others, connected to the graph in every stage. Collective.
     """
 
     def __init__(self, model: nn.Module, stages: Stages, world: World) -> None:
         self.stages = stages
-        self.neighbours: Neighbours = Nobody(world.device)
+        self.neighbours = NoNeighbours(world.device)
         self.whole_forward = model.forward
         self.number = world.rank
         self.anchor = torch.zeros((), device=world.device, requires_grad=True)
@@ -136,7 +132,7 @@ class Stage:
             modules[stages.entries[self.number]].register_forward_pre_hook(self._leave)
 
     def __call__(self, images: Tensor) -> Tensor:
-        if self.number > 0:  # autocast, which would cast them, knows no meta device
+        if self.number > 0:  # cast them here, because autocast does not support the meta device
             images = images.to("meta", self.storage)
         try:
             logits: Tensor = self.whole_forward(images)
@@ -145,16 +141,16 @@ class Stage:
         return logits
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Put the numbers of the stage before in the place of their shape."""
-        shape_only, *others = args
+        """Replace the shape of the input by the numbers of the previous stage."""
+        shape_only, *other_args = args
         dtype = self.stages.formats[self.number - 1]
-        if shape_only.requires_grad:  # something before is trained, as that stage knows too
+        if shape_only.requires_grad:  # a layer before is trained, so the previous stage waits for a gradient
             numbers = _Receive.apply(self.anchor, self.neighbours, shape_only.shape, dtype)
         else:
             numbers = self.neighbours.receive(shape_only.shape, dtype, ACTIVATIONS)
         if shape_only.dim() == 4 and not shape_only.is_contiguous():
             numbers = numbers.contiguous(memory_format=torch.channels_last)
-        return numbers, *others
+        return numbers, *other_args
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         raise _NextStageError(args[0])
@@ -179,7 +175,7 @@ def become_stage(model: nn.Module, stages: Stages, images: Tensor, world: World)
     stage = Stage(model, stages, world)
     model.forward = stage
     _try_alone(model, images, world)
-    stage.neighbours = Link(world)
+    stage.neighbours = Neighbours(world)
 
 
 def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:
@@ -189,11 +185,11 @@ def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:
             model(images)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         problem = str(error).partition("\n")[0]
-    for rank, other in enumerate(world.gather(problem)):
-        if other:
+    for rank, rank_problem in enumerate(world.gather(problem)):
+        if rank_problem:
             raise InputError(
                 f"strategy=pipeline: stage {rank} of this model does not run without the numbers of the stages "
-                f"before it ({other}); cut elsewhere with strategy.cuts=[MODULE], or use strategy=fsdp"
+                f"before it ({rank_problem}); cut elsewhere with strategy.cuts=[MODULE], or use strategy=fsdp"
             )
 
 

@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.strategy.base import Single, rehearse, share_weights
+from lockstep.strategy.base import Single, copy_back, flattened, rehearse, share_weights
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 
@@ -55,15 +55,13 @@ class TreeReplica(nn.Module):
         ((_, gradients),) = self.subtrees
         self.subtrees = []
         if dist.is_initialized():
-            total = torch.cat([gradient.flatten() for gradient in gradients])
+            total = flattened(gradients)
             distance = 1
             while distance < dist.get_world_size():
                 # Both ranks add the same two numbers, and a + b equals b + a to the bit.
                 total += _exchange(total, dist.get_rank() ^ distance)
                 distance *= 2
-            pieces = total.split([gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            copy_back(total, gradients)
         for parameter, gradient in zip(self._trained(), gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():
@@ -80,11 +78,11 @@ class TreeReplica(nn.Module):
 
 def _exchange(tensor: Tensor, peer: int) -> Tensor:
     """Send our tensor to `peer`, and return the one of `peer`."""
-    theirs = torch.empty_like(tensor)
-    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    received = torch.empty_like(tensor)
+    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return theirs
+    return received
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,7 @@ class Strict(Single):
         return TreeReplica(model)
 
     def grad_divisor(self, world: World) -> int:
-        # Not even a factor of the loss may depend on the ranks: it would change what underflows.
+        # No factor of the loss may depend on the ranks: it would change which numbers underflow.
         return 1
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:

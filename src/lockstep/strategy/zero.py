@@ -1,7 +1,7 @@
 """ZeRO (Rajbhandari et al. 2020), stage 1: replicas as in DDP, and the optimizer's state cut over the ranks.
 
-torch's `ZeroRedundancyOptimizer` does the same, but wants parameters of one dtype and sends its whole state, pickled,
-to every rank when it is saved.
+torch's `ZeroRedundancyOptimizer` does the same, but needs parameters of one dtype, and when it is saved it sends its
+whole state, pickled, to every rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.strategy.owned_optimizer import OwnedOptimizer
 
 @dataclass(frozen=True, kw_only=True)
 class ZeRO(DDP):
-    """`ddp`, whose optimizer keeps its state for each parameter on one rank: a rank has its share of it.
+    """`ddp` with the optimizer's state divided over the ranks.
 
-    That rank steps the parameter and sends it to the others.
+    The state of a parameter is on one rank, which steps the parameter and sends it to the others.
     """
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
@@ -55,10 +55,10 @@ class ZeROOptimizer(OwnedOptimizer):
 
 
 def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
-    """A rank for each parameter: the largest first, always to the rank that has least. In the order given."""
+    """A rank for each parameter, in their order. The largest is assigned first, always to the rank with the least."""
     sizes = [0] * ranks
     owners: dict[Tensor, int] = dict.fromkeys(parameters, 0)
-    for parameter in sorted(parameters, key=lambda each: -each.numel()):
+    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
         owners[parameter] = sizes.index(min(sizes))
         sizes[owners[parameter]] += parameter.numel()
     return owners

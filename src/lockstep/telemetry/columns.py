@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,8 @@ class Column:
     """A figure with its name in front and its unit behind.
 
     Fields:
-        priority: columns with a low one are left out first where the terminal is narrow.
-        style: of the figure and its unit.
+        priority: on a narrow terminal, columns with a low priority are left out first.
+        style: the style of the figure and its unit.
     """
 
     name: str
@@ -38,23 +39,20 @@ class Column:
 
 
 class Columns:
-    """The width of the widest figure of each column so far, to which later ones are padded."""
+    """Pads the figures of a column to the width of its widest figure so far."""
 
     def __init__(self) -> None:
-        self.widths: dict[str, int] = {}
+        self.widths: Counter[str] = Counter()
 
     def aligned(self, columns: Sequence[Column]) -> list[Column]:
         """The columns with their figures padded."""
-        for column in filter(lambda column: column.figure, columns):
-            self.widths[column.name] = max(self._width(column), len(column.figure))
-        return [replace(column, figure=column.figure.rjust(self._width(column))) for column in columns]
-
-    def _width(self, column: Column) -> int:
-        return self.widths.get(column.name, 0)
+        for column in columns:
+            self.widths[column.name] = max(self.widths[column.name], len(column.figure))
+        return [replace(column, figure=column.figure.rjust(self.widths[column.name])) for column in columns]
 
 
 def figures(window: Window) -> list[Column]:
-    """The figures of some steps."""
+    """The columns for a window."""
     return [
         Column("loss", f"{window.loss:.4f}", "", 4),
         Column("top-1", f"{window.top1:5.1f}", " %", 2),
@@ -65,27 +63,27 @@ def figures(window: Window) -> list[Column]:
 
 def fitting(columns: Sequence[Column], width: int | None) -> Text:
     """The columns in one line. Those of the lowest priority are left out until it has `width` cells at most."""
-    left_in = list(columns)
+    shown = list(columns)
     while True:
-        line = Text(GAP).join(column.text() for column in left_in)
-        least = min(left_in, key=lambda column: column.priority)
-        if width is None or line.cell_len <= width or least.priority == ALWAYS:
+        line = Text(GAP).join(column.text() for column in shown)
+        least_important = min(shown, key=lambda column: column.priority)
+        if width is None or line.cell_len <= width or least_important.priority == ALWAYS:
             return line
-        left_in.remove(least)
+        shown.remove(least_important)
 
 
 def bar(share: float, room: int, *, unicode: bool) -> Text:
-    """A bar of which a share is done, with a gap behind it; nothing where there is too little room."""
+    """A bar that is filled to `share`, with a gap behind it; empty if there is too little room."""
     if room < SHORTEST_BAR:
         return Text()
     width = min(LONGEST_BAR, room) - len(GAP)
     done = round(share * width)
-    ended, rest = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
-    return Text.assemble((ended * done, "cyan"), (rest * (width - done), "bright_black"), GAP)
+    filled, empty = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
+    return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), GAP)
 
 
 def clock(seconds: float) -> str:
     """Seconds as h:mm:ss, or m:ss if less than an hour."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

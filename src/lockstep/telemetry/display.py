@@ -15,7 +15,7 @@ from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, ba
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
-SILENCE_S = 30.0  # the longest time without a line, where there is no terminal
+SILENCE_S = 30.0  # the longest time without a line, if the output is no terminal
 BEST = "green"
 
 
@@ -73,18 +73,18 @@ class Screen(Display):
         log.warn(sentence)
 
     def _line(self, step: int, columns: list[Column]) -> None:
-        """Show a line; the log has all of its columns, a terminal those that fit."""
+        """Show a line. The log gets all columns, a terminal only the columns that fit."""
         self.shown_at = time.monotonic()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
-        at = [
+        position = [
             Column("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
             Column("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 3),
         ]
-        line = self.columns.aligned([*at, *columns, Column("left", self._left(step), "", ALWAYS)])
+        line = self.columns.aligned([*position, *columns, Column("left", self._left(step), "", ALWAYS)])
         log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:
-        """The columns of the terminal; None where there is none."""
+        """The width of the terminal in characters; None if the output is no terminal."""
         return None
 
     def _left(self, step: int) -> str:
@@ -96,7 +96,7 @@ class Screen(Display):
 
 
 class Lines(Screen):
-    """Lines for a file: one per evaluation, one every ten seconds in between, and never a long silence."""
+    """Lines for a file: one per evaluation, one every `LINE_EVERY_S` seconds, and no silence above `SILENCE_S`."""
 
     def __init__(self, plan: Plan, step: int) -> None:
         super().__init__(plan, step)
@@ -114,7 +114,7 @@ class Lines(Screen):
         self.watcher.join()
 
     def _break_silence(self) -> None:
-        """Say where the run is, whenever nothing was said for a while: steps and evaluations may take minutes."""
+        """Show a line after each long silence, because steps and evaluations may take minutes."""
         while not self.closed.wait(max(0.0, self.shown_at + SILENCE_S - time.monotonic())):
             now = time.monotonic()
             if now - self.shown_at >= SILENCE_S:

@@ -7,21 +7,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lockstep.telemetry.clock import NO_TIME, Seconds
 from lockstep.telemetry.window import EpochState, Window
 
 
 @dataclass
 class Epoch:
-    """The epoch under way: what all ranks counted up to the last log point, and where its clocks began.
+    """The epoch under way: its sums over all ranks up to the last log point, and the clocks at its start.
 
-    Log points do not depend on when a run was stopped, so the sums are made in the same order however often it was.
+    Log points do not depend on where a run was stopped, so the sums have the same order however often it was stopped.
 
     Fields:
-        number: from 0; -1 before the first step.
+        number: the number of the epoch, from 0; -1 before the first step.
         loss, hits, examples: sums over all ranks, up to the last log point.
-        earlier_hits: those of the rank's open window that belong to the epoch before, an int64 scalar on the device.
-        carried: examples that an earlier process trained on.
-        busy, waited: seconds of training, and of waiting for data, before its first step.
+        earlier_hits: the hits in this rank's open window that belong to the previous epoch, an int64 scalar on the
+            device.
+        carried: the examples of the epoch that an earlier process trained on.
+        before: the seconds of this process before the epoch's first step.
     """
 
     number: int = -1
@@ -30,23 +32,21 @@ class Epoch:
     examples: int = 0
     earlier_hits: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     carried: int = 0
-    busy: float = 0.0
-    waited: float = 0.0
+    before: Seconds = NO_TIME
 
     def state(self, earlier_hits: int) -> EpochState:
-        """For a checkpoint; `earlier_hits` are those of all ranks."""
+        """The epoch for a checkpoint. `earlier_hits` is the sum of all ranks' `earlier_hits`."""
         hits = self.hits - earlier_hits
         return {"number": self.number, "loss": self.loss, "hits": hits, "examples": self.examples}
 
     def add(self, loss: float, hits: float, examples: float) -> None:
-        """Take the sums of a window that ends, as far as they belong to the epoch."""
+        """Add the sums of a finished window, as far as they belong to the epoch."""
         self.loss += loss
         self.hits += int(hits)
         self.examples += int(examples)
-        self.earlier_hits = torch.zeros_like(self.earlier_hits)
 
-    def window(self, first: int, last: int, busy: float, waited: float) -> Window | None:
-        """Its figures so far, at so many seconds of training and of waiting; None before its first example."""
+    def window(self, first: int, last: int, seconds: Seconds) -> Window | None:
+        """The epoch's figures so far, when the clock shows `seconds`; None before its first example."""
         if not self.examples:
             return None
         return Window(
@@ -55,6 +55,6 @@ class Epoch:
             loss=self.loss / self.examples,
             top1=100 * self.hits / self.examples,
             examples=self.examples - self.carried,
-            seconds=max(busy - self.busy, 1e-9),
-            waited=waited - self.waited,
+            seconds=max(seconds.busy - self.before.busy, 1e-9),
+            waited=seconds.waited - self.before.waited,
         )

@@ -34,7 +34,7 @@ def trim_events(paths: list[Path], after: int, session: Collection[Summary.Value
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    current = [_parts(value) for value in session]
+    session_parts = [_parts(value) for value in session]
     keys: set[tuple[str, int]] = set()
     for path in paths:
         trimmed, damaged, before = BytesIO(), False, len(keys)
@@ -43,12 +43,12 @@ def trim_events(paths: list[Path], after: int, session: Collection[Summary.Value
                 if record is None:
                     raise DecodeError
                 event = Event.FromString(record)
-                about_run = [_parts(value) for value in event.summary.value if value.tag.startswith(HPARAMS)]
+                hparams = [_parts(value) for value in event.summary.value if value.tag.startswith(HPARAMS)]
             except DecodeError:
                 damaged = True
                 continue
             values = {(value.tag, event.step) for value in event.summary.value}
-            outdated = any(part not in current for part in about_run)
+            outdated = any(part not in session_parts for part in hparams)
             if event.step <= after and not outdated and not values & keys:
                 keys |= values
                 RecordWriter(trimmed).write(record)

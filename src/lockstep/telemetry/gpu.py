@@ -25,7 +25,6 @@ from lockstep.core.world import World
 from lockstep.telemetry.sinks import truncate_after
 
 PERIOD_S = 1.0
-GIGA = 1e9
 
 
 class NoMonitor:
@@ -39,12 +38,12 @@ class NoMonitor:
 
 
 class Monitor(NoMonitor):
-    """A thread of main's that samples the GPUs of this machine that the job uses.
+    """A thread of main that samples the GPUs that the job uses on this machine.
 
     Args:
-        uuids: of the GPUs, by local rank, as NVML spells them (`GPU-...`).
-        path: of `gpu.jsonl`.
-        observer: is given every sample.
+        uuids: the UUIDs of the GPUs, by local rank, as NVML spells them (`GPU-...`).
+        path: the path of `gpu.jsonl`.
+        observer: receives the samples.
         step: returns the last finished step.
         period: seconds between two samples.
     """
@@ -66,7 +65,7 @@ class Monitor(NoMonitor):
         self.done = threading.Event()
         self.sums: dict[str, float] = {}
         self.samples = 0
-        self.written = step()  # the last step with a sample for the observer, which gets at most one for each
+        self.written = step()  # the last step of a sample for the observer, which gets at most one sample per step
         self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
 
     def start(self) -> None:
@@ -114,7 +113,7 @@ def sample(handle: Any) -> dict[str, float]:
     """A sample of one GPU: `util` in percent, `mem_gb`, `power_w`, `temp_c`, and the SM clock `sm` in MHz."""
     return {
         "util": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-        "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / GIGA,
+        "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
         "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "temp_c": float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
         "sm": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
@@ -152,7 +151,10 @@ def monitor(*, enabled: bool, gpus: list[str], path: Path, observer: Observer, s
 
 
 def _step_zero(line: str) -> int:
-    """0 for every line, so that a resume keeps it: `gpu.jsonl` goes by time. Raises ValueError for a foreign line."""
+    """0 for every line of GPU figures, so that a resume keeps it: `gpu.jsonl` goes by time, not by steps.
+
+    Raises ValueError for any other line.
+    """
     match parsed_json(line):
         case {"time": _, "step": _, "local_rank": _, "uuid": _}:
             return 0

@@ -1,4 +1,4 @@
-"""The loggers (`logger=`): where the figures of a run go. Any number of them may be chosen."""
+"""The loggers (`logger=`) write the figures of a run. Any number of them may be chosen."""
 
 from __future__ import annotations
 

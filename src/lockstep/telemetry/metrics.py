@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from lockstep.core.data_protocols import MicroBatch, Stepped
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
+from lockstep.telemetry.clock import Seconds, TrainingClock
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.ended_window import EndedWindow, HostCopy
 from lockstep.telemetry.epoch import Epoch
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
@@ -78,12 +81,12 @@ class Telemetry:
         if window is not None:
             self._restore_window(window)
         self.stragglers = Stragglers(world)
-        self.mark = time.perf_counter()
-        self.waited = self.paused = 0.0
+        # A GPU may still be computing a window that has ended. It is read at the log point after it.
+        self.late = world.device.type == "cuda"
+        self.ended: deque[EndedWindow] = deque()
+        self.clock = TrainingClock()
+        self.before_step = self.clock.total  # the seconds before the step under way
         self.examples = 0
-        self.busy = self.waited_in_all = 0.0
-        self.before_step = (0.0, 0.0)  # seconds of training and of waiting before the step under way
-        self.pausing: float | None = None  # when the pause under way began
 
     def open_window(self) -> WindowState:
         """What every rank has counted since the last log point, for main's checkpoint. Collective."""
@@ -118,15 +121,15 @@ class Telemetry:
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, and time the wait for each."""
-        self.mark = time.perf_counter()
+        self.clock.start()
         while True:
             self.stragglers.begin()
             began = time.perf_counter()
-            self.before_step = (self.busy + began - self.mark - self.paused, self.waited_in_all + self.waited)
+            self.before_step = self.clock.so_far()
             shard = next(shards, None)
             if shard is None:
                 return
-            self.waited += time.perf_counter() - began
+            self.clock.add_wait(time.perf_counter() - began)
             self.step = shard.step
             yield shard
             self.stragglers.end()
@@ -158,47 +161,65 @@ class Telemetry:
             self.losses = torch.cat([self.losses, torch.stack(losses).double()])
             self.hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
 
-    def flush(self, step: int, scalars: Mapping[str, Any]) -> Window:
-        """End the window at `step`: sum over the ranks and write the figures. Collective, and a device sync."""
+    def end_window(
+        self, step: int, scalars: Mapping[str, float | Tensor], checksums: Tensor | None = None
+    ) -> list[Window]:
+        """End the window at `step`; write and return the windows whose sums have come from the device. Collective.
+
+        On a CPU that is this window. On a GPU it is the one before, so that nothing waits for the last steps.
+        `scalars` are figures of the last step, also on the device. `checksums` are of the weights of each rank, int64
+        (ranks,), and are returned with the window.
+        """
         self._count()
-        counted = torch.tensor(sum(self.counts), dtype=torch.float64, device=self.world.device)
-        summed = torch.stack([self.losses.sum(), self.hits.double(), counted])
-        loss, hits, examples, *of_epoch = self.world.sum(torch.cat([summed, self._sums_of_epoch()])).tolist()
-        self.epoch.add(*of_epoch)
-        now = time.perf_counter()
-        seconds = max(now - self.mark - self.paused, 1e-9)
-        steps = step - max(self.flushed, self.resumed)
-        window = Window(
-            first=self.flushed + 1,
-            last=step,
-            loss=loss / examples,
-            top1=100 * hits / examples,
-            examples=int(examples) - self.carried,
-            seconds=seconds,
-            waited=self.waited,
-            first_bad_step=None if loss / examples <= self.loss_limit else self._first_bad_step(step),
+        on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
+        summed = torch.stack([self.losses.sum(), self.hits.double(), self._on_device(sum(self.counts))])
+        sums = [self.world.sum(torch.cat([summed, self._sums_of_epoch()]))]
+        if on_device:
+            sums.append(torch.stack([value.detach().double() for value in on_device.values()]))
+        self.ended.append(
+            EndedWindow(
+                first=self.flushed + 1,
+                last=step,
+                seconds=self.clock.end_window(),
+                seconds_so_far=self.clock.total,
+                steps=step - max(self.flushed, self.resumed),
+                carried=self.carried,
+                epoch=self.epoch,
+                scalars={name: float(value) for name, value in scalars.items() if name not in on_device},
+                sums=HostCopy(torch.cat(sums)),
+                on_device=list(on_device),
+                checksums=None if checksums is None else HostCopy(checksums),
+                micro_batches=(self.steps, self.losses, self.counts),
+            )
         )
-        self.losses = self.losses[:0]
-        self.steps.clear()
-        self.counts.clear()
+        self.epoch.earlier_hits = torch.zeros_like(self.hits)
+        self.losses, self.steps, self.counts = self.losses[:0], [], []
         self.hits.zero_()
         self.carried = 0
+        self.flushed = step
+        return self.write_windows(leave=int(self.late))
+
+    def write_windows(self, leave: int = 0) -> list[Window]:
+        """Write the figures of the ended windows, but not of the last `leave`; returns them. Waits for the device."""
+        return [self._write(self.ended.popleft()) for _ in range(len(self.ended) - leave)]
+
+    def _write(self, ended: EndedWindow) -> Window:
+        window = ended.read()
+        if not window.loss <= self.loss_limit:
+            window = replace(window, first_bad_step=self._first_bad_step(ended))
         self.examples += window.examples
-        self.busy += seconds
-        self.waited_in_all += self.waited
-        self.mark, self.waited, self.paused, self.flushed = now, 0.0, 0.0, step
         figures = {
             "loss/train": window.loss,
             "acc/train_top1": window.top1,
-            **{key: float(value) for key, value in scalars.items()},
+            **window.scalars,
             "perf/img_per_s": window.rate,
             "perf/data_wait_pct": window.wait_share,
-            "perf/step_ms": 1000 * seconds / steps,
+            "perf/step_ms": 1000 * window.seconds / ended.steps,
         }
         if self.peak:
             figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
-        self.observer.write(step, figures)
-        self.display.window(window, self._epoch_window(self.epoch, step))
+        self.observer.write(window.last, figures)
+        self.display.window(window, self._epoch_window(ended.epoch, window.last, ended.seconds_so_far))
         if sentence := self.stragglers.find():
             self.display.warn(sentence)
         return window
@@ -206,8 +227,7 @@ class Telemetry:
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
         self._count()
-        busy, waited = self.before_step
-        self.epoch = Epoch(number, earlier_hits=self.hits.clone(), busy=busy, waited=waited)
+        self.epoch = Epoch(number, earlier_hits=self.hits.clone(), before=self.before_step)
 
     def _of_epoch(self, steps: list[int]) -> list[bool]:
         """Which steps are of the epoch under way."""
@@ -216,31 +236,31 @@ class Telemetry:
     def _sums_of_epoch(self) -> Tensor:
         """What this rank's open window has of the epoch: summed loss, hits and examples, float64 (3,)."""
         own = self._of_epoch(self.steps)
-        # Without an epoch's end in the window this is the window's own sum, without a copy to the device.
-        losses = self.losses if all(own) else self.losses[torch.tensor(own, device=self.world.device)]
-        examples = torch.tensor(sum(itertools.compress(self.counts, own)), device=self.world.device)
-        return torch.stack([losses.sum(), (self.hits - self.epoch.earlier_hits).double(), examples.double()])
+        first = own.index(True) if True in own else len(own)
+        # Only a resume on other ranks mixes the steps; a list of places would be waited for.
+        losses = self.losses[first:] if all(own[first:]) else self.losses[torch.tensor(own, device=self.world.device)]
+        examples = self._on_device(sum(itertools.compress(self.counts, own)))
+        return torch.stack([losses.sum(), (self.hits - self.epoch.earlier_hits).double(), examples])
 
-    def _epoch_window(self, epoch: Epoch, step: int) -> Window | None:
-        """The figures of an epoch so far, without the time of a pause under way, such as an evaluation."""
-        now = time.perf_counter() if self.pausing is None else self.pausing
-        busy, waited = self.busy + now - self.mark - self.paused, self.waited_in_all + self.waited
-        return epoch.window(epoch.number * self.plan.steps_per_epoch + 1, step, busy, waited)
+    def _on_device(self, number: int) -> Tensor:
+        """A number as a float64 scalar on the device. `torch.tensor` would wait for the device."""
+        return torch.full((), number, dtype=torch.float64, device=self.world.device)
+
+    def _epoch_window(self, epoch: Epoch, step: int, seconds: Seconds) -> Window | None:
+        """The figures of an epoch up to a step, when the clock showed `seconds`."""
+        return epoch.window(epoch.number * self.plan.steps_per_epoch + 1, step, seconds)
 
     def _epoch_so_far(self, step: int) -> Window | None:
         """The figures of the epoch with those of the open window. Collective, and a device sync."""
         self._count()
         so_far = replace(self.epoch)
         so_far.add(*self.world.sum(self._sums_of_epoch()).tolist())
-        return self._epoch_window(so_far, step)
+        return self._epoch_window(so_far, step, self.clock.so_far())
 
-    def _first_bad_step(self, step: int) -> int:
-        """The first step with a diverged loss on any rank; `step` if only the mean is diverged. Collective."""
-        state = self._rank_state()
-        micro_batches = zip(state["steps"], state["losses"], state["examples"], strict=True)
-        bad = (bad_step for bad_step, loss, n in micro_batches if n and not loss / n <= self.loss_limit)
-        first = torch.full((self.world.size,), step, device=self.world.device)
-        first[self.world.rank] = next(bad, step)
+    def _first_bad_step(self, ended: EndedWindow) -> int:
+        """The first step with a diverged loss on any rank; the last one if only the mean is diverged. Collective."""
+        first = torch.full((self.world.size,), ended.last, device=self.world.device)
+        first[self.world.rank] = ended.first_bad_step(self.loss_limit)
         others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
         return int(self.world.sum(first.masked_fill(others, 0)).min())
 
@@ -262,13 +282,9 @@ class Telemetry:
         """Flush the files, so that they have every step of the checkpoint that is saved next."""
         self.observer.flush()
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """A context whose time does not count in the rates: evaluations and saves."""
-        self.pausing = started = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - started
-        self.pausing = None
+        return self.clock.pause()
 
     def time_forward(self, replica: nn.Module) -> None:
         """Time the forward passes, if there are other ranks. Not for a compiled model: it would be slower."""
@@ -277,8 +293,8 @@ class Telemetry:
 
     def totals_of_run(self) -> dict[str, float]:
         """Images per second, and percent of the time waiting for data, over this process's part of the run."""
-        busy = max(self.busy, 1e-9)
-        return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.waited_in_all / busy}
+        busy = max(self.clock.total.busy, 1e-9)
+        return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.clock.total.waited / busy}
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""

@@ -11,31 +11,31 @@ from lockstep.core.observer import Observer, Outcome
 
 
 class Observers(Observer):
-    """Several observers as one. Only one thread is let in at a time: samples of the GPUs come from their own."""
+    """Several observers as one. A lock lets one thread in at a time: GPU samples come from another thread."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
         self.lock = threading.RLock()
 
-    def _tell(self, call: Callable[[Observer], None]) -> None:
+    def _call_all(self, call: Callable[[Observer], None]) -> None:
         with self.lock:
             for observer in self.observers:
                 call(observer)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._tell(lambda observer: observer.write(step, scalars))
+        self._call_all(lambda observer: observer.write(step, scalars))
 
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._tell(lambda observer: observer.write_gpu(step, scalars))
+        self._call_all(lambda observer: observer.write_gpu(step, scalars))
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        self._tell(lambda observer: observer.evaluated(step, scores, best))
+        self._call_all(lambda observer: observer.evaluated(step, scores, best))
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        self._tell(lambda observer: observer.saved(step, checkpoint))
+        self._call_all(lambda observer: observer.saved(step, checkpoint))
 
     def flush(self) -> None:
-        self._tell(lambda observer: observer.flush())
+        self._call_all(lambda observer: observer.flush())
 
     def end(self, outcome: Outcome) -> None:
         with self.lock, closing(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):

@@ -1,4 +1,4 @@
-"""Shows how far a command other than training is: its bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of a command other than training: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from lockstep.telemetry.display import SILENCE_S
 
 
 class Work:
-    """Something that is being done.
+    """A piece of work and its progress.
 
     Args:
-        what: in a word: `evaluating`.
-        total: how many items it has; None if nobody can tell before its end.
+        activity: the work in a word, such as `evaluating`.
+        total: the number of its items; None if it is not known before the end.
     """
 
-    def __init__(self, what: str, total: int | None) -> None:
-        self.what, self.total = what, total
+    def __init__(self, activity: str, total: int | None) -> None:
+        self.activity, self.total = activity, total
         self.done, self.began = 0, time.monotonic()
 
     def advance(self, items: int = 1) -> None:
-        """Items are done."""
+        """Count `items` more items as done."""
         self.done += items
 
     def text(self) -> Text:
-        """What is done, how much of it, and how long it will take or has taken."""
+        """The work in a word, its progress, and the time that is left or has passed."""
         passed = time.monotonic() - self.began
         if self.total is None:
-            return fitting([Column(self.what, clock(passed), "", ALWAYS)], None)
+            return Column(self.activity, clock(passed), "", ALWAYS).text()
         left = clock(passed / self.done * (self.total - self.done)) if self.done else "?"
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
-        return fitting([Column(self.what, count, "", ALWAYS), Column("left", left, "", ALWAYS)], None)
+        return fitting([Column(self.activity, count, "", ALWAYS), Column("left", left, "", ALWAYS)], None)
 
     def moving(self, console: Console) -> Text:
-        """The moving line, in the width of a terminal."""
+        """The line with a bar, in the width of a terminal."""
         line = self.text()
         if not self.total:
             return line
@@ -52,13 +52,13 @@ class Work:
 
 
 @contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how far something is, in the context; what it returns is called with the number of items that are done.
+def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show the progress of a piece of work during the context. Call the function that it yields with finished items.
 
-    What the command prints goes to standard output, which may be a file: then the line is on standard error. It moves
-    on a terminal; elsewhere it comes anew every `SILENCE_S` seconds.
+    The results of the command go to standard output. If that is a file, the progress goes to standard error: as a
+    moving line on a terminal, elsewhere as a new line every `SILENCE_S` seconds.
     """
-    work = Work(what, total)
+    work = Work(activity, total)
     errors = Console(stderr=True, highlight=False)
     console = log.console if log.has_terminal() else errors
     if console is log.console or (sys.stderr.isatty() and not errors.is_dumb_terminal):

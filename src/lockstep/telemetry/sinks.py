@@ -90,7 +90,7 @@ class JsonLines(_TextSink):
     """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; values that are not finite are null.
 
     Args:
-        path: of the file.
+        path: the file.
         after: the step that the run resumes from.
         logged: the last step that the run logged before; warns if the file ends before it.
     """
@@ -133,7 +133,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
     Lines that cannot be read are left out too, with a warning.
 
     Args:
-        path: of the file.
+        path: the file.
         after: the step that the run resumes from.
         step: returns the step of a line; raises ValueError or RecursionError if it has none.
         header: the first line.
@@ -148,7 +148,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
     damaged: list[int] = []
     last = 0
 
-    def kept_lines() -> Iterator[bytes]:
+    def valid_lines() -> Iterator[bytes]:
         nonlocal last
         yield header.encode()
         for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
@@ -163,7 +163,7 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
                 last = max(last, line_step)
                 yield (line or "").encode()
 
-    write_atomic_parts(path, kept_lines())
+    write_atomic_parts(path, valid_lines())
     if damaged:
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
@@ -199,8 +199,8 @@ class Table(_TextSink):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
     Args:
-        path: of the file.
-        plan: of the run.
+        path: the file.
+        plan: the plan of the run.
         after: the step that the run resumes from.
         latest: the last figures before that step, by tag.
     """
@@ -226,9 +226,9 @@ class TensorBoard(Observer):
     """Writes an event file, a new one after each resume. An error, such as a full disk, is one warning.
 
     Args:
-        folder: of the run.
+        folder: the run folder.
         after: the step that the run resumes from.
-        facts: the hyper-parameters. Those of a resume replace the earlier ones.
+        facts: the hyper-parameters. On a resume they replace the earlier ones.
         layout: the charts of each category of the page of custom scalars.
     """
 
@@ -245,14 +245,14 @@ class TensorBoard(Observer):
         self.failed = False
         self.flushed = time.monotonic()
         with self._tolerating_errors():
-            # Without the first of torch's three summaries, which describes the columns, TensorBoard compares the runs
-            # itself: those columns come first that differ. It shows five until the user asks for more.
+            # The first of torch's three summaries describes the columns. Without it, TensorBoard sorts the columns:
+            # those in which runs differ come first. It shows five until the user asks for more.
             session = hparams(dict(facts), {})[1:]
             tags = trim_events(
                 sorted(folder.glob(EVENTS)), after, [value for part in session for value in part.value]
             )
-            # Not torch's or TensorBoard's writer: they write from a thread, and the training loop waits for that
-            # thread and for Python's lock up to 2 ms at each log point. This writer takes 0.1 ms.
+            # The writers of torch and TensorBoard use a thread, and the training loop waits for that thread and for
+            # Python's lock up to 2 ms at each log point. This one takes 0.1 ms.
             name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
             self.file = (folder / name).open("xb")
             self.records = RecordWriter(self.file)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 
-STEPS = 10  # before a log point, which are looked at together
+STEPS = 10  # the last steps before a log point: they are judged together
 SHARE, FLOOR_S = 0.3, 0.01  # the least excess of a slow rank, as a share of a step and in seconds
 
 
@@ -22,7 +22,7 @@ class Stragglers:
     rank waits for another one; in backward all do. (With synchronised batch norm they wait in the forward pass
     already, so only slow data can be found.) Times are those of the host.
 
-    The stages of a model wait for each other in the forward pass by design; none of them is named.
+    The stages of a pipeline wait for each other in the forward pass by design; none of them is named.
 
     A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
     a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only, so a
@@ -67,17 +67,17 @@ class Stragglers:
         """A sentence that names a slow rank, or "".
 
         Args:
-            times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and those that the rank was busy.
+            times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and the busy seconds in it.
         """
         whole, busy = times.unbind(2)
-        slow = int(busy.quantile(0.5, dim=1).argmax())
-        others = torch.cat([busy[:slow], busy[slow + 1 :]])
-        excess = (busy[slow] - others.quantile(0.5, dim=0)).sort().values
-        typical_s = float(whole[slow].quantile(0.5))
-        if slow in self.named or float(excess[1]) < max(FLOOR_S, SHARE * typical_s):
+        slowest = int(busy.quantile(0.5, dim=1).argmax())
+        other_ranks = torch.cat([busy[:slowest], busy[slowest + 1 :]])
+        excess = (busy[slowest] - other_ranks.quantile(0.5, dim=0)).sort().values
+        typical_s = float(whole[slowest].quantile(0.5))
+        if slowest in self.named or float(excess[1]) < max(FLOOR_S, SHARE * typical_s):
             return ""
-        self.named.add(slow)
+        self.named.add(slowest)
         return (
-            f"rank {slow} is slow: at each step the others wait {1000 * float(excess.quantile(0.5)):.0f} of "
+            f"rank {slowest} is slow: at each step the others wait {1000 * float(excess.quantile(0.5)):.0f} of "
             f"{1000 * typical_s:.0f} ms for it; look at what else runs on its cores, and at its data"
         )

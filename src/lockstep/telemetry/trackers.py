@@ -39,7 +39,7 @@ class WandB:
     """Weights & Biases.
 
     Fields:
-        project: that the run appears in.
+        project: the project in which the run appears.
         entity: user or team; null is the account's own.
         mode: `offline` writes files only, which `wandb sync` sends later; `online` sends them at once.
     """
@@ -57,8 +57,8 @@ class WandB:
 class WandBRun(Observer):
     """The run at W&B, with its files in `wandb` below `output_root`.
 
-    A run that goes on keeps its identifier. Offline it begins a folder anew with the steps that `metrics.jsonl` has:
-    W&B loses what it has not written when it is killed. So the newest folder is the whole run.
+    A resumed run keeps its identifier. Offline it starts a new folder and first copies the steps of `metrics.jsonl`
+    into it, because W&B loses unwritten steps when it is killed. So the newest folder has the whole run.
     """
 
     def __init__(self, logger: WandB, run: RunInfo) -> None:
@@ -74,7 +74,7 @@ class WandBRun(Observer):
                 resume="allow",
                 dir=run.config["output_root"],  # not in the run folder, which must not have links: W&B makes some
                 config={**run.config, "hyperparameters": dict(run.hyperparameters)},
-                # Neither its messages nor a copy of what the terminal shows, of the repository or of the code.
+                # No messages of W&B, and no copies of the terminal's output, the repository or the code.
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
             )
         except wandb.Error as error:
@@ -105,8 +105,8 @@ class MLflow:
     """MLflow, in a database of this machine.
 
     Fields:
-        experiment: that the run appears in.
-        folder: of the database and the artifacts; null is `mlflow` in `output_root`.
+        experiment: the experiment in which the run appears.
+        folder: the folder of the database and the artifacts; null is `mlflow` in `output_root`.
     """
 
     experiment: str = ruled(PROJECT, Text())
@@ -120,7 +120,7 @@ class MLflow:
 
 
 class MLflowRun(Observer):
-    """The run at MLflow. Every figure is written once, however often the run is killed and goes on."""
+    """The run at MLflow. Every figure is written once, however often the run is killed and resumed."""
 
     def __init__(self, experiment: str, folder: Path, run: RunInfo) -> None:
         from filelock import FileLock
@@ -141,13 +141,13 @@ class MLflowRun(Observer):
         }
 
     def _run(self, experiment: str, run: RunInfo) -> str:
-        """The run's identifier at MLflow, where it is made if this is its beginning."""
+        """MLflow's identifier of the run, which is created there if it is new."""
         tag = identifier(run)
-        known = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{tag}'")
-        if known:
-            begun: str = known[0].info.run_id
-            self.client.set_terminated(begun, "RUNNING")
-            return begun
+        existing = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{tag}'")
+        if existing:
+            existing_id: str = existing[0].info.run_id
+            self.client.set_terminated(existing_id, "RUNNING")
+            return existing_id
         run_id: str = self.client.create_run(experiment, run_name=run.name, tags={"lockstep.run": tag}).info.run_id
         for key, value in {"folder": run.folder, **run.hyperparameters}.items():
             self.client.log_param(run_id, key, value)

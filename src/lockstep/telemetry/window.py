@@ -1,24 +1,27 @@
-"""The figures of the steps between two log points, and what a checkpoint keeps of an open window."""
+"""The figures of the steps between two log points, and the state of an open window in a checkpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 
 @dataclass(frozen=True)
 class Window:
-    """The figures over all ranks.
+    """The figures of some steps, over all ranks.
 
     Fields:
-        first, last: steps.
+        first, last: the first and the last step.
         loss: the mean over examples.
-        top1: in percent.
-        examples: that this process trained on; after a resume inside a window, only those since the resume.
-        seconds: without evaluations and saves.
+        top1: the training accuracy in percent.
+        examples: the number of examples of this process; after a resume inside a window, only those since the resume.
+        seconds: the time without evaluations and saves.
         waited: the part of `seconds` in which main's loop waited for data.
         first_bad_step: the first step whose loss, on some rank, is not finite or above the limit; None if the mean
             is fine.
+        scalars: further figures of the last step.
+        checksums: of the weights of each rank, if they have to be compared.
     """
 
     first: int
@@ -29,6 +32,8 @@ class Window:
     seconds: float
     waited: float
     first_bad_step: int | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    checksums: list[int] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -42,9 +47,9 @@ class Window:
 
 
 class RankWindowState(TypedDict):
-    """What a rank has counted since the last log point.
+    """The counts of a rank since the last log point.
 
-    For each micro-batch: its summed loss, its step and its number of examples; for all together: the hits.
+    For each micro-batch: its summed loss, its step and its number of examples. For all micro-batches: the hits.
     """
 
     losses: list[float]
@@ -56,7 +61,7 @@ class RankWindowState(TypedDict):
 class EpochState(TypedDict):
     """An epoch up to the last log point, over all ranks: its number from 0, summed loss, hits and examples.
 
-    `hits` is less by those that the open window has of the epoch before, so it can be negative.
+    The hits of the previous epoch in the open window are subtracted from `hits`, so it can be negative.
     """
 
     number: int
@@ -66,7 +71,7 @@ class EpochState(TypedDict):
 
 
 class WindowState(TypedDict):
-    """The step of the last log point (`flushed`), what each rank has counted since (`trails`), and the epoch."""
+    """The step of the last log point (`flushed`), the counts of each rank since then (`trails`), and the epoch."""
 
     flushed: int
     trails: list[RankWindowState]

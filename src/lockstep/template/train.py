@@ -1,4 +1,4 @@
-"""Train: `python train.py experiment=first`; `python train.py --help` shows what can be chosen."""
+"""Train with `python train.py experiment=first`; `python train.py --help` shows all options and keys."""
 
 import lockstep
 

@@ -1,1 +1,1 @@
-"""One run on one rank: its parts are made, put together, trained and evaluated."""
+"""One run on one rank: builds its parts, puts them together, trains and evaluates."""

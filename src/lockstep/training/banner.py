@@ -1,4 +1,4 @@
-"""What main shows the user before a run and after it."""
+"""The lines that main shows the user before a run and after it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
+from lockstep.data.datasets.sizes import SIZES
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
@@ -26,7 +27,7 @@ from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
 from lockstep.training.trainer import Progress
-from lockstep.training.usual import SIZES, Usual
+from lockstep.training.usual import Usual
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
@@ -92,7 +93,7 @@ def _count(parameters: int) -> str:
 
 
 def _other_interpolation(job: Job) -> str:
-    """How the augmentation resizes images, where that is not how they are evaluated; empty for most."""
+    """A remark if the augmentation and the evaluation resize images in different ways; else empty."""
     own, evaluated = getattr(job.augment, "interpolation", None), job.input.interpolation
     if own in (None, evaluated) or crops_files(job.dataset):
         return ""
@@ -100,18 +101,18 @@ def _other_interpolation(job: Job) -> str:
 
 
 def _keeps(job: Job, network: Network) -> str:
-    """What the run will keep on the disk, estimated from the parameters and the optimizer."""
+    """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
     weights = sum(tensor.nbytes for tensor in network.model.state_dict().values())
     saved = weights * (1 if network.ema is None else 2)
     state = state_bytes(job.optimizer, network.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
-    known = (
+    size_of_each = (
         f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
     )
     total = newest * (saved + (state or 0)) + best * saved + weights
     most = f"; at most {amount(total / GB)} in all" if state is not None else ""
     return (
-        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {known}, and the weights of the best"
+        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
         f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
     )
 
@@ -133,7 +134,7 @@ def banner(
 ) -> None:
     """Show in a dozen lines what is about to run, and what differs from the defaults.
 
-    `composed` is the config as the user gave it: what is `auto` there was chosen.
+    `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
     """
     usual = Usual(job, composed)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
@@ -156,8 +157,8 @@ def banner(
         "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
+        "keeps": _keeps(job, network),
     }
-    rows["keeps"] = _keeps(job, network)
     if origin:
         rows["from"] = f"{origin}, step {step:,}"
     for key, value in rows.items():
@@ -185,7 +186,7 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
-    """The command that goes on with a run, to be typed, with further overrides."""
+    """The command that resumes a run, as the user would type it, with further overrides."""
     return typed([*_command_words(run_dir), override("resume", relative(run_dir.path)), *overrides])
 
 

@@ -1,4 +1,4 @@
-"""The data of a run: its splits, its plan, the loader that brings them and the pipeline that augments them."""
+"""Builds the data of a run: its splits, its plan, the loader that reads them and the pipeline that augments them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lockstep.training.fingerprint import check_same_data, fingerprint, plan_of
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What a run is trained on and evaluated with.
+    """The data that a run is trained on and evaluated with.
 
     Fields:
         train, val: the splits.
-        plan: of the run over them.
-        fingerprint: what a checkpoint and a run that resumes from it must agree on.
-        loader_reason: why the loader is what it is, for the banner.
+        plan: the plan of the run over these splits.
+        fingerprint: the facts on which a checkpoint and a run that resumes from it must agree.
+        loader_reason: why this loader was chosen, for the banner.
     """
 
     train: Split
@@ -46,7 +46,7 @@ class TrainingData:
     loader_reason: str
 
     def normalised(self, number: int, world: World) -> Tensor:
-        """`number` training images (n, C, H, W) as a fresh model would see them, on the rank's device."""
+        """`number` training images (n, C, H, W), processed as in an evaluation, on the rank's device."""
         return self.pipeline.eval(sample(self.train, number).to(world.device))
 
 
@@ -54,7 +54,7 @@ def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
     """The data of a job, and the job with its `auto` micro-batches and loader chosen. Collective.
 
     Raises:
-        InputError: the data does not fit the job, or the ranks do not have the same.
+        InputError: the data does not fit the job, or differs between ranks.
     """
     train, val = _splits(job, world)
     context = _loader_context(job, train, val, world)
@@ -105,7 +105,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
 
 
 def _splits(job: Job, world: World) -> tuple[Split, Split]:
-    """Both splits. One process of each machine prepares the files, the others wait for it."""
+    """Both splits. One rank of each machine prepares the files; the others wait for it."""
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
@@ -119,7 +119,7 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
 
 
 def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
-    """What a loader needs to know of a run to choose its `auto` values."""
+    """The facts of a run from which a loader chooses its `auto` values."""
     plan, own = plan_of(job, len(train)), job.strategy.data_world(world)
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
     return LoaderContext(

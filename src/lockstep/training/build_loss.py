@@ -10,14 +10,14 @@ from lockstep.core.world import World
 from lockstep.losses import SummedLoss
 from lockstep.training.build_data import TrainingData
 
-TRIED = 3  # examples
+TRIED = 3  # examples that the loss is tried on
 
 
 def build_loss(job: Job, data: TrainingData, world: World) -> SummedLoss:
     """The loss of a job on its device.
 
     Raises:
-        InputError: it has parameters, which nothing would train, or does not give one number for each example.
+        InputError: the loss has parameters, which nothing would train, or does not give one number per example.
     """
     classes = job.dataset.classes
     module = job.loss.build(classes, data.train.labels).to(world.device)

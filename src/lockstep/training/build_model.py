@@ -1,4 +1,4 @@
-"""The model of a run with its optimizer, and the checkpoint that it starts from."""
+"""Builds the model of a run with its optimizer, and loads the checkpoint that the run starts from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lockstep.training.trainer import Progress
 
 
 def without_start(job: Job) -> Job:
-    """The same job from random weights, for one whose weights a checkpoint has."""
+    """The same job with random initial weights, for a job that takes its weights from a checkpoint."""
     return replace(job, init_from=None, model=without_weights(job.model))
 
 
@@ -84,11 +84,12 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
 
 
 def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
-    """Fill a model with the weights of `init_from`; what of them does not fit, as sentences."""
-    anew = checkpoint.load_start(model, path)
-    if not anew:
+    """Fill a model with the weights of `init_from`; returns notes about weights that do not fit."""
+    reset_names = checkpoint.load_start(model, path)
+    if not reset_names:
         return []
-    return [f"init_from: the head of {path} does not fit {classes:,} classes: {', '.join(anew)} start anew"]
+    names = ", ".join(reset_names)
+    return [f"init_from: the head of {path} does not fit {classes:,} classes: {names} start from random weights"]
 
 
 def interrupts_compiling(job: Job, world: World) -> bool:
@@ -114,10 +115,10 @@ def compile_network(job: Job, network: Network, world: World, stop: StopRequest)
 def build_network_and_load_state(
     job: Job, run_dir: RunDir, world: World, plan: Plan, images: Callable[[int], Tensor]
 ) -> tuple[Network, LoadedCheckpoint | None]:
-    """The network of a run, as `build_network` has it, and its checkpoint, which is read while the model is built."""
+    """The network of a run (see `build_network`), and its checkpoint, which is read while the model is built."""
     with ThreadPoolExecutor(1) as reader:
         loading = reader.submit(load_state, job, run_dir)
-        # The weights to start from may be gone by now, and those of a checkpoint take their place.
+        # A checkpoint replaces the initial weights, whose file may be gone by now.
         start = without_start(job) if job.starts_trained and loading.result() is not None else job
         return build_network(start, world, plan, images), loading.result()
 

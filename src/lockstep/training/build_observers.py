@@ -1,4 +1,4 @@
-"""What records a run: the telemetry of each rank with main's observers, and main's GPU monitor."""
+"""Builds everything that records a run: the telemetry of each rank, main's observers, and main's GPU monitor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_LOSS_RATIO = 1000
 def build_observers(
     job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
 ) -> tuple[Telemetry, NoMonitor]:
-    """The recorder of this rank, and the GPU monitor of main. Collective."""
+    """The telemetry of this rank, and the GPU monitor of main. Collective."""
     observer = _observer(job, run_dir, world, plan, progress) if world.is_main else Observer()
     telemetry = Telemetry(
         world=world,
@@ -53,21 +53,20 @@ def build_observers(
 
 
 def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> Observer:
-    """What main tells of the run: the loggers, and the table of evaluations."""
+    """The observer of main: the loggers, and the table of evaluations."""
     checkpoint.mark_saved_or_not(run_dir)
     run = RunInfo(
         run_dir=run_dir,
         plan=plan,
         step=progress.step,
-        # A new run that starts from another run's checkpoint has none of that run's figures.
+        # A new run that starts from the checkpoint of another run has none of its figures.
         logged=progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0,
         config=components.plain(job),
         hyperparameters=banner.hyperparameters(job, world),
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
-    latest: dict[str, float] = {}
-    for _, scalars in sinks.read_figures(run_dir.metrics, progress.step):
-        latest.update(scalars)
+    logged = sinks.read_figures(run_dir.metrics, progress.step)
+    latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     return Observers(sinks.Table(run_dir.table, plan, progress.step, latest), *loggers)
 
 

@@ -21,19 +21,14 @@ from lockstep.training.trainer import Trainer
 def keep(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
     """Write the global batch of the first bad step, as stored, and the present weights.
 
-    `incident.json` names the step, its samples and the last checkpoint before it: a resume from there comes to the
-    same step with the same batch. Called by main only. If it cannot be written that is a warning, because the run
-    ends with its own error, and no half of an `incident/` stays.
+    `incident.json` names the step, its samples and the last checkpoint before it: a run resumed there comes to the
+    step with the same batch. Called by main only. A failed write is only a warning, because the run ends with its own
+    error; it leaves no incomplete `incident/`.
     """
     try:
         _write(error, trainer, weights, run_dir)
-    except (
-        OSError,
-        RuntimeError,
-        MemoryError,
-        SafetensorError,
-        BrokenImage,
-    ) as failure:  # a full disk is any of these
+    # A full disk raises any of these.
+    except (OSError, RuntimeError, MemoryError, SafetensorError, BrokenImage) as failure:
         log.warn(f"{run_dir.incident} could not be written ({failure}), so nothing is kept of the bad step")
         shutil.rmtree(run_dir.incident, ignore_errors=True)
 
@@ -49,7 +44,7 @@ def _write(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], 
     )
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(on_host, folder / "model.safetensors")
-    before = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
+    earlier = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
         "step": step,
@@ -57,7 +52,7 @@ def _write(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], 
         "seen_at_step": trainer.progress.step,
         "learning_rate": trainer.lr * trainer.schedule.factor(step, trainer.plan),
         "samples": (batch.indices % trainer.plan.examples).tolist(),
-        "checkpoint": before[0] if before else None,
+        "checkpoint": earlier[0] if earlier else None,
     }
     write_atomic(folder / "incident.json", json.dumps(facts, indent=2) + "\n")
     log.warn(f"the batch of step {step} and the weights are kept in {folder}")

@@ -1,4 +1,4 @@
-"""Steps that are tried before a run on a throw-away model, to measure time or memory."""
+"""Tries steps on a throw-away model before a run, to measure their time or memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.optim.ema import EMA
 FEW, LONG_S = 8, 1.0
 # The first step of a model includes its warm-up. If it took longer than this (seconds), a second one is not tried.
 COLD_S = 5.0
-# Words in the errors of libraries that do not raise torch.OutOfMemoryError: CUDA, NCCL and Triton; cuBLAS and
-# cuSOLVER; cuDNN; torch's allocator for host memory; oneDNN.
+# Words in the errors of libraries that do not raise torch.OutOfMemoryError. In this order: CUDA, NCCL and Triton;
+# cuBLAS and cuSOLVER; cuDNN; torch's allocator for host memory; oneDNN.
 OUT_OF_MEMORY = (
     "out of memory",
     "ALLOC_FAILED",

@@ -35,10 +35,10 @@ def evaluate(
     """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
-    `top5` is `topk` over all classes where there are fewer than five. Broken images do not count. The logits are
-    averaged over `views` of an image (see `weighted_views`), and given to `scores`. `between` is called after each
-    block, with how many are done and of how many, equally often on every rank: it may contain a collective, and it
-    may raise.
+    With fewer than five classes, `top5` counts all of them. Broken images do not count. The logits are averaged over
+    `views` of an image (see `weighted_views`), and passed to `scores`. `between` is called after each block with the
+    number of finished blocks and of all blocks. It is called equally often on every rank, so it may contain a
+    collective; it may raise.
 
     Raises:
         InputError: more images are broken than `dataset.skip` allows, or all of them.
@@ -53,14 +53,14 @@ def evaluate(
     done = 0
     for done, (images, labels) in enumerate(loader.eval(), start=1):
         logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
-        labels = labels[: len(logits)]  # of a model that is cut into stages, the last one has the logits
+        labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
         summed += loss(logits, labels, labels)
         hit = best_classes(logits) == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
         scores.update(logits, labels)
         between(done, rounds)
     for idle in range(done, rounds):
-        if has_shards(model):  # its forward pass gathers them on every rank
+        if has_shards(model):  # the forward pass gathers the parameters, which needs every rank
             logits_of(model, loader.eval_image(), pipeline=pipeline, precision=precision, views=views)
         scores.update_without()
         between(idle + 1, rounds)
@@ -80,7 +80,7 @@ def logits_of(
 ) -> Tensor:
     """The logits (B, classes) of stored uint8 images (B, C, H, W), averaged over `views`, in `precision.sums`.
 
-    `model` is in evaluation mode. Whatever shows images to a trained model calls this: equal images give equal bits.
+    `model` is in evaluation mode. Everything that runs a trained model calls this: equal images give equal bits.
     """
     with precision.autocast(images.device):
         logits = [
@@ -93,7 +93,7 @@ def logits_of(
 def best_classes(logits: Tensor) -> Tensor:
     """The five classes with the highest logits (or all, if there are fewer), int64 (B, 5), the prediction first.
 
-    Of equal logits, which 16-bit formats often have, `argmax` may choose another one.
+    Logits may be equal, often in 16-bit formats; of these `argmax` may choose another class.
     """
     return logits.topk(min(5, logits.shape[1])).indices
 
@@ -101,8 +101,9 @@ def best_classes(logits: Tensor) -> Tensor:
 def weighted_views(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
     """The views of images (B, C, H, W) and their weights, which add up to one.
 
-    One is the images, two are these and their mirror images, and six both, also moved by a pixel to the lower right
-    and to the upper left; a moved view has half the weight of one in place (Jordan 2024, arXiv 2404.00498).
+    One view is the images themselves. Two views also have their mirror images. Six views also have both of these,
+    moved by one pixel, to the lower right and to the upper left; a moved view has half the weight (Jordan 2024, arXiv
+    2404.00498).
     """
     height, width = images.shape[-2:]
     weighted = [(1.0, images)]

@@ -1,4 +1,4 @@
-"""The composition root: every part of a run made in order, each from those above it, in every rank alike."""
+"""The composition root: builds the parts of a run in order, each from the parts above it, alike on every rank."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from lockstep.training.build_model import (
     restore,
 )
 from lockstep.training.build_observers import build_observers
+from lockstep.training.graph_trainer import GraphTrainer
 from lockstep.training.model_card import card_of
 from lockstep.training.run_record import NoRecord, run_record
 from lockstep.training.trainer import Trainer
@@ -42,9 +43,9 @@ def run(
     stop: StopRequest | None = None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train a resolved job in its folder as one rank of `world`, or go on with it, until `stop` is asked for.
+    """Train or resume a resolved job in its folder as one rank of `world`, to its end or until `stop` is requested.
 
-    `heartbeat` is called as it advances.
+    `heartbeat` is called while the job advances.
 
     Raises:
         InputError: the data, the model or the checkpoint do not fit.
@@ -69,7 +70,7 @@ def run(
     record.begin(job, progress)
     telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
     checkpointer.on_saved = telemetry.observer.saved
-    trainer = Trainer(
+    trainer = trainer_class(job, world)(
         world=world,
         plan=data.plan,
         network=network,
@@ -96,8 +97,13 @@ def run(
     record.complete(job, progress, {**telemetry.totals_of_run(), **gpu}, skipped=loader.count_skipped())
 
 
+def trainer_class(job: Job, world: World) -> type[Trainer]:
+    """The trainer of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
+    return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
+
+
 def build_checkpointer(job: Job, run_dir: RunDir, world: World, data: TrainingData) -> Checkpointer:
-    """What saves the run, on main, and restores it on every rank."""
+    """The checkpointer, which saves the run on main and restores it on every rank."""
     return Checkpointer(
         run_dir=run_dir,
         fingerprint=data.fingerprint,
@@ -110,7 +116,7 @@ def build_checkpointer(job: Job, run_dir: RunDir, world: World, data: TrainingDa
 
 
 def train(trainer: Trainer, gpu_monitor: NoMonitor, explaining: AbstractContextManager[None]) -> dict[str, float]:
-    """Train to the end, and close what was open; returns the figures of the GPUs as `gpu_NAME`."""
+    """Train to the end, and close everything that was open; returns the figures of the GPUs as `gpu_NAME`."""
     gpu_monitor.start()
     gpu: dict[str, float] = {}
     with (
@@ -129,15 +135,15 @@ def configure_torch(job: Job, world: World) -> None:
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
     if torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(False)  # slow (it imports the compiler), so only where it is needed
+        torch.use_deterministic_algorithms(False)  # only if needed, because it is slow: it imports the compiler
 
 
 @contextmanager
 def explaining(job: Job, run_dir: RunDir, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
-    """Explain an error of training: keep the batch behind bad numbers, find the micro-batches that would fit.
+    """Explain an error of training: keep the batch behind bad numbers, or find a number of micro-batches that fits.
 
     Raises:
-        NumericalError, LockstepError: what training ended with.
+        NumericalError, LockstepError: the error that ended training, explained.
     """
     try:
         yield

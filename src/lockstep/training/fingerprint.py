@@ -18,11 +18,11 @@ from lockstep.models import Timm
 from lockstep.strategy import Strict
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
-HOW = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
+COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
 
 
 def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """A component in one line: its class, and the fields that are not the class's defaults."""
+    """A component in one line: its class, and the fields that differ from their defaults."""
     shown = [
         f"{field.name}={getattr(component, field.name)}"
         for field in dataclasses.fields(component)
@@ -32,20 +32,20 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """The same for people: without empty parentheses, and a model of timm by timm's name."""
+    """`describe` for the user: without empty parentheses, and a model of timm by timm's name."""
     if isinstance(component, Timm):
         return describe(component, leave_out | {"name"}).replace("Timm", component.name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")
 
 
 def plan_of(job: Job, examples: int) -> Plan:
-    """The plan of a job over a training split of so many examples."""
+    """The plan of a job, for a training split of `examples` examples."""
     return make_plan(
         examples=examples,
         batch=int(job.batch),
         epochs=job.epochs,
         total_steps=job.steps,
-        # `auto` is known only when a rank has tried what fits.
+        # `auto` is resolved later, when a rank has tried what fits into memory.
         micro_batches=1 if job.train.micro_batches == "auto" else int(job.train.micro_batches),
         log_every=job.telemetry.interval,
         eval_every=job.train.eval_every,
@@ -62,7 +62,7 @@ def train_longer(job: Job) -> str:
 def fingerprint(job: Job, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
     return {
-        "model": describe(job.model, HOW),
+        "model": describe(job.model, COMPUTE_FIELDS),
         "dataset": type(job.dataset).__name__,
         "classes": job.dataset.classes,
         "class_names": list(job.dataset.class_names),
@@ -87,9 +87,10 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
     digests = world.gather(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest())
     if len(set(digests)) == 1:
         return
-    everyone = world.gather(facts)
-    rank, other = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    all_facts = world.gather(facts)
+    main = all_facts[0]
+    rank = next(rank for rank, rank_facts in enumerate(all_facts) if rank_facts != main)
     raise InputError(
-        f"the data of rank {rank}, here, is not that of rank 0, there ({difference(other, everyone[0])}); all "
+        f"the data of rank {rank}, here, is not that of rank 0, there ({difference(all_facts[rank], main)}); all "
         "machines need the same files: copy them again, or name a folder that all of them see"
     )

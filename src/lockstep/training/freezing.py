@@ -1,7 +1,7 @@
-"""Layers that are not trained: for the whole run, or until a step of it.
+"""Freezes layers for the whole run, or until one of its steps.
 
-The step alone decides which layers are frozen in it, so that a resume cannot get it wrong. The batch
-norms among them keep their running statistics and use them, as in an evaluation.
+The step alone decides which layers are frozen, so that a resume cannot get it wrong. Frozen batch norms keep their
+running statistics and use them, as in an evaluation.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.head import head_layers, within
 from lockstep.core.plan import Plan
 
-BACKBONE = "backbone"  # all layers but the head, where no layer has that name
+BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30
 
 
 @dataclass(frozen=True)
 class Freezing:
-    """What is frozen in a model, and until when.
+    """The frozen layers of a model, and their last frozen step.
 
     Fields:
         switched: the parameters that are frozen at first and trained later.
         norms: the batch norms that keep their running statistics.
         until: the last step in which they are frozen; None is the last step of the run.
-        numbers: how many numbers are frozen.
+        numbers: how many single weights are frozen.
     """
 
     switched: tuple[nn.Parameter, ...] = ()
@@ -50,9 +50,13 @@ class Freezing:
         switched = tuple(parameter for parameter in parameters if parameter.requires_grad)
         return cls(switched, tuple(norms), until, sum(parameter.numel() for parameter in parameters))
 
+    def frozen(self, step: int) -> bool:
+        """Whether the layers are frozen in a step, counted from 1."""
+        return self.until is None or step <= self.until
+
     def begin(self, step: int) -> None:
         """Freeze or thaw for a step, counted from 1."""
-        frozen = self.until is None or step <= self.until
+        frozen = self.frozen(step)
         for parameter in self.switched:
             parameter.requires_grad_(not frozen)
         for norm in self.norms:  # an evaluation leaves the whole model in training mode
@@ -70,7 +74,7 @@ def freeze_until(job: Job, plan: Plan) -> int | None:
 
 
 def freeze_for_good(model: nn.Module, names: frozenset[str]) -> None:
-    """Freeze parameters for the whole run; neither a strategy nor an optimizer need know of them."""
+    """Freeze parameters for the whole run, so that strategies and optimizers ignore them."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
@@ -99,7 +103,7 @@ def frozen_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern fits a dotted name, or that of a module around it."""
+    """Whether a pattern fits a dotted name, or the name of a module that contains it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[: number + 1]), pattern) for number in range(len(parts)))
 

@@ -1,4 +1,4 @@
-"""Which number of micro-batches fits into memory: found by trying. And how the C library keeps freed memory."""
+"""Finds a number of micro-batches that fits into memory by trying, and sets how the C library keeps freed memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ TRIM, MAPPINGS = 128 * 1024, 65536
 def keep_freed_memory(world: World, *, keep: bool) -> None:
     """On the CPU: have the C library keep freed memory for the next step (`keep`), or return it.
 
-    By default glibc maps each tensor above 32 MB anew, and the kernel clears its pages at the first write: at every
-    step, for large activations. Kept memory is fragmented, so a job that is short of memory (it has micro-batches)
-    does not keep it. Other C libraries are left alone.
+    By default glibc maps new memory for each tensor above 32 MB, and the kernel clears its pages at the first write.
+    For large activations this happens at every step. Kept memory is fragmented, so a job that is short of memory (it
+    has micro-batches) does not keep it. Other C libraries are not changed.
     """
     libc = ctypes.CDLL(None)
     if world.device.type == "cpu" and hasattr(libc, "mallopt"):
@@ -46,7 +46,7 @@ def keep_freed_memory(world: World, *, keep: bool) -> None:
 def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
     """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
 
-    `held_gb` (in GB) of the device's memory stay free for the images that a run keeps there. None if not even single
+    `held_gb` GB of the device's memory stay free for the images that a run keeps there. None if not even single
     examples fit. Not collective: ranks may get different numbers.
     """
     shard = math.ceil(int(job.batch) / world.size)
@@ -61,16 +61,12 @@ def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: f
 
 
 def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
-    """The number for `train.micro_batches=auto`: it fits on every rank, beside `held_gb` GB of images.
-
-    Collective.
+    """The number for `train.micro_batches=auto`: it fits on every rank, beside `held_gb` GB of images. Collective.
 
     Raises:
         InputError: a single example does not fit.
     """
-    fits = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    fits[world.rank] = micro_batches_that_fit(job, world, held_gb=held_gb) or 0
-    needed = world.sum(fits).tolist()
+    needed = world.gather(micro_batches_that_fit(job, world, held_gb=held_gb) or 0)
     if 0 in needed:
         raise InputError(
             f"model={type(job.model).__name__} does not fit into the memory of rank {needed.index(0)} with a single "
@@ -105,7 +101,7 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
 
 
 def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
-    """Whether a whole step on so many blank examples fits into memory."""
+    """Whether a whole step on `examples` blank examples fits into memory."""
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):
         try:

@@ -1,4 +1,4 @@
-"""What the files of weights of a job say of themselves."""
+"""Makes the model card of a job, which its files of weights contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.rules import PathText
 from lockstep.losses import probabilities_of
 
-# Fields of a model that a file of weights says nothing of: how training computes it, and where it started.
+# Fields of a model that its card leaves out: how training computes it, and how it was initialised.
 OF_TRAINING = frozenset({"compile", "compile_mode", "pretrained"})
 
 
@@ -55,6 +55,6 @@ def _node(component: Component, leave_out: frozenset[str] = frozenset()) -> dict
 
 
 def _paths(component: Component) -> frozenset[str]:
-    """The fields that are paths: weights travel, and are not to tell of the machine that made them."""
+    """The fields that are paths. The card leaves them out: shared weights must not tell about the user's machine."""
     names = (field.name for field in dataclasses.fields(component))
     return frozenset(name for name in names if isinstance(rule_of(type(component), name), PathText))

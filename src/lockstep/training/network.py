@@ -1,4 +1,4 @@
-"""The model of a run with all that holds its parameters: one thing to build, to train, to save and to restore."""
+"""The model of a run and everything that holds its parameters, as one object to build, train, save and restore."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class Network:
     """The network of one rank.
 
     Fields:
-        model: the raw module, which is evaluated and saved; `replica` the wrapped one, which is called in training.
-        forward_keys: gives the key of each example in a micro-batch, from which the forward pass draws its random
-            numbers; None where the model has none.
+        model: the raw module, which is evaluated and saved.
+        replica: the wrapped module, which is called in training.
+        forward_keys: returns the keys of a micro-batch's examples, from which the forward pass draws its random
+            numbers; None if the model draws none.
         begin_forward: prepares a forward pass of `model` itself, instead of the replica, to draw these numbers.
-        freezing: which of the model is not trained in which step.
-        scaler: of the loss; disabled where the number format needs none.
-        ema: the average of the weights, where one is kept.
+        freezing: the layers that are frozen, and in which steps.
+        scaler: the scaler of the loss; disabled if the number format needs none.
+        ema: the average of the weights, if the job keeps one.
         notes: sentences about random layers whose numbers depend on the ranks.
-        flops: floating-point operations of one example's forward and backward pass; 0 where no peak is known.
-        peak: operations per second of all devices of the job; 0 where it is not known.
+        flops: floating-point operations of one example's forward and backward pass; 0 if no peak is known.
+        peak: operations per second of all devices of the job; 0 if it is not known.
     """
 
     model: nn.Module

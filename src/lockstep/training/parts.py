@@ -14,7 +14,6 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
-from lockstep.losses import SummedLoss
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
@@ -27,14 +26,14 @@ class Parts:
     """A job in parts, on one device.
 
     Fields:
-        job: with a value for every `auto`.
-        plan: in steps.
-        model: on the device.
-        optimizer: of the model's parameters, at the base learning rate.
-        begin_forward: called before a forward pass over other examples than a whole batch of `batches`, so that the
-            model's random layers draw the numbers of these examples.
-        freezing: which of the model is not trained in which step.
-        criterion: logits (b, classes) and targets to the loss of each example, (b,).
+        job: the job, with a value for every `auto`.
+        plan: the plan in steps.
+        model: the model, on the device.
+        optimizer: the optimizer of the model's parameters, at the base learning rate.
+        begin_forward: has to be called before a forward pass over examples that are not a whole batch of `batches`,
+            so that the model's random layers draw the numbers of these examples.
+        freezing: the layers that are frozen, and in which steps.
+        criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
     """
 
     job: Job
@@ -80,13 +79,12 @@ def build_parts(job: Job) -> Parts:
     job.precision.configure()
     job, data = build_data(job, world)
     network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
-    loss: SummedLoss = build_loss(job, data, world)
     return Parts(
         job=job,
         plan=data.plan,
         model=network.model,
         optimizer=network.optimizer,
-        criterion=loss.loss,
+        criterion=build_loss(job, data, world).loss,
         freezing=network.freezing,
         begin_forward=network.begin_forward,
         loader=build_loader(job, data, world),

@@ -13,8 +13,8 @@ from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.parts import Parts
 
 SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
-EXPLODED = 4.0  # times the lowest average: the test ends
-SHARE = 0.1  # of the rate with the lowest loss: what is suggested
+EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
+SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,8 @@ class RangeTest:
     """The loss of each step while the rate rises.
 
     Fields:
-        rates: of the steps.
-        losses: their exponential averages, without the bias towards the start.
+        rates: the learning rate of each step.
+        losses: the exponential average of the loss at each step, without the bias towards the start.
     """
 
     rates: list[float]
@@ -45,10 +45,10 @@ def range_test(
 ) -> RangeTest:
     """Train a job in parts to the end of its plan, while its rate rises from `low` to `high` by a constant factor.
 
-    Ends early where the loss explodes or is not finite. `advance` is called after each step, with 1.
+    Ends early if the loss explodes or is not finite. `advance` is called after each step, with 1.
 
     Raises:
-        InputError: the loss falls nowhere, so that nothing can be said.
+        InputError: the loss falls at no rate, so there is no suggestion.
     """
     total, job = parts.plan.total_steps, parts.job
     scaler = job.precision.scaler(parts.pipeline.scale.device)

@@ -1,4 +1,4 @@
-"""What main shows of a run and writes into its folder, from the banner to the summary. Other ranks do neither."""
+"""Main shows a run and writes it into its folder, from the banner to the summary. Other ranks do neither."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class NoRecord:
     """The record of a rank other than main: it does nothing."""
 
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
-        """Show what is about to run, where its weights come from, and where the promise of equal runs ends."""
+        """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
 
     def begin(self, job: Job, progress: Progress) -> None:
-        """Write what the run is. From here on the folder holds a run that has begun."""
+        """Write the config and the environment of the run, and mark it as begun."""
 
     def keep_progress(self, progress: Progress) -> None:
-        """Write how far the run came, if it ends before its last step."""
+        """Write the progress of a run that ends before its last step."""
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
         gathered(trainer.network.model.state_dict(), keep=False)
 
     def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
-        """Write how the run ended, and show it."""
+        """Write and show the result of a run that has reached its last step."""
 
 
 class RunRecord(NoRecord):
@@ -69,14 +69,14 @@ class RunRecord(NoRecord):
         )
 
     def _composed(self) -> dict[str, Any]:
-        """The config as the user gave it; empty where the folder has none: it only explains what was chosen."""
+        """The config as the user gave it, which only explains choices; empty if the folder has none."""
         try:
             return yaml_io.load(self.run_dir.composed)
         except InputError:
             return {}
 
     def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
-        """Where the promise of equal runs ends for this job, and what makes it slow here."""
+        """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
         notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
@@ -87,19 +87,19 @@ class RunRecord(NoRecord):
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "
-                "repro=strict takes others, and agrees to the bit"
+                "repro=strict uses other kernels, and its runs agree to the bit"
             )
         return notes
 
     def begin(self, job: Job, progress: Progress) -> None:
-        # Written once more, because what was `auto` has a value now.
+        # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
         self.run_dir.start_summary(started=self.started, step=progress.step)
 
     def keep_progress(self, progress: Progress) -> None:
-        with suppress(StorageError):  # the error that ends the run says more
+        with suppress(StorageError):  # the error that ends the run is more important
             self.run_dir.write_summary(step=progress.step, best=progress.best, best_step=progress.best_step)
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:

@@ -21,22 +21,29 @@ def checksum(model: nn.Module) -> Tensor:
     return torch.stack(sums).sum()
 
 
-def check_replicas(model: nn.Module, world: World, step: int) -> None:
-    """Compare the weights of all ranks. Collective; every rank gets the same result.
+def checksums(model: nn.Module, world: World) -> Tensor | None:
+    """The checksum of each rank's weights, int64 (ranks,); None where there is nothing to compare. Collective.
 
-    Of weights that are cut over the ranks there is one copy, and nothing to compare.
-
-    Raises:
-        LockstepError: a rank's weights differ from the majority's, or from main's where there is none.
+    Weights that are cut over the ranks exist only once.
     """
     if world.size == 1 or has_shards(model):
+        return None
+    own = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    own[world.rank] = checksum(model)
+    return world.sum(own)
+
+
+def compare_weights(sums: list[int], step: int) -> None:
+    """Compare the `checksums` of the ranks after a step.
+
+    Raises:
+        LockstepError: a rank's weights differ from the majority's, or from main's if there is no majority.
+    """
+    if not sums:
         return
-    prints = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    prints[world.rank] = checksum(model)
-    sums_of_ranks = world.sum(prints).tolist()
     # A Counter keeps the order of insertion, so main wins a tie.
-    right = Counter(sums_of_ranks).most_common(1)[0][0]
-    wrong = [str(rank) for rank, sums in enumerate(sums_of_ranks) if sums != right]
+    right = Counter(sums).most_common(1)[0][0]
+    wrong = [str(rank) for rank, own in enumerate(sums) if own != right]
     if wrong:
         several = len(wrong) > 1
         raise LockstepError(
@@ -44,6 +51,16 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
             "or a device failed, or code changed one replica alone; resume=latest goes on from the last "
             "checkpoint, which is older"
         )
+
+
+def check_replicas(model: nn.Module, world: World, step: int) -> None:
+    """Compare the weights of all ranks now. Collective; waits for the device.
+
+    Raises:
+        LockstepError: as in `compare_weights`, on every rank.
+    """
+    sums = checksums(model, world)
+    compare_weights([] if sums is None else sums.tolist(), step)
 
 
 def check_finite(model: nn.Module, world: World, step: int) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import Checkpointer
@@ -21,10 +22,10 @@ from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.telemetry import Telemetry, WindowState
+from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Network
-from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas
+from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
 
 
 @dataclass
@@ -116,10 +117,25 @@ class Trainer:
         return self.progress
 
     def step(self, shard: Shard) -> dict[str, Any]:
-        """One optimizer update on this rank's shard of a global batch."""
+        """One optimizer update on this rank's shard of a global batch; returns figures for a log point."""
         network = self.network
         network.freezing.begin(shard.step)
         set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
+        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
+        grad_norm = self.update(shard, measures_norm=self.plan.due("log", shard.step))
+        if grad_norm is not None:
+            scalars["optim/grad_norm"] = grad_norm
+        if network.ema is not None:
+            network.ema.update_parameters(network.model)
+        self.strategy.end_step(network, shard.step, self.plan)
+        return scalars
+
+    def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+        """Forward, backward and the optimizer's step on a shard.
+
+        Returns the L2 norm of the gradient, a scalar, where it is clipped or `measures_norm` is set.
+        """
+        network = self.network
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
         scale = self.strategy.grad_divisor(self.world) / shard.count
@@ -133,46 +149,60 @@ class Trainer:
         )
         self.strategy.reduce(network.replica, shard.step)
         network.scaler.unscale_(network.optimizer)
-        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
+        grad_norm = None
         if self.clip_norm is not None:
-            scalars["optim/grad_norm"] = clip_gradients(network.model, self.clip_norm)
-        elif self.plan.due("log", shard.step):
-            scalars["optim/grad_norm"] = gradient_norm(network.model)
+            grad_norm = clip_gradients(network.model, self.clip_norm)
+        elif measures_norm:
+            grad_norm = gradient_norm(network.model)
         network.scaler.step(network.optimizer)
         network.scaler.update()
         network.optimizer.zero_grad(set_to_none=True)
-        if network.ema is not None:
-            network.ema.update_parameters(network.model)
-        self.strategy.end_step(network, shard.step, self.plan)
-        return scalars
+        return grad_norm
 
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
         images, targets = self.pipeline.mixed(micro)
-        with self.precision.autocast(self.world.device):
-            logits = self.network.replica(images, self.network.forward_keys(micro)).to(self.precision.sums)
-            scored = micro.first(len(logits))  # of a model that is cut into stages, the last one has the logits
-            loss: Tensor = self.loss(logits, targets[: len(logits)], scored.labels)
+        loss, logits = self.loss_and_logits(images, targets, self.network.forward_keys(micro), micro.labels)
+        scored = micro.first(len(logits))  # of a model that is cut into stages, the last one has the logits
         self.telemetry.record(loss.detach(), logits.detach(), scored, images[: len(logits)])
         return loss
 
+    def loss_and_logits(
+        self, images: Tensor, targets: Tensor, keys: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of a micro-batch, a scalar, and its logits (b, classes)."""
+        with self.precision.autocast(self.world.device):
+            logits: Tensor = self.network.replica(images, keys).to(self.precision.sums)
+            loss: Tensor = self.loss(logits, targets[: len(logits)], labels[: len(logits)])
+        return loss, logits
+
     def log(self, step: int, scalars: dict[str, Any]) -> None:
-        """Write the figures since the last log point. The one place in a step that waits for the device."""
-        if self.network.scaler.is_enabled():
-            scalars["optim/scale"] = self.network.scaler.get_scale()
-        window = self.telemetry.flush(step, scalars)
-        # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
-        tolerated = self.network.scaler.is_enabled() and scalars["optim/scale"] >= 1
-        if window.first_bad_step is not None and not tolerated:
-            raise NumericalError(
-                f"the loss is {window.loss:.4g} between steps {window.first} and {step}, first at step "
-                f"{window.first_bad_step}; {REMEDIES}",
-                step=window.first_bad_step,
-            )
-        check_replicas(self.network.model, self.world, step)
+        """End the window of a log point. A GPU is not waited for: its figures are read at the next log point."""
+        scaler = self.network.scaler
+        if scaler.is_enabled():
+            scalars["optim/scale"] = scaler.scale(torch.ones((), device=self.world.device))  # get_scale() would wait
+        self.check(self.telemetry.end_window(step, scalars, checksums(self.network.model, self.world)))
+
+    def check(self, windows: list[Window]) -> None:
+        """Check the losses and the weights of windows.
+
+        Raises:
+            NumericalError, LockstepError: a loss is not finite, or the weights of the ranks differ.
+        """
+        for window in windows:
+            # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
+            tolerated = window.scalars.get("optim/scale", 0) >= 1
+            if window.first_bad_step is not None and not tolerated:
+                raise NumericalError(
+                    f"the loss is {window.loss:.4g} between steps {window.first} and {window.last}, first at step "
+                    f"{window.first_bad_step}; {REMEDIES}",
+                    step=window.first_bad_step,
+                )
+            compare_weights(window.checksums, window.last)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
+        self.check(self.telemetry.write_windows())
         with self.telemetry.pause():
             ema = self.network.ema
             model = self._evaluate(self.network.model, decides=ema is None)
@@ -259,8 +289,9 @@ class Trainer:
         Raises:
             NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
         """
+        self.check(self.telemetry.write_windows())
         with self.telemetry.pause():
-            if not self.plan.due("log", self.progress.step):  # a log point has just compared them
+            if not self.plan.due("log", self.progress.step):  # a log point has compared them
                 check_replicas(self.network.model, self.world, self.progress.step)
             check_finite(self.network.model, self.world, self.progress.step)
             self.progress.window = self.telemetry.open_window()

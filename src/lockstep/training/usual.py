@@ -1,4 +1,4 @@
-"""The reasons for the input and the learning rate of a job that the banner gives where they were `auto`."""
+"""Explains the input and the learning rate of a job in the banner, if they were `auto`."""
 
 from __future__ import annotations
 
@@ -7,33 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import Job
-
-AUTO = "auto"
-SIZES = ("decode_size", "input_size", "crop")
+from lockstep.data.datasets.sizes import AUTO, SIZES
 
 
 @dataclass(frozen=True)
 class Usual:
-    """Words about the keys that were `auto` in the config of a job as the user gave it (`composed`)."""
+    """Explanations of the keys that are `auto` in `composed`, the config of the job as the user gave it."""
 
     job: Job
     composed: Mapping[str, Any]
 
     @property
     def sizes(self) -> frozenset[str]:
-        """The sizes of the data set that were chosen."""
+        """The sizes of the data set that were `auto`."""
         return frozenset(name for name in SIZES if self._setting("dataset", name) == AUTO)
 
     @property
     def rate_reason(self) -> str:
-        """Behind the learning rate: that it is the usual one."""
+        """The text behind a learning rate that was `auto`: that it is the usual one."""
         if self._setting("optimizer", "lr") != AUTO:
             return ""
         return f" (usual at batch {self.job.batch}" + " for trained weights" * self.job.starts_trained + ")"
 
     @property
     def input_reason(self) -> str:
-        """Behind the shape of the input: whose size and normalisation it has."""
+        """The text behind the shape of the input: which of its settings were chosen, and why."""
         source = self.job.dataset
         if self.job.starts_trained:
             words = [
@@ -42,12 +40,12 @@ class Usual:
                 "mean and std" * (self._setting("input", "mean") is None and self._setting("input", "std") is None),
                 self.job.input.interpolation * (self._setting("input", "interpolation") == AUTO),
             ]
-            whose = "as the weights were trained"
+            origin = "as the weights were trained"
         else:
             words = ["size" * ("input_size" in self.sizes and source.input_shape != source.image_shape)]
-            whose = f"usual for dataset={type(source).__name__.lower()}"
+            origin = f"usual for dataset={type(source).__name__.lower()}"
         chosen = ", ".join(word for word in words if word)
-        return f" ({chosen} {whose})" if chosen else ""
+        return f" ({chosen} {origin})" if chosen else ""
 
     def _setting(self, group: str, key: str) -> Any:
         return (self.composed.get(group) or {}).get(key)

@@ -1,4 +1,4 @@
-"""The data sets that fit in memory and need no files: the digits, random images, and what all array sets share."""
+"""The data sets that fit in memory and need no files: digits and random images. And the base class of array sets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ArraySource(Source):
     """A data set that fits in memory.
 
     Fields:
-        input_size: side in pixels of what the model sees; null is the size of the stored images, and so is `auto`,
+        input_size: side of the model's input in pixels. Null is the size of the stored images, and so is `auto`,
             unless the model starts from weights of another size. Images are resized on the device, a batch at a time.
     """
 
@@ -103,7 +103,7 @@ class Digits(ArraySource):
 
 
 def _digits_file() -> Path:
-    """scikit-learn's file of digits, with a line for each: 64 levels from 0 to 16, and the label.
+    """scikit-learn's file of digits. Each line has the 64 levels of a digit, from 0 to 16, and its label.
 
     `load_digits` reads the same file, but importing scikit-learn takes most of a second.
     """
@@ -115,10 +115,10 @@ def _digits_file() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Source):
-    """Random images and labels in memory: shows what the model costs without reading any files.
+    """Random images and labels in memory, to time the model without reading files.
 
     Fields:
-        examples: of the training split; the evaluation split has a quarter.
+        examples: the number of training examples; the evaluation split has a quarter as many.
         size: side of an image in pixels.
     """
 
@@ -149,7 +149,7 @@ class Fake(Source):
         return _random(self, max(1, self.examples // 4), seed=2)
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        """Empty: the number and the shape of the examples, compared elsewhere, determine all of them."""
+        """Empty: the number and the shape of the examples determine them, and are compared elsewhere."""
         return {"train": {}, "val": {}}
 
 

@@ -1,6 +1,6 @@
-"""Lists the image files of a split in which each class has a folder, with folders in it to any depth.
+"""Lists the image files of a split with one folder per class, which may contain folders to any depth.
 
-A file whose name is not that of an image is left out, and a note says how many there are.
+Hidden files, and files without the suffix of an image, are left out; a note gives their number.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SUFFIXES = frozenset(
     ]
 )
 HIDDEN, NO_SUFFIX, LOOP = "hidden", "without a suffix", "links back to a folder above"
-KINDS_SHOWN = 6  # of the files that are left out
+KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files names
 
 
 def list_split(folder: Path, train: Path) -> Listing:
-    """The files of the split in `folder`, whose classes are those of the split in `train`.
+    """The files of the split in `folder`, with the classes of the split in `train`.
 
     Raises:
         InputError: `folder` is not a split, or has a class that `train` does not have.
@@ -39,7 +39,7 @@ def list_split(folder: Path, train: Path) -> Listing:
 
 
 def list_with_share(folder: Path, share: float) -> tuple[Listing, Listing]:
-    """The files of the split in `folder`, without and with only the `share` of each class that is evaluated.
+    """Divide the files of the split in `folder` into training and evaluation: `share` of each class is evaluated.
 
     Raises:
         InputError: `folder` is not a split, or has no class of two files.
@@ -60,19 +60,18 @@ def list_with_share(folder: Path, share: float) -> tuple[Listing, Listing]:
     return train, val
 
 
-@functools.cache
 def class_names(folder: Path) -> tuple[str, ...]:
     """The names of the class folders of a split, sorted; read once per process.
 
     Raises:
-        InputError: there is no such folder, or none in it.
+        InputError: there is no such folder, or it has no class folders.
     """
     return _scan_split(folder)[0]
 
 
 @functools.cache
 def _scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
-    """The names of the class folders of a split, sorted, and what else lies beside them, by kind."""
+    """The names of the class folders of a split, sorted, and the number of all other entries by kind."""
     if not folder.is_dir():
         raise InputError(f"dataset.path: there is no folder {folder}, {_expected(folder)}")
     entries = _entries(folder)
@@ -83,26 +82,26 @@ def _scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
 
 
 def _expected(folder: Path) -> str:
-    """What to do if the folder of a split is missing."""
+    """The end of the error for a missing split: the expected folders, and the override that helps."""
     expected = "expected one subfolder per class in it"
-    beside = [entry.name for entry in _entries(folder.parent) if entry.is_dir()] if folder.parent.is_dir() else []
-    if alike := [name for name in beside if name.lower().startswith("train")]:
-        return f"{expected}; {alike[0]} is beside it: name that with dataset.train_folder={alike[0]}"
-    if beside and folder.name == folder.parent.name:
+    siblings = [entry.name for entry in _entries(folder.parent) if entry.is_dir()] if folder.parent.is_dir() else []
+    if train_like := [name for name in siblings if name.lower().startswith("train")]:
+        return f"{expected}; {train_like[0]} is beside it: name that with dataset.train_folder={train_like[0]}"
+    if siblings and folder.name == folder.parent.name:
         expected += f"; name the folder above: dataset.path={folder.parents[1]}"
     else:
         expected += "; name another with dataset.path=FOLDER"
-    if beside:
+    if siblings:
         expected += ", or, if the folders beside it are the classes, use dataset.train_folder=. dataset.val_share=0.1"
     return expected
 
 
 def _list_classes(folder: Path, train: Path, add: Callable[[int, list[str]], None]) -> tuple[str, ...]:
-    """Call `add` with the label and the sorted names of each class of `folder`; returns the notes about it."""
+    """Call `add` with the label and sorted names of each class of `folder`; returns notes about left-out files."""
     labels = {name: label for label, name in enumerate(class_names(train))}
-    names, beside = _scan_split(folder)
-    left_out, unreadable = Counter(beside), Counter[photo_formats.PhotoFormat]()
-    for name in names:
+    class_folders, other_kinds = _scan_split(folder)
+    left_out, unreadable = Counter(other_kinds), Counter[photo_formats.PhotoFormat]()
+    for name in class_folders:
         if name not in labels:
             raise InputError(
                 f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
@@ -121,30 +120,30 @@ def _list_classes(folder: Path, train: Path, add: Callable[[int, list[str]], Non
 
 
 def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
-    """The images in a folder and the folders in it, by their paths from it. Counts what else there is, by kind."""
+    """The image files below `folder`, as paths relative to it. Counts all other files in `left_out`, by kind."""
     pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while pending:
-        below, above = pending.pop()
-        here = (folder / below).stat()
-        if (here.st_dev, here.st_ino) in above:
+        relative, ancestors = pending.pop()
+        status = (folder / relative).stat()
+        if (status.st_dev, status.st_ino) in ancestors:
             left_out[LOOP] += 1
             continue
-        above |= {(here.st_dev, here.st_ino)}
-        for entry in _entries(folder / below):
+        ancestors |= {(status.st_dev, status.st_ino)}
+        for entry in _entries(folder / relative):
             kind = _kind(entry.name)
             if kind != HIDDEN and entry.is_dir():
-                pending.append((f"{below}{entry.name}/", above))
+                pending.append((f"{relative}{entry.name}/", ancestors))
             elif kind not in SUFFIXES:
                 left_out[kind] += 1
             # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
             elif not entry.is_file() and Path(entry.path).exists():
                 raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
             else:
-                yield below + entry.name
+                yield relative + entry.name
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, by name."""
+    """The entries of a folder, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)
@@ -155,7 +154,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _kind(name: str) -> str:
-    """The suffix of a file, in small letters, or what else tells its kind."""
+    """The suffix of a file in lower case, or `HIDDEN`, or `NO_SUFFIX`."""
     if name.startswith("."):
         return HIDDEN
     stem, dot, suffix = name.rpartition(".")
@@ -163,20 +162,20 @@ def _kind(name: str) -> str:
 
 
 def _unreadable(name: str) -> photo_formats.PhotoFormat | None:
-    """The format of an image file, by its name, if a package that reads it is missing."""
+    """The format of an image file by its name, if the package that reads this format is missing."""
     kind = photo_formats.of_suffix(_kind(name.rpartition("/")[2]))
     return None if kind is None or photo_formats.readable(kind) else kind
 
 
 def left_out_note(folder: Path | str, left_out: Counter[str]) -> tuple[str, ...]:
-    """A sentence about the files of a split that are left out; empty where there are none."""
+    """A sentence about the files of a split that are left out; empty if there are none."""
     if not (number := left_out.total()):
         return ()
     kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]
     shown = ", ".join([*kinds[:KINDS_SHOWN], *(["others"] if len(kinds) > KINDS_SHOWN else [])])
     files = (
-        "1 file that is no image by its name"
+        "1 file whose name is not that of an image"
         if number == 1
-        else f"{number:,} files that are no images by their names"
+        else f"{number:,} files whose names are not those of images"
     )
     return (f"{folder}: left out {files} ({shown})",)

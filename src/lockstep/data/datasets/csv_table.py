@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from lockstep.data.datasets.labels import classes_of, first_unknown, missing_spl
 from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
 
 DELIMITERS = ",;\t"
-OTHERS_SHOWN = 5
+SPLITS_SHOWN = 5
 
 
 class Row(NamedTuple):
@@ -35,15 +35,15 @@ class Row(NamedTuple):
 class CSV(FileSource):
     """Image files that a CSV file lists, with their labels and splits.
 
-    The first line names the columns; commas, semicolons or tabs are between them. A label is a name or a number.
+    The first line names the columns. Commas, semicolons or tabs separate them. A label is a name or a number.
 
     Fields:
-        path: the file.
-        images: the folder from which the paths in it start; null is the one that it lies in.
-        path_column, label_column, split_column: the names of its columns.
-        train_split, val_split: what the split column says of the examples of each split. Other examples are left out.
-        val_share: the share of each class that is evaluated, chosen by the names of the files, where there is no
-            split column.
+        path: the CSV file.
+        images: the folder that the paths in the file are relative to; null is the folder of the file.
+        path_column, label_column, split_column: the names of the columns.
+        train_split, val_split: the value of the split column for each split. Examples with other values are left out.
+        val_share: for a table without a split column: the share of each class that is evaluated, chosen by the names
+            of the files.
     """
 
     path: str = pathname("???")
@@ -74,49 +74,50 @@ class CSV(FileSource):
         classes = classes_of(row.label for row in train)
         if self.val_share is not None:
             return self._with_share(train, classes)
-        others = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
-        shown = ", ".join(f"{number:,} {split!r}" for split, number in others.most_common(OTHERS_SHOWN))
-        notes = (f"{self.path}: left out lines of other splits ({shown})",) if others else ()
+        other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
+        shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
+        notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
         val = splits[self.val_split]
         if (unknown := first_unknown((row.label for row in val), classes)) is not None:
             row = val[unknown]
             raise self._wrong(row.line, f"has the label {row.label!r}, which no training example has")
-        return self._listing(train, classes, notes), self._listing(val, classes)
+        return self._listing(_by_class(train, classes), classes, notes), self._listing(
+            _by_class(val, classes), classes
+        )
 
     def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
         assert self.val_share is not None
-        builders = [ListingBuilder(self.folder, classes, in_class_folders=False) for _ in range(2)]
-        for label, names in enumerate(_by_class(rows, classes)):
-            for builder, part in zip(builders, hold_out(names, self.val_share), strict=True):
-                builder.add(label, part)
-        train, val = (builder.listing() for builder in builders)
+        parts = [hold_out(names, self.val_share) for names in _by_class(rows, classes)]
+        train, val = (self._listing(names, classes) for names in zip(*parts, strict=True))
         if not val.files:
             raise InputError(f"dataset.val_share is {self.val_share:g}, but every class of {self.path} has one image")
         return train, val
 
-    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+    def _listing(
+        self, names_by_class: Iterable[list[str]], classes: tuple[str, ...], notes: tuple[str, ...] = ()
+    ) -> Listing:
         builder = ListingBuilder(self.folder, classes, in_class_folders=False)
-        for label, names in enumerate(_by_class(rows, classes)):
+        for label, names in enumerate(names_by_class):
             builder.add(label, names)
         return builder.listing(notes)
 
     def _checked_rows(self) -> list[Row]:
-        """The lines of the table, each of an image that there is, with one label and in one split."""
-        first: dict[str, Row] = {}
+        """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
+        rows_by_name: dict[str, Row] = {}
         for row in self._rows():
             if not row.name or not row.label:
                 column = self.label_column if row.name else self.path_column
                 raise self._wrong(row.line, f"has nothing in the column {column!r}")
-            if (before := first.setdefault(row.name, row)) is not row and before[2:] != row[2:]:
-                raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {before.line}")
-            if before is row and not (self.folder / row.name).is_file():
+            if (earlier := rows_by_name.setdefault(row.name, row)) is not row and earlier[2:] != row[2:]:
+                raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {earlier.line}")
+            if earlier is row and not (self.folder / row.name).is_file():
                 raise self._wrong(row.line, f"has {row.name!r}, and {self.folder / row.name} is no file", "images")
-        if not first:
+        if not rows_by_name:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
-        return list(first.values())
+        return list(rows_by_name.values())
 
     def _rows(self) -> Iterator[Row]:
-        """The lines of the table as they are."""
+        """The lines of the table, not checked yet."""
         with opened(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:
@@ -134,13 +135,13 @@ class CSV(FileSource):
                     yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split)
             except UnicodeDecodeError as error:
                 raise InputError(
-                    f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it as that"
+                    f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it in UTF-8"
                 ) from error
             except csv.Error as error:
                 raise self._wrong(lines.line_num + 1, f"cannot be read ({error})") from error
 
     def _columns(self, names: list[str]) -> list[int]:
-        """Where the path, the label and, without `val_share`, the split are."""
+        """The numbers of the columns of the path, the label and (without `val_share`) the split."""
         columns = {"path_column": self.path_column, "label_column": self.label_column}
         if self.val_share is None:
             columns["split_column"] = self.split_column

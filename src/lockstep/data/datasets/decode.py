@@ -1,7 +1,7 @@
-"""Decodes image files: always to 8-bit RGB the right way up, and no more pixels than are needed.
+"""Decodes image files to upright 8-bit RGB, and no more pixels than are needed.
 
 JPEG is decoded by simplejpeg (libjpeg-turbo; docs/performance.md says why), PNG and WebP without transparency by
-torchvision, all else by Pillow (`lockstep.data.datasets.to_rgb`). The first bytes of a file decide its format, not
+torchvision, all others by Pillow (`lockstep.data.datasets.to_rgb`). The first bytes of a file decide its format, not
 its name. Sizes and boxes are those of the upright image.
 """
 
@@ -31,13 +31,13 @@ Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
 Stored = NDArray[np.uint8]  # (3, height, width), as stored
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-# Of a JPEG: its first bytes, its last bytes, and the second byte of the frame markers, which hold its size.
+# JPEG: the first bytes of a file, its last bytes, and the second bytes of frame markers. A frame header has the size.
 JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# Rows below a box that are decoded too: colours of the lowest rows are interpolated with them.
+# Rows below a box that are decoded too, because the colours of its lowest rows are interpolated with them.
 MARGIN = 16
-# Names of formats in Pillow, which reads their headers; no other decoder is ever tried. torchvision's decoders are
-# faster, but its GIF decoder reads all frames.
+# The formats that torchvision and Pillow decode, by Pillow's names. Pillow reads the headers of all of them; no other
+# decoder is ever tried. torchvision's decoders are faster, but its GIF decoder reads all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
 PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
 READ_BYTES = 2**17  # read from a file at a time
@@ -45,14 +45,14 @@ READ_BYTES = 2**17  # read from a file at a time
 PIXELS = 2**27
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
-# torchvision's modules import each other: a second thread that imports them at the same time sees half of them.
+# torchvision's modules import each other: a second thread that imports them at the same time gets incomplete modules.
 _IMPORTING = threading.Lock()
 
 
 class ImageFile(NamedTuple):
     """The bytes of an image file, the size of the upright image, and how it is decoded.
 
-    `decoder` decodes it, None is simplejpeg; `orientation` is that of EXIF: how the stored pixels have to be turned.
+    `decoder` decodes the file; None is simplejpeg. `orientation` is the EXIF orientation of the stored pixels.
     """
 
     data: bytes
@@ -73,11 +73,7 @@ class ImageFile(NamedTuple):
 
     @classmethod
     def of(cls, data: bytes) -> ImageFile:
-        """The same for the content of a file.
-
-        Raises:
-            ValueError: its format is not supported, or its header declares too many pixels.
-        """
+        """Like `read`, for the content of a file."""
         file = _turbo_header(data) or _pillow_header(data)
         _check_size(file, file.height * file.width)
         return file
@@ -89,7 +85,7 @@ class ImageFile(NamedTuple):
             Exception: any exception of the decoder, for a damaged file.
         """
         short, long = min(self.height, self.width), max(self.height, self.width)
-        # A strip of one pixel would become a huge image.
+        # An image that is one pixel wide would become a huge one.
         _check_size(self, long * size * size // short, size)
         pixels, _ = self._decoded(size / short, self.height)
         if pixels.shape[:2] == (size, size):
@@ -115,17 +111,15 @@ class ImageFile(NamedTuple):
 
         A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
-        if self.orientation == exif.UPRIGHT:
-            return self._stored(share, bottom)
         pixels, eighths = self._stored(share, bottom)
         return exif.upright(pixels, self.orientation), eighths
 
     def _stored(self, share: float, bottom: int) -> tuple[Pixels, int]:
-        """`_decoded`, of the image as it is stored."""
+        """Like `_decoded`, but does not turn the image upright."""
         if self.decoder is not None:
             return self.decoder(self.data), 8
         data, rows, columns = self._above(bottom)
-        # The decoder is given a minimum size, which does not determine the scale if both sides are tiny.
+        # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.
         scaled = share <= 0.5 and max(rows, columns) >= 8
         eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
         height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
@@ -137,10 +131,10 @@ class ImageFile(NamedTuple):
             return _by_torchvision(self.data), 8
 
     def _above(self, bottom: int) -> tuple[bytes, int, int]:
-        """The JPEG with the height in its header cut to just below `bottom`, where decoding then stops.
+        """The JPEG with a smaller height in its header, so that decoding stops just below `bottom`.
 
-        Also returns the stored rows and columns. A truncated, progressive or turned file (which do not store a row
-        of the upright image in one place) is returned whole.
+        Also returns the stored rows and columns. A truncated, progressive or turned file does not store a row of the
+        upright image in one place, so it is returned whole.
         """
         rows = bottom + MARGIN
         if self.orientation in exif.TURNED:
@@ -230,7 +224,7 @@ def _by_torchvision(data: bytes) -> Pixels:
 
 
 def _by_pillow(data: bytes) -> Pixels:
-    """The first frame."""
+    """Decode the first frame."""
     with _pillow(data) as image:
         return to_rgb(image)
 

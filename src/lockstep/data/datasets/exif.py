@@ -1,6 +1,6 @@
-"""Which way up a photo is: the orientation that a camera notes in EXIF, or a program in XMP.
+"""Reads the orientation of a photo, which a camera writes to EXIF, or a program to XMP.
 
-A JPEG's note is read from the bytes of its header, in a few microseconds; that of other formats by Pillow.
+For a JPEG the bytes of the header are read, in a few microseconds; for other formats Pillow reads it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 TAG = 0x0112
 UPRIGHT = 1
-# The second byte of the markers that come before an image's tables: APP0 to APP15, and a comment.
+# The second bytes of the markers before an image's tables: APP0 to APP15, and the comment.
 NOTES = frozenset({*range(0xE0, 0xF0), 0xFE})
 APP1 = 0xE1
 EXIF, XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=[\"']|>)([1-8])")
-# A PNG is searched for these before Pillow is asked, which decodes the whole image where it has none of them.
+# A PNG without these has no orientation. Search for them before calling Pillow, which would decode the whole image.
 PNG_NOTES = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 # The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
 TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
 
 
 def of_jpeg(data: bytes) -> int:
-    """The orientation, 1 to 8, of the JPEG file `data`; 1 (upright) where there is no sound note of it."""
-    # A walk: searching the file for the marker takes longer, because compressed pixels are full of its first byte.
+    """The orientation, 1 to 8, of the JPEG file `data`; 1 (upright) if the file states no valid one."""
+    # Go from marker to marker: a search takes longer, because compressed pixels are full of a marker's first byte.
     at, from_xmp, last = 2, UPRIGHT, len(data) - 4
     while at <= last and data[at + 1] in NOTES:
         end = at + 2 + (data[at + 2] << 8 | data[at + 3])
@@ -48,7 +48,7 @@ def of_image(image: Any, data: bytes) -> int:
         return UPRIGHT
     try:
         value = image.getexif().get(TAG, UPRIGHT)
-    except Exception:  # damaged notes, for which Pillow raises all kinds, leave the pixels what they are
+    except Exception:  # Pillow raises all kinds of errors for damaged EXIF; the pixels may still be good
         return UPRIGHT
     return value if value in range(1, 9) else UPRIGHT
 
@@ -67,7 +67,7 @@ def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 
 def _of_tiff_header(block: bytes) -> int | None:
-    """The orientation in the first directory of an EXIF block; None if it has none, or is damaged."""
+    """The orientation in the first directory of an EXIF block; None if it is missing or damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(block[:4])
     if order is None:
         return None

@@ -19,7 +19,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
-CLASSES_NAMED = 5  # in a sentence
+CLASSES_NAMED = 5  # the most classes that a note names
 Files = Listing | Members  # the image files of a split, with their labels
 
 
@@ -34,16 +34,18 @@ class CropFrom(enum.StrEnum):
 class FileSource(Source):
     """A data set of image files.
 
-    An image is stored (in memory or on its way to the device) as a square of `decode_size`: its shorter side is
-    resized to that and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the
-    boxes of the augmentation are cut from the whole images while they are read.
+    An image is stored (in memory or on its way to the device) as a square: its shorter side is resized to
+    `decode_size`, and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the boxes
+    of the augmentation are cut from the whole images while they are read.
+
+    For the first three fields, `auto` is the value of the weights that a model starts from, or else the usual value
+    for photographs.
 
     Fields:
         decode_size: side in pixels of a stored image.
-        input_size: side in pixels of what the model sees; null is `decode_size`.
-        crop: the central share of a stored image's side that is evaluated. `auto` of these three takes the value of
-            the weights that a model starts from, or else the usual one for photographs.
-        crop_from: what an augmentation that cuts boxes cuts them from in training.
+        input_size: side of the model's input in pixels; null is `decode_size`.
+        crop: the central share of a stored image's side that is evaluated.
+        crop_from: the image from which an augmentation cuts its boxes in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
     """
 
@@ -112,12 +114,12 @@ class FileSource(Source):
         missing = [name for label, name in enumerate(val.classes) if label not in evaluated]
         notes = [*train.notes, *val.notes]
         if len(val.classes) == 1:
-            notes.append(f"all images are of one class, {val.classes[0]}, so there is nothing to tell apart")
+            notes.append(f"all images are of one class, {val.classes[0]}, so there is nothing to learn")
         if missing:
             shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
             notes.append(
-                f"{len(missing)} of {len(val.classes)} classes have no image in the evaluation split, which says "
-                f"nothing about them: {shown}"
+                f"{len(missing)} of {len(val.classes)} classes have no image in the evaluation split, so no score "
+                f"tells anything about them: {shown}"
             )
         return notes
 

@@ -18,10 +18,10 @@ class Folder(FileSource):
     """Any data set with one folder per class.
 
     Fields:
-        path: the folder that holds the splits.
-        train_folder, val_folder: the names of the splits in it.
-        val_share: the share of each class of the training folder that is evaluated instead, chosen by the names of
-            the files, where there is no validation folder.
+        path: the folder of the splits.
+        train_folder, val_folder: the names of the folders of the splits.
+        val_share: for a data set without a validation folder: the share of each class of the training folder that is
+            evaluated, chosen by the names of the files.
     """
 
     path: str = pathname("???")

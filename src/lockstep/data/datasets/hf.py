@@ -1,4 +1,4 @@
-"""A data set that Hugging Face's `datasets` has saved: `dataset=hf`, read from the disk, never from the network."""
+"""Data sets saved by Hugging Face's package `datasets`: `dataset=hf`. Read from the disk, never from the network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.data.datasets.members import Members
 
 @dataclass(frozen=True)
 class TableRow:
-    """The image of a row of a table, as it was stored."""
+    """The image file in a row of a table."""
 
     table: Any
     where: str
@@ -31,7 +31,7 @@ class TableRow:
     def contents(self) -> bytes:
         image = self.table[self.row][self.column]
         if image.get("bytes") is None:
-            raise ValueError("the table has no bytes of it")
+            raise ValueError("the table does not contain its bytes")
         return image["bytes"]
 
     def __str__(self) -> str:
@@ -40,11 +40,11 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class HF(FileSource):
-    """A folder that `datasets.DatasetDict.save_to_disk` made.
+    """A folder written by `datasets.DatasetDict.save_to_disk`.
 
     Fields:
-        path: that folder.
-        train_split, val_split: the names of the splits in it.
+        path: the folder.
+        train_split, val_split: the names of the splits.
         image_column, label_column: the names of the columns.
         val_share: the share of each class of the training split that is evaluated instead of `val_split`, chosen by
             the numbers of the rows.
@@ -66,9 +66,11 @@ class HF(FileSource):
         splits = self._load()
         if self.train_split not in splits:
             raise missing_split("train_split", self.train_split, splits, self.path)
-        names = self._labels(splits[self.train_split])
-        classes = self._classes(splits[self.train_split], names)
-        train = self._members(splits[self.train_split], self.train_split, names, classes)
+        table = splits[self.train_split]
+        names = self._labels(table)
+        declared = getattr(table.features[self.label_column], "names", None)
+        classes = tuple(declared or classes_of(names))
+        train = self._members(table, self.train_split, names, classes)
         if self.val_share is not None:
             if self.val_split in splits:
                 raise InputError(
@@ -90,7 +92,7 @@ class HF(FileSource):
 
         try:
             loaded = datasets.load_from_disk(self.path)
-        except Exception as error:  # the library raises all kinds for what is no such folder
+        except Exception as error:  # the library raises all kinds of errors for any other folder
             raise InputError(
                 f"dataset.path: {self.path} cannot be read ({' '.join(str(error).split())}), expected a folder that "
                 "save_to_disk of the package datasets made"
@@ -116,9 +118,9 @@ class HF(FileSource):
             )
 
     def _hash_of_sizes(self, table: Any) -> str:
-        """A hash of how many bytes each image has, which tells other images from these without reading any.
+        """A hash of the sizes of all images in bytes, which identifies the images without reading them.
 
-        The hash that the library keeps beside a table changes whenever an equal one is saved again.
+        The library's own hash of a table changes whenever the same table is saved again.
         """
         from pyarrow import compute
 
@@ -134,16 +136,11 @@ class HF(FileSource):
                 raise InputError(f"dataset: row {row} of {self.path} has the label {label!r}, expected a class")
         return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
 
-    def _classes(self, table: Any, names: list[str]) -> tuple[str, ...]:
-        """The classes that the table declares, or else those of its labels."""
-        declared = getattr(table.features[self.label_column], "names", None)
-        return tuple(declared) if declared else classes_of(names)
-
     def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Members:
         if (unknown := first_unknown(names, classes)) is not None:
             raise InputError(
-                f"dataset: row {unknown} of {split} in {self.path} is of class {names[unknown]!r}, which no training "
-                "example is of"
+                f"dataset: row {unknown} of {split} in {self.path} is of class {names[unknown]!r}, but no training "
+                "example is"
             )
         import datasets
 

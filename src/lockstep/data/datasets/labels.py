@@ -1,4 +1,4 @@
-"""Classes of data sets whose labels are texts: names, or numbers."""
+"""The classes of data sets whose labels are strings: names or numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def classes_of(labels: Iterable[str]) -> tuple[str, ...]:
 
 def first_unknown(names: Iterable[str], classes: Iterable[str]) -> int | None:
     """The position of the first name that is no class; None if all are."""
-    known = frozenset(classes)
-    return next((position for position, name in enumerate(names) if name not in known), None)
+    known_names = frozenset(classes)
+    return next((position for position, name in enumerate(names) if name not in known_names), None)
 
 
 def as_labels(names: Iterable[str], classes: Sequence[str]) -> Tensor:
@@ -31,6 +31,6 @@ def as_labels(names: Iterable[str], classes: Sequence[str]) -> Tensor:
 
 
 def missing_split(key: str, split: str, splits: Iterable[str], where: object) -> InputError:
-    """The error that a split has no examples, with what there is instead."""
-    known = ", ".join(sorted(map(repr, splits))) or "nothing"
-    return InputError(f"dataset.{key} is {split!r}, but {where} has {known}; name one with dataset.{key}=NAME")
+    """The error for a split without examples; it lists the splits that exist."""
+    available = ", ".join(sorted(map(repr, splits))) or "nothing"
+    return InputError(f"dataset.{key} is {split!r}, but {where} has {available}; name one with dataset.{key}=NAME")

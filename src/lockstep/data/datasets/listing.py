@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 WORD = 8  # bytes of an int64
-SHARE_KEY = b"lockstep val_share"  # of the hash that decides which files are held out
+SHARE_KEY = b"lockstep val_share"  # the key of the hash that decides which files are held out
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +27,12 @@ class Listing:
     """The image files of a split, by class and then by name.
 
     Fields:
-        folder: that the names start from.
-        classes: their names, by label.
+        folder: the folder that the names are relative to.
+        classes: the names of the classes, by label.
         table: uint8, in three parts: the offset of each name's end, int64 (N,); the labels, int64 (N,); and the
             names, each with a zero byte behind it.
         files: the number of files, N.
-        in_class_folders: whether a name starts from its class's folder in `folder`.
+        in_class_folders: whether a name is relative to the folder of its class in `folder`.
         notes: sentences about the files that are left out.
     """
 
@@ -76,7 +76,7 @@ class Listing:
         return int(self._ends[index - 1]) if index else 0
 
     def fingerprint(self) -> dict[str, str]:
-        """For each class that has files: their number and a hash of their names, whatever the folder's path."""
+        """For each class with files: their number and a hash of their names. Does not depend on the folder's path."""
         firsts = np.searchsorted(self._labels, np.arange(len(self.classes) + 1)).tolist()
         by_class = {}
         for name, first, last in zip(self.classes, firsts, firsts[1:], strict=False):
@@ -87,12 +87,12 @@ class Listing:
         return by_class
 
     def without_table(self) -> Listing:
-        """The same without its table, which makes it small enough to be sent."""
+        """A copy without the table, small enough to be sent to other ranks."""
         return replace(self, table=torch.empty(0, dtype=torch.uint8))
 
 
 class ListingBuilder:
-    """Gathers the files of a split, a class at a time, so that Python objects for only one class are in memory."""
+    """Collects the files of a split class by class, so that only one class at a time needs Python objects."""
 
     def __init__(self, folder: Path, classes: tuple[str, ...], *, in_class_folders: bool = True) -> None:
         self.folder, self.classes, self.in_class_folders = folder, classes, in_class_folders
@@ -101,11 +101,11 @@ class ListingBuilder:
         self.counts = np.zeros(len(classes), dtype=np.int64)
 
     def add(self, label: int, names: Iterable[str]) -> None:
-        """The sorted names of a class's files; the classes come in the order of their labels."""
-        files = [os.fsencode(name) + b"\0" for name in names]
-        self.names.append(b"".join(files))
-        self.lengths.append(np.fromiter(map(len, files), dtype=np.int64, count=len(files)))
-        self.counts[label] = len(files)
+        """Add the sorted names of a class's files. The classes must be added in the order of their labels."""
+        encoded_names = [os.fsencode(name) + b"\0" for name in names]
+        self.names.append(b"".join(encoded_names))
+        self.lengths.append(np.fromiter(map(len, encoded_names), dtype=np.int64, count=len(encoded_names)))
+        self.counts[label] = len(encoded_names)
 
     def listing(self, notes: tuple[str, ...] = ()) -> Listing:
         ends = np.cumsum(np.concatenate(self.lengths))
@@ -116,10 +116,10 @@ class ListingBuilder:
 
 
 def hold_out(names: Sequence[str], share: float, prefix: str = "") -> tuple[list[str], list[str]]:
-    """The names of a class's files for training and for evaluation, each in its order.
+    """Divide the names of a class's files into those for training and those for evaluation, both in their order.
 
-    Evaluated are those `share` of them whose names, behind `prefix`, have the smallest hashes: at least one of two or
-    more, never all. A file that is added to the class moves at most one other between the two sides.
+    The `share` of the names with the smallest hashes (of `prefix` and name) is evaluated: at least one of two or more
+    names, and never all. If a file is added to the class, at most one other file changes sides.
     """
     number = min(max(1, round(share * len(names))), len(names) - 1)
     by_hash = sorted(range(len(names)), key=lambda index: _hash(prefix + names[index]))
@@ -133,6 +133,6 @@ def _hash(name: str) -> bytes:
 
 
 # The cache of `FileSource.listings` in this process: the files of the training and of the evaluation split, by
-# `FileSource.place`. A forked rank inherits those of the command; other ranks get those that
-# `share_listings` of `lockstep.data.loading.shared_memory` puts here, or list them themselves.
+# `FileSource.place`. A forked rank inherits the cache of the command. For other ranks, `share_listings` of
+# `lockstep.data.loading.shared_memory` fills it, or they list the files themselves.
 LISTINGS: dict[Hashable, tuple[Any, Any]] = {}

@@ -1,4 +1,4 @@
-"""Image files inside of other files: in a tar shard, or in a row of a table."""
+"""Image files inside other files: in a tar shard, or in a row of a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.data.datasets.listing import hold_out
 
 
 class Member(Protocol):
-    """An image file that is not a file of its own. `str` gives what an error calls it."""
+    """An image file inside another file. `str` gives its name for errors."""
 
     def contents(self) -> bytes:
         """Its bytes. Raises OSError or ValueError."""
@@ -27,11 +27,11 @@ class Members:
     """The image files of a split, in the order in which they are stored.
 
     Fields:
-        member: the member at a position.
-        positions: int64 (N,), of the examples of the split.
+        member: returns the member at a position.
+        positions: the positions of the split's examples, int64 (N,).
         labels: int64 (N,).
-        classes: their names, by label.
-        identity: identifies the stored data, wherever it is kept.
+        classes: the names of the classes, by label.
+        identity: identifies the stored data, whatever its path.
         notes: sentences about the files that are left out.
     """
 
@@ -49,12 +49,12 @@ class Members:
         return self.member(int(self.positions[index]))
 
     def fingerprint(self) -> dict[str, str]:
-        """Their number and hashes of their places and labels, and of what they lie in."""
+        """The number of examples, the identity of the stored data, and a hash of positions and labels."""
         digest = hashlib.sha256(self.positions.tobytes() + self.labels.numpy().tobytes()).hexdigest()[:16]
         return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
 
     def split(self, names: Sequence[str], share: float) -> tuple[Members, Members]:
-        """Without and with only a `share` of each class, by the `names` of all examples. See `hold_out`.
+        """Divide into training and evaluation: `share` of each class is evaluated, chosen by `names` (`hold_out`).
 
         Raises:
             InputError: every class has one example.
@@ -64,12 +64,12 @@ class Members:
         for number in sorted(range(len(self)), key=lambda number: names[number]):
             by_class[labels[number]][names[number]] = number
         evaluated = np.zeros(len(self), dtype=bool)
-        for own in by_class:
-            evaluated[[own[name] for name in hold_out(list(own), share)[1]]] = True
+        for numbers in by_class:
+            evaluated[[numbers[name] for name in hold_out(list(numbers), share)[1]]] = True
         if not evaluated.any():
             raise InputError(f"dataset.val_share is {share:g}, but every class has one image; expected two or more")
-        return self._chosen(~evaluated), self._chosen(evaluated)
+        return self._subset(~evaluated), self._subset(evaluated)
 
-    def _chosen(self, which: np.ndarray) -> Members:
-        labels = self.labels[torch.from_numpy(which)]
-        return Members(self.member, self.positions[which], labels, self.classes, self.identity, self.notes)
+    def _subset(self, mask: np.ndarray) -> Members:
+        labels = self.labels[torch.from_numpy(mask)]
+        return Members(self.member, self.positions[mask], labels, self.classes, self.identity, self.notes)

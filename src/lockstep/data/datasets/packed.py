@@ -39,12 +39,14 @@ DTYPES = {"images": torch.uint8, "labels": torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(Source):
-    """A folder that `lockstep pack` made.
+    """A folder written by `lockstep pack`.
+
+    For `input_size` and `crop`, `auto` means the same as for image files.
 
     Fields:
-        path: that folder.
-        input_size: side in pixels of what the model sees; null is the size of the stored images.
-        crop: the central share of a stored image's side that is evaluated. `auto` of both is as for image files.
+        path: the folder.
+        input_size: side of the model's input in pixels; null is the size of the stored images.
+        crop: the central share of a stored image's side that is evaluated.
     """
 
     path: str = pathname("???")
@@ -97,7 +99,7 @@ class Packed(Source):
 
 @dataclass(frozen=True)
 class MappedSplit(ArraySplit):
-    """A split whose tensors are memory-mapped files: only rows that are used are read, once for all ranks."""
+    """A split whose tensors are memory-mapped files: only the rows in use are read, once for all ranks."""
 
 
 @dataclass(frozen=True)

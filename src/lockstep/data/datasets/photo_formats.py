@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 
-BRANDS = 64  # bytes from the start of a file in which its brands are
+BRANDS = 64  # the brands of a file are in its first bytes, up to this offset
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class PhotoFormat:
     Fields:
         name: its usual name.
         pillow: its name in Pillow.
-        suffixes: of its files.
-        brands: the marks at the start of its files.
+        suffixes: the suffixes of its files.
+        brands: the words at the start of a file that name its format.
         package: the requirement for pip.
     """
 
@@ -45,7 +45,7 @@ HEIC = PhotoFormat(
 
 @functools.cache
 def readable(kind: PhotoFormat) -> bool:
-    """Whether the package that reads it is installed."""
+    """Whether the package that reads this format is installed."""
     if kind is HEIC:
         return importlib.util.find_spec("pillow_heif") is not None
     from PIL import features
@@ -63,7 +63,7 @@ def register() -> None:
 
 
 def of_contents(data: bytes) -> PhotoFormat | None:
-    """The format of a file by its first bytes, if it is one of these."""
+    """The format of a file by its first bytes; None if it is neither AVIF nor HEIC."""
     if data[4:8] != b"ftyp":
         return None
     brands = data[8 : min(BRANDS, int.from_bytes(data[:4]))]
@@ -71,5 +71,5 @@ def of_contents(data: bytes) -> PhotoFormat | None:
 
 
 def of_suffix(suffix: str) -> PhotoFormat | None:
-    """The format of a file by the end of its name, in small letters, if it is one of these."""
+    """The format of a file by its suffix in lower case; None if it is neither AVIF nor HEIC."""
     return next((kind for kind in (AVIF, HEIC) if suffix in kind.suffixes), None)

@@ -21,24 +21,24 @@ from lockstep.data.datasets.published_files import read_cifar, read_idx
 
 @dataclass(frozen=True, kw_only=True)
 class Published(ArraySource):
-    """A data set whose files are read where people put them; missing ones are downloaded, by one process at a time.
+    """A data set whose files may lie in several usual folders. Missing files are downloaded by one process at a time.
 
     Fields:
-        root: the folder that data sets are kept in.
+        root: the folder of all data sets.
     """
 
     root: str = pathname("data")
 
-    factory: ClassVar[str]  # torchvision's class, which downloads
-    folders: ClassVar[tuple[str, ...]]  # in `root`, where the files may lie; the first is where a download puts them
+    factory: ClassVar[str]  # the class of torchvision that downloads the files
+    folders: ClassVar[tuple[str, ...]]  # the folders in `root` that are searched; a download fills the first
 
     @abstractmethod
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:
-        """The images and labels of a split as the files have them; raises all kinds for missing or damaged ones."""
+        """The images and labels of a split, as stored. A missing or damaged file raises any exception."""
 
     @property
     @abstractmethod
-    def belongs(self) -> str:
+    def remedy(self) -> str:
         """Which files to put where."""
 
     @property
@@ -52,10 +52,10 @@ class Published(ArraySource):
             return images, torch.as_tensor(np.array(labels), dtype=torch.int64)
         except InputError:
             raise
-        except Exception as error:  # the readers raise all kinds for a damaged file
+        except Exception as error:  # the readers raise all kinds of errors for a damaged file
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} ({type(error).__name__}: {error}); "
-                f"{self.belongs}"
+                f"{self.remedy}"
             ) from error
 
     def prepare(self) -> None:
@@ -83,7 +83,7 @@ class Published(ArraySource):
                 raise missing from error
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
-                f"({type(error).__name__}: {' '.join(str(error).split())}); {self.belongs}, or name another folder "
+                f"({type(error).__name__}: {' '.join(str(error).split())}); {self.remedy}, or name another folder "
                 "with data_root=FOLDER"
             ) from error
         finally:
@@ -91,7 +91,7 @@ class Published(ArraySource):
         super().prepare()
 
     def _tidy(self) -> None:
-        """Remove the lock (a process that still waits for it will find the files), and folders that are empty."""
+        """Remove empty folders and the lock file. A process that still waits for the lock will find the files."""
         (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
         for folder in (f"{self.factory}/raw", self.factory, "."):
             with contextlib.suppress(OSError):  # not empty, or not there
@@ -109,20 +109,20 @@ class MNIST(Published):
     usual_augment = "shift"
     folders = ("MNIST/raw", "MNIST", "raw", ".")
     parts: ClassVar[tuple[str, str]] = ("images-idx3", "labels-idx1")
-    # The first labels of a data set whose files have the same names, and its own name.
-    other: ClassVar[tuple[tuple[int, ...], str]] = ((9, 0, 0, 3, 0, 2, 7, 2, 5, 5), "fashion_mnist")
+    # Another data set has files of the same names: its first labels, and its name.
+    lookalike: ClassVar[tuple[tuple[int, ...], str]] = ((9, 0, 0, 3, 0, 2, 7, 2, 5, 5), "fashion_mnist")
 
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:
         images, labels = (read_idx(self.places, f"{'train' if train else 't10k'}-{part}") for part in self.parts)
-        first, name = self.other
-        if train and tuple(labels[: len(first)].tolist()) == first:
-            raise InputError(f"data_root: the files in {self.root} are those of dataset={name}; {self.belongs}")
+        first_labels, name = self.lookalike
+        if train and tuple(labels[: len(first_labels)].tolist()) == first_labels:
+            raise InputError(f"data_root: the files in {self.root} are those of dataset={name}; {self.remedy}")
         return images[:, None], labels
 
     @property
-    def belongs(self) -> str:
+    def remedy(self) -> str:
         files = ", ".join(f"{split}-{part}-ubyte.gz" for split in ("train", "t10k") for part in self.parts)
-        return f"put {files} (packed or not) into {self.places[0]}"
+        return f"put {files} (compressed or not) into {self.places[0]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class FashionMNIST(MNIST):
     std = (0.3530,)
     usual_augment = "crop_flip"
     folders = ("FashionMNIST/raw", "FashionMNIST", "raw", ".")
-    other = ((5, 0, 4, 1, 9, 2, 1, 3, 1, 4), "mnist")
+    lookalike = ((5, 0, 4, 1, 9, 2, 1, 3, 1, 4), "mnist")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class CIFAR10(Published):
         return pixels.reshape(-1, *self.image_shape), [label for batch in batches for label in batch[self.label_key]]
 
     @property
-    def belongs(self) -> str:
+    def remedy(self) -> str:
         return f"put {self.archive} into {self.root}, or unpack it there to {Path(self.root, self.unpacked)}"
 
 

@@ -1,4 +1,4 @@
-"""Reads the files in which MNIST and CIFAR are published, packed or not, wherever people put them in a folder."""
+"""Reads the published files of MNIST and CIFAR, compressed or not, from any of several folders."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lockstep.core.safe_read import opened
 
 GZIP = b"\x1f\x8b"
 BYTES = b"\0\0\x08"  # how an IDX file of bytes begins; the number of its dimensions follows
-MOST_BYTES = 2**30  # of an unpacked file: MNIST's largest has 47 MB, CIFAR's 31 MB
+MOST_BYTES = 2**30  # of a decompressed file: MNIST's largest has 47 MB, CIFAR's 31 MB
 
 
 def read_idx(folders: Sequence[Path], stem: str) -> NDArray[np.uint8]:
     """The array in the first of `folders` that has the file `stem`, such as `train-images-idx3`.
 
-    It may be named with a dot, be packed by gzip, or lie in a folder of its own name.
+    The name may have a dot instead of a hyphen. The file may be compressed by gzip, or lie in a folder of its name.
 
     Raises:
-        FileNotFoundError: none of them has it.
+        FileNotFoundError: no folder has it.
         Exception: it cannot be read, or is not such a file.
     """
     plain = f"{stem}-ubyte"
@@ -47,7 +47,7 @@ def read_cifar(folders: Sequence[Path], unpacked: str, archive: str, names: Sequ
     """The dictionaries in the files `names`: in a folder `unpacked`, in one of `folders` itself, or in an `archive`.
 
     Raises:
-        FileNotFoundError: none of them has one.
+        FileNotFoundError: no folder has them.
         Exception: one cannot be read, or is not such a file.
     """
     for folder in [*(folder / unpacked for folder in folders), *folders]:
@@ -94,7 +94,7 @@ def _unpickled(data: bytes) -> Mapping[str, Any]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads plain values and arrays: a pickle can name any function to be called."""
+    """Reads plain values and arrays only, because a pickle can call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         match module.replace("numpy._core", "numpy.core"), name:

@@ -1,4 +1,4 @@
-"""The sizes that are `auto` in a data set: how images are stored, seen and cropped."""
+"""Replaces `auto` in the sizes of a data set: those of stored images, of the model's input, and of the crop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.trained_input import TrainedInput
 
 AUTO = "auto"
-# As torchvision and timm evaluate photographs: the shorter side resized to 256 pixels, the central 224 of them seen.
+SIZES = ("decode_size", "input_size", "crop")
+# torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
+# pixels are the model's input.
 USUAL_STORED, USUAL_SEEN = 256, 224
 
 
@@ -37,7 +39,7 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
 
     `trained` describes the images of the weights that the model starts from: its sizes replace the usual ones.
     """
-    names = {field.name for field in fields(source)} & {"decode_size", "input_size", "crop"}
+    names = {field.name for field in fields(source)} & set(SIZES)
     values = {name: getattr(source, name) for name in names}
     if trained is not None:
         if values.get("input_size") == AUTO:
@@ -55,5 +57,5 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
         "input_size": sized.input_shape[1],
     }
     if sized.input_shape == sized.image_shape:
-        frozen["input_size"] = None  # its images may not be square
+        frozen["input_size"] = None  # not a number, because the images may not be square
     return replace(sized, **{name: frozen[name] for name in names if getattr(source, name) == AUTO})

@@ -66,13 +66,13 @@ class ArraySplit:
 
 @dataclass(frozen=True)
 class Crop:
-    """Chooses the boxes that are cut from whole images while they are read; they differ in each epoch.
+    """Chooses the boxes that are cut from whole images while they are read: other boxes in each epoch.
 
     Fields:
         boxes: takes the random numbers of n examples and the sizes of their images, int64 (n, 2) as height and
             width; returns int64 (n, 4) as top, left, height and width.
-        seed: of the random numbers.
-        size: (height, width) that a box is resized to.
+        seed: the seed of the random numbers.
+        size: the (height, width) that a box is resized to.
     """
 
     boxes: Callable[[SampleRNG, Tensor], Tensor]
@@ -87,7 +87,7 @@ class Crop:
 
 
 class Places(Protocol):
-    """Where the image files of a split are, by their numbers."""
+    """The places of a split's image files, by the numbers of the examples."""
 
     def __len__(self) -> int: ...
 
@@ -131,7 +131,7 @@ class FileSplit:
                     if boxes is None
                     else file.box(boxes[number], size, self.interpolation)
                 )
-            except Exception as error:  # the decoders raise all kinds for a damaged file
+            except Exception as error:  # the decoders raise all kinds of errors for a damaged file
                 raise self._broken(indices[number], error) from error
         return torch.from_numpy(decoded)
 
@@ -140,5 +140,5 @@ class FileSplit:
 
 
 def interpolated(split: Split, interpolation: str) -> Split:
-    """The same split, with its images resized in that way while they are read."""
+    """The split with this interpolation, where its images are resized while they are read."""
     return replace(split, interpolation=interpolation) if isinstance(split, FileSplit) else split

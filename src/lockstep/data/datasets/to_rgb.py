@@ -1,10 +1,10 @@
 """From an image of any of Pillow's modes to 8-bit RGB.
 
 - Transparent pixels become white, the colour of the page that such an image is drawn for.
-- Integers of more than 8 bits keep the upper 8 of the bits that the format has: 12 in a TIFF of 12 bits, and also in
-  one of 16 whose numbers all fit into 12, as cameras write them. A TIFF that states its largest value goes by that.
-  Zero is black; the negative half of signed numbers is black too.
-- Floats go from black for the image's least value to white for its greatest.
+- Of integers with more than 8 bits the upper 8 bits are kept. Their number of bits is that of the format, or that of
+  the largest value, if a TIFF states it. A TIFF of 16 bits whose numbers all fit into 12 has 12 bits: cameras write
+  such files. Zero is black; negative numbers are black too.
+- Floats are scaled: the image's smallest value becomes black, its largest white.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Tags of TIFF: white instead of black is zero, the largest value, whether numbers are unsigned, their size.
+# Tags of TIFF: whether zero is white, the largest value, whether numbers are unsigned, and their bits.
 PHOTOMETRIC, MAX_VALUE, SAMPLE_FORMAT, BITS = 262, 281, 339, 258
 WHITE_IS_ZERO, UNSIGNED = 0, 1
 CAMERA_BITS = 12
@@ -39,18 +39,14 @@ def _grey(image: Any) -> NDArray[np.uint8]:
     if image.mode == "F":
         grey = _float_to_grey(values)
     else:
-        if (
-            values.dtype == np.int32
-            and tags.get(BITS) == (32,)
-            and tags.get(SAMPLE_FORMAT, (UNSIGNED,)) == (UNSIGNED,)
-        ):
+        if values.dtype == np.int32 and tags.get(BITS) == (32,) and not _is_signed(tags):
             values = values.view(np.uint32)  # Pillow's widest mode is signed
         grey = (values.clip(0) >> max(0, _bits(values, tags) - 8)).clip(max=255).astype(np.uint8)
     return 255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey
 
 
 def _bits(values: NDArray[Any], tags: Any) -> int:
-    """How many bits the white of an image of integers has. `tags` are those of a TIFF; others have 16 bits."""
+    """The number of bits of an image of integers. `tags` are those of a TIFF; other images have 16 bits."""
     if stated := tags.get(MAX_VALUE):
         return int(np.max(stated)).bit_length()
     bits = int(tags.get(BITS, (16,))[0]) - _is_signed(tags)
@@ -62,7 +58,7 @@ def _is_signed(tags: Any) -> bool:
 
 
 def _float_to_grey(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """Floats by their own range; NaN and minus infinity are black, infinity is white."""
+    """Scale floats by their own range; NaN and minus infinity become black, infinity becomes white."""
     finite = values[np.isfinite(values)].astype(np.float64)
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
     shares = (values.clip(low, high) - low) / (high - low or 1.0)

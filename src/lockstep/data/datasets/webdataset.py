@@ -57,14 +57,14 @@ class Example(NamedTuple):
 class WebDataset(FileSource):
     """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
 
-    They are indexed once per process, so any example can be read by itself: order and resume are exact.
+    Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
 
     Fields:
         path: the folder of the shards.
-        train_shards, val_shards: the patterns of their names.
-        label: the suffix of the labels' files.
-        val_share: the share of each class that is evaluated, chosen by the names of the files, where there are no
-            shards for that.
+        train_shards, val_shards: the patterns of the shards' names.
+        label: the suffix of the label files.
+        val_share: for a data set without validation shards: the share of each class that is evaluated, chosen by the
+            names of the files.
     """
 
     path: str = pathname("???")
@@ -86,7 +86,7 @@ class WebDataset(FileSource):
             val = self._examples("val_shards", self.val_shards, left_out)
             if (unknown := first_unknown((example.label for example in val), classes)) is not None:
                 image, _, label = val[unknown]
-                raise InputError(f"dataset: {image} is of class {label!r}, which no training example is of")
+                raise InputError(f"dataset: {image} is of class {label!r}, but no training example is")
             notes = left_out_note(self.path, left_out)
             return _members(train, classes, notes), _members(val, classes)
         if val_shards:
@@ -94,28 +94,28 @@ class WebDataset(FileSource):
                 f"dataset.val_share is {self.val_share:g}, but there are shards for validation too, {val_shards[0]}; "
                 "leave out dataset.val_share, or name none with dataset.val_shards=none"
             )
-        every = _members(train, classes, left_out_note(self.path, left_out))
-        return every.split([example.key for example in train], self.val_share)
+        members = _members(train, classes, left_out_note(self.path, left_out))
+        return members.split([example.key for example in train], self.val_share)
 
     def _examples(self, key: str, pattern: str, left_out: Counter[str]) -> list[Example]:
         shards = sorted(Path(self.path).glob(pattern))
         if not shards:
-            share = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
+            remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
             raise InputError(
                 f"dataset.{key}: there is no {pattern} in {self.path}; name the shards with dataset.{key}=PATTERN "
-                f"and their folder with dataset.path=FOLDER{share}"
+                f"and their folder with dataset.path=FOLDER{remedy}"
             )
         return [example for shard in shards for example in self._index(shard, left_out)]
 
     def _index(self, shard: Path, left_out: Counter[str]) -> list[Example]:
-        """The examples of a shard, in its order. Counts what is neither image nor label, by suffix."""
+        """The examples of a shard, in its order. Counts all other files in `left_out`, by suffix."""
         images: dict[str, TarMember] = {}
         labels: dict[str, str] = {}
         with opened(shard, links=True) as file:
             try:
                 with tarfile.open(fileobj=file, mode="r:") as tar:
                     for member in tar:
-                        key, suffix = _parts(member.name)
+                        key, suffix = _key_and_suffix(member.name)
                         if not member.isfile():
                             continue
                         if f".{suffix.rpartition('.')[2]}" in SUFFIXES:
@@ -141,7 +141,7 @@ class WebDataset(FileSource):
         return [Example(image, key, labels[key]) for key, image in images.items()]
 
 
-def _parts(name: str) -> tuple[str, str]:
+def _key_and_suffix(name: str) -> tuple[str, str]:
     """The key of an example and the suffix of its file, which begins at the first dot of the name."""
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")

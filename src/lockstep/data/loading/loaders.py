@@ -29,9 +29,9 @@ from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.loading.worker_tuning import reading_rate, workers_needed
 from lockstep.runtime.host import GB, amount, cores, free_memory
 
-# The most values (pixels times channels) of images that are gathered and augmented together. On a CPU, as many as
-# stay in its cache: as float32 they are 4 MB. On a GPU a call costs more than many values do, so they may take a
-# small share of the free memory, with temporary copies (per value a float32, an offset of 8 bytes and a few more).
+# The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
+# cache: as float32 they are 4 MB. On a GPU a call costs more than many values, so they may take a small share of the
+# free memory, with their temporary copies (per value a float32, an offset of 8 bytes, and a few bytes more).
 STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
 BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
@@ -75,10 +75,11 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Batches read by threads while the device works on earlier ones.
+    """Batches are read by threads while the device works on earlier batches.
 
-    Threads, because the decoders release Python's lock. Processes are faster for tiny files (docs/performance.md has
-    both), but such data becomes resident or is packed; and processes must be started, and can die.
+    The decoders release Python's lock, so threads can read in parallel. Processes are faster for tiny files
+    (docs/performance.md compares both), but such data can be resident or packed, and processes take time to start and
+    can die.
 
     Fields:
         workers: threads per rank. `auto` is as many as the model needs (`workers_needed`) if images are decoded or

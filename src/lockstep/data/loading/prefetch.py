@@ -1,4 +1,4 @@
-"""Reads the images of a split in order and ahead of time, and tells which of them are broken."""
+"""Reads the images of a split in order and ahead of time, and reports broken images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.core.data_protocols import ReadResult, Split
 from lockstep.core.errors import BrokenImage
 
-LIGHT_S = 40e-6  # an image that is read faster than this is mostly Python's work
+LIGHT_S = 40e-6  # reading an image in less time than this is mostly Python code
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
@@ -39,7 +39,7 @@ def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
 def useful_threads(threads: int, seconds: float) -> int:
     """How many of `threads` threads to read with, if one of them takes `seconds` for an image.
 
-    Reading a light image is mostly Python, which runs in one thread at a time: a second thread would be in the way.
+    Reading a light image is mostly Python code, which runs in one thread at a time: a second thread only costs time.
     """
     return threads if seconds > LIGHT_S else 1
 

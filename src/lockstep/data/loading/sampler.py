@@ -1,4 +1,4 @@
-"""Which samples each rank sees, and when: pure functions of the seed, the step and the world size."""
+"""The samples of each rank at each step: pure functions of the seed, the step and the world size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.core.rng import permutation
 
 
 def share(n: int, parts: int, part: int) -> slice:
-    """The contiguous share of `part` when `n` things are cut into `parts`; sizes differ by one at most."""
+    """The contiguous share of `part` when `n` items are cut into `parts`; sizes differ by one at most."""
     return slice(part * n // parts, (part + 1) * n // parts)
 
 
@@ -43,7 +43,7 @@ def shard_indices(
 ) -> Iterator[ShardIndices]:
     """The shards of one rank for every step after step `after`, to the end of the run; the indices are on `device`.
 
-    `order_of` gives the order of an epoch; without it that is a permutation of the examples.
+    `order_of` gives the order of an epoch; without it, the order is a permutation of the examples.
 
     The mix partner of a sample is the next sample of the global batch; the last sample's partner is the first.
     """

@@ -1,7 +1,6 @@
 """Reads a rank's shard of each global batch, for many small steps at once.
 
-`lockstep.data.loading.sampler` decides which samples it has, in which order; the pipeline decides what happens to
-them.
+`lockstep.data.loading.sampler` decides which samples a shard has, in which order. The pipeline augments them.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class Shard:
         images: (b, C, H, W), as stored (uint8) or as the model takes them.
         known_labels, indices: int64 (b,). Under balanced sampling an index also says which time an example comes in
             its epoch (see `balanced_order`).
-        count: examples of the global batch.
-        number: of the piece, from 0.
-        pieces: how many there are.
-        mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. A piece
-            without examples has none.
+        count: the number of examples in the global batch.
+        number: the number of this piece, from 0.
+        pieces: the number of pieces.
+        mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
+            false for a piece without examples.
     """
 
     step: int
@@ -57,24 +56,21 @@ class Shard:
 
     @property
     def _span(self) -> slice:
-        """Of its examples in the global batch."""
+        """The positions of the piece's own examples in the global batch."""
         return share(self.count, self.pieces, self.number)
 
     def first(self, examples: int) -> Shard:
-        """The first so many of the piece's own examples; all of them are the piece itself."""
+        """The first `examples` of the piece's own examples; for all of them, the piece itself."""
         if examples == len(self.labels):
             return self
-        rows = slice(examples)
-        return replace(
-            self,
-            images=self.images[rows],
-            known_labels=self.known_labels[rows],
-            indices=self.indices[rows],
-            mix_partner=False,
-        )
+        return self._with_rows(slice(examples), mix_partner=False)
+
+    def _with_rows(self, rows: slice, *, mix_partner: bool) -> Shard:
+        images, labels, indices = self.images[rows], self.known_labels[rows], self.indices[rows]
+        return replace(self, images=images, known_labels=labels, indices=indices, mix_partner=mix_partner)
 
     def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
-        """The shard in `parts` pieces, each with whether it is the last; a piece may be empty.
+        """Cut the shard into `parts` pieces, which may be empty. Yields each piece, and whether it is the last one.
 
         The cuts are those of the global batch: two ranks with two pieces each have the four pieces of one rank.
         """
@@ -85,15 +81,7 @@ class Shard:
             piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
             start, stop = piece._span.start - self._span.start, piece._span.stop - self._span.start
             mix_partner = self.mix_partner and start < stop
-            rows = slice(start, stop + mix_partner)
-            piece = replace(
-                piece,
-                images=self.images[rows],
-                known_labels=self.known_labels[rows],
-                indices=self.indices[rows],
-                mix_partner=mix_partner,
-            )
-            yield piece, part == parts - 1
+            yield piece._with_rows(slice(start, stop + mix_partner), mix_partner=mix_partner), part == parts - 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class BatchGroup:
     """A rank's shards of consecutive steps of one epoch, read together.
 
     For small batches a call costs more than the work on the pixels. `images` are uint8 (n, C, H, W), `known_labels`
-    and `indices` int64 (n,), on the device, step after step.
+    and `indices` int64 (n,), on the device, in the order of the steps.
     """
 
     steps: list[ShardIndices]
@@ -188,7 +176,7 @@ class Loader:
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
 
     def _examples(self, indices: Tensor) -> Tensor:
-        """The examples that indices stand for, whichever time they come."""
+        """The examples of `indices`, without their repetition (see `balanced_order`)."""
         return indices if self.order_of is None else indices % self.plan.examples
 
     def _group(
@@ -207,13 +195,13 @@ class Loader:
             yield images, self.eval_labels[block.start : block.stop]
 
     def eval_image(self) -> Tensor:
-        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass whose result nobody needs."""
+        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass whose result is not used."""
         images, _ = next(iter(self.eval_feed([(0, torch.arange(1))])))
         return images
 
     @property
     def eval_rounds(self) -> int:
-        """How many blocks the first rank evaluates; another one has as many, or one less."""
+        """The number of blocks that the first rank evaluates; other ranks have the same number, or one less."""
         return len(self._eval_blocks(0))
 
     def _eval_blocks(self, rank: int) -> list[range]:

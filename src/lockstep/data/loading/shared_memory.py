@@ -1,9 +1,9 @@
-"""One copy per machine, shared by its ranks, of the list of a split's files and of its decoded images.
+"""The ranks of a machine share one copy of a split's list of files and of its decoded images.
 
 One rank makes the list; each rank decodes its share of the images. The memory is an anonymous file (`memfd_create`)
 that the ranks open through /proc of the process that made it. The kernel frees it with the last rank, however the
-ranks end, and no limit on /dev/shm applies. Where this is impossible (not on Linux, or ranks that do not see each
-other's processes) each rank lists and decodes for itself.
+ranks end, and no limit on /dev/shm applies. Without Linux, or if the ranks do not see each other's processes, each
+rank lists and decodes for itself.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ TIMED, CHUNK = 64, 256  # images: decoded to measure the speed, and decoded at a
 
 
 def share_listings(source: Source, world: World) -> None:
-    """Give all ranks of a machine the lists of files that one of them made of a source. Collective."""
+    """Give all ranks of a machine the lists of a source's files, which one of them has made. Collective."""
     if not isinstance(source, FileSource) or world.size == 1:
         return
-    own = LISTINGS.get(source.place)
+    own_listings = LISTINGS.get(source.place)
     leader = min([world.rank, *world.local_peer_pids])
     outlines = [
-        (listing.without_table(), len(listing.table)) for listing in own or () if isinstance(listing, Listing)
+        (listing.without_table(), len(listing.table))
+        for listing in own_listings or ()
+        if isinstance(listing, Listing)
     ]
-    everyone = world.gather((leader, outlines))
-    if all(theirs for _, theirs in everyone):
+    gathered = world.gather((leader, outlines))
+    if all(rank_outlines for _, rank_outlines in gathered):
         return  # forked from a process that had listed the files: the ranks share its memory
-    if not all(everyone[first][1] for first, _ in everyone):
+    if not all(gathered[rank_leader][1] for rank_leader, _ in gathered):
         return  # several machines have one name: each rank lists the files itself when it needs them
     shared = []
-    for number, (outline, size) in enumerate(everyone[leader][1]):
+    for number, (outline, size) in enumerate(gathered[leader][1]):
         table = _map_shared((size,), world, leader=leader)
         if table is None:
             return
-        if world.rank == leader and own is not None:
-            table.copy_(own[number].table)
+        if world.rank == leader and own_listings is not None:
+            table.copy_(own_listings[number].table)
         shared.append(replace(outline, table=table))
     world.barrier()
     LISTINGS[source.place] = (shared[0], shared[1])
@@ -62,8 +64,8 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
 
     Args:
         split: image files.
-        world: its ranks of one machine get the same memory.
-        threads: the most that this rank decodes with; fewer if they do not help (`useful_threads`).
+        world: the ranks of each machine share the memory.
+        threads: the most threads of this rank; it uses fewer if more do not help (`useful_threads`).
 
     Raises:
         InputError: an image cannot be read. All ranks raise the same error.
@@ -75,7 +77,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     images = _map_shared(shape, world, leader=local_ranks[0]) if world.size > 1 else None
     if images is None:
         local_ranks, images = [world.rank], torch.empty(shape, dtype=torch.uint8)
-    own = range(len(split))[share(len(split), len(local_ranks), local_ranks.index(world.rank))]
+    own_indices = range(len(split))[share(len(split), len(local_ranks), local_ranks.index(world.rank))]
 
     def decode(chunk: range) -> Broken:
         images[chunk.start : chunk.stop], broken = read_images(split, list(chunk))
@@ -84,12 +86,12 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     broken: dict[int, BrokenImage] = {}
     failure: InputError | None = None
     try:
-        for chunk in (own[:TIMED], own[TIMED : 2 * TIMED]):  # the first one imports the decoders: time the second
+        for start in (0, TIMED):  # the first chunk imports the decoders: time the second
             began = time.perf_counter()
-            broken |= decode(chunk)
+            broken |= decode(own_indices[start : start + TIMED])
             seconds = (time.perf_counter() - began) / TIMED
-        rest = own[2 * TIMED :]
-        chunks = (rest[start : start + CHUNK] for start in range(0, len(rest), CHUNK))
+        remaining = own_indices[2 * TIMED :]
+        chunks = (remaining[start : start + CHUNK] for start in range(0, len(remaining), CHUNK))
         for chunk_broken in in_order(decode, chunks, workers=useful_threads(threads, seconds), prefetch=2):
             broken |= chunk_broken
     except InputError as error:
@@ -103,7 +105,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
 
 
 def _map_shared(shape: tuple[int, ...], world: World, *, leader: int) -> Tensor | None:
-    """uint8 memory that all ranks of this machine map; None on every rank if one of them could not. Collective."""
+    """uint8 memory that all ranks of this machine map; None on every rank if one of them cannot. Collective."""
     name, file = f"lockstep-{secrets.token_hex(8)}", None
     if world.rank == leader and sys.platform == "linux":
         file = os.memfd_create(name)

@@ -26,7 +26,7 @@ TRIES, FIRST_TRY = 10, 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class NoAugment:
-    """Images as they are."""
+    """No augmentation."""
 
     def __str__(self) -> str:
         return "none"
@@ -37,7 +37,7 @@ class NoAugment:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(NoAugment):
-    """The one that the data set names, which takes its place when a job is resolved."""
+    """The usual augmentation of the data set, which replaces this option when a job is resolved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +138,23 @@ class RandomResizedCrop:
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         height, width = sizes.double().unbind(1)
         low, high = self.ratio
-        # If no try fits, the largest central box with an allowed ratio.
+        # The result if no try fits: the largest central box with an allowed ratio.
         box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
         has_box = torch.zeros_like(height, dtype=torch.bool)
-        for first in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
+        for first_draw in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
             if has_box.all():
                 break
-            area, shape, down, right = (draws.uniform(first + n).double() for n in range(4))
+            area, aspect, vertical, horizontal = (draws.uniform(first_draw + n).double() for n in range(4))
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
-            ratio = torch.exp(math.log(low) + shape * (math.log(high) - math.log(low)))
-            tall, wide = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-            fits = ~has_box & (tall > 0) & (wide > 0) & (tall <= height) & (wide <= width)
+            ratio = torch.exp(math.log(low) + aspect * (math.log(high) - math.log(low)))
+            try_height, try_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
+            fits = ~has_box & (try_height > 0) & (try_width > 0) & (try_height <= height) & (try_width <= width)
             has_box |= fits
-            box_height, box_width = torch.where(fits, tall, box_height), torch.where(fits, wide, box_width)
-            top = torch.where(fits, (down * (height - tall + 1)).floor(), top)
-            left = torch.where(fits, (right * (width - wide + 1)).floor(), left)
+            box_height, box_width = torch.where(fits, try_height, box_height), torch.where(fits, try_width, box_width)
+            top = torch.where(fits, (vertical * (height - try_height + 1)).floor(), top)
+            left = torch.where(fits, (horizontal * (width - try_width + 1)).floor(), left)
         return torch.stack([top, left, box_height, box_width], 1).long()
 
     @property
@@ -167,13 +167,13 @@ def _listed(*parts: str) -> str:
 
 
 def _mirrored(share: float) -> str:
-    """What a mirrored share of the images is called; nothing for none."""
+    """The words for mirroring a share of the images; empty for a share of 0."""
     return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Mirror:
-    """What a random resized crop does after its box: the mirror."""
+    """The part of a random resized crop that follows its box: the mirror."""
 
     flip: float
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.core.rng import uniform
 
-CELLS = 4096  # of the table of quantiles
+CELLS = 4096  # intervals of the table of quantiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Mix:
     """Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019), with a separate share for each sample.
 
     Fields:
-        classes: of the data set.
+        classes: the number of classes of the data set.
         mixup, cutmix: alpha of the Beta(alpha, alpha) from which the share of the sample's own image is drawn;
             0 is off. With both on, each sample gets one of them, with probability 1/2.
     """
@@ -98,9 +98,9 @@ def box(share: Tensor, keys: Tensor, height: int, width: int) -> Tensor:
 
 
 def interval(keys: Tensor, n: int, length: int, before: Tensor | int, after: Tensor | int) -> Tensor:
-    """The positions from `before` in front of a uniform centre to `after` behind it, exclusive: bool (b, length).
+    """The positions from centre - before up to, but not including, centre + after: bool (b, length).
 
-    The centre is number `n` of each key's stream.
+    The centre is uniform: number `n` of each key's stream.
     """
     centre = (uniform(keys, n) * length).long()
     position = torch.arange(length, device=keys.device)

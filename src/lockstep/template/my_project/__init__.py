@@ -1,4 +1,4 @@
-"""What this project adds to Lockstep. Importing it declares its options."""
+"""The options that this project adds to Lockstep. Importing the package declares them."""
 
 from my_project import data, loss, model
 

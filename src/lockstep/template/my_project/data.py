@@ -13,7 +13,7 @@ class Stripes(ArraySource):
     """Noisy images of horizontal (0) and vertical (1) stripes.
 
     Fields:
-        examples: of the training split; the evaluation split has a quarter of them.
+        examples: number of examples in the training split; the evaluation split has a quarter as many.
     """
 
     examples: int = ranged(512, least=4, most=1_000_000)
@@ -21,7 +21,7 @@ class Stripes(ArraySource):
     classes = 2
     class_names = ("horizontal", "vertical")
     image_shape = (1, 8, 8)
-    mean = (0.5,)  # of each channel, of pixels from 0 to 1
+    mean = (0.5,)  # mean of each channel, for pixels from 0 to 1
     std = (0.5,)
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ from lockstep.core.fields import ranged
 
 @lockstep.option("loss")
 class Poly:
-    """The cross-entropy plus `epsilon` times what the target's probability lacks to 1 (Leng et al. 2022).
+    """The cross-entropy plus `epsilon` times 1 minus the probability of the label (Leng et al. 2022).
 
     Fields:
-        epsilon: how much that counts.
+        epsilon: weight of the second term.
     """
 
     epsilon: float = ranged(1.0, least=-1, most=100)
@@ -23,7 +23,7 @@ class Poly:
 
 
 class PolyLoss(nn.Module):
-    """One number for each example: logits (b, classes) and labels (b,) to losses (b,)."""
+    """Takes logits (b, classes) and labels (b,), and returns the loss of each example (b,)."""
 
     def __init__(self, epsilon: float) -> None:
         super().__init__()

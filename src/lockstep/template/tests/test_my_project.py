@@ -1,4 +1,4 @@
-"""What should stay true of this project: real runs of a few steps."""
+"""Tests of the model, the data set, the loss and the recipe, with real runs of a few steps."""
 
 import json
 import subprocess
@@ -26,9 +26,9 @@ def test_the_model_gives_a_logit_for_each_class() -> None:
 
 
 def test_the_data_set_is_the_same_at_each_call() -> None:
-    one, other = (Stripes(examples=8).read(train=True) for _ in range(2))
-    assert one[0].equal(other[0])
-    assert one[1].equal(other[1])
+    first, second = (Stripes(examples=8).read(train=True) for _ in range(2))
+    assert first[0].equal(second[0])
+    assert first[1].equal(second[1])
 
 
 def test_the_loss_of_a_certain_prediction_is_zero() -> None:

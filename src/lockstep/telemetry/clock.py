@@ -1,0 +1,56 @@
+"""The clock of training: seconds at work and seconds of waiting for data, without pauses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Seconds(NamedTuple):
+    """Seconds of training, and the part of them in which the loop waited for data."""
+
+    busy: float
+    waited: float
+
+
+NO_TIME = Seconds(0.0, 0.0)
+
+
+class TrainingClock:
+    """Measures windows, one after another, and all of them together."""
+
+    def __init__(self) -> None:
+        self.total = NO_TIME  # of the windows that have ended
+        self.pausing: float | None = None  # when the pause under way began
+        self.start()
+
+    def start(self) -> None:
+        """Start the open window now."""
+        self.mark = time.perf_counter()
+        self.waited = self.paused = 0.0
+
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds of the open window as waiting for data."""
+        self.waited += seconds
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context whose time does not count: evaluations and saves."""
+        self.pausing = began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - began
+        self.pausing = None
+
+    def so_far(self) -> Seconds:
+        """All seconds up to now; up to the pause under way, if there is one."""
+        now = time.perf_counter() if self.pausing is None else self.pausing
+        return Seconds(self.total.busy + now - self.mark - self.paused, self.total.waited + self.waited)
+
+    def end_window(self) -> Seconds:
+        """End the open window, whose seconds are returned, and start the next one."""
+        window = Seconds(max(time.perf_counter() - self.mark - self.paused, 1e-9), self.waited)
+        self.total = Seconds(self.total.busy + window.busy, self.total.waited + window.waited)
+        self.start()
+        return window

@@ -1,0 +1,220 @@
+"""Trains with CUDA graphs: a step's forward, backward and optimizer are recorded once, and replayed at each step.
+
+The kernels of a small network take a few microseconds, and Python needs longer than that to launch one. A replay
+launches all of them at once, with the arguments of the recording: the same addresses in memory, and the same numbers
+where Python computed them. So the examples of a step are copied to the addresses of the recording, and the learning
+rates are tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.core.errors import InputError
+from lockstep.data.loading.shards import Shard
+from lockstep.training.dry_run import is_out_of_memory
+from lockstep.training.network import Network
+from lockstep.training.trainer import Trainer
+
+# Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
+WARM_UP = 3
+
+
+class CudaGraph:
+    """Records the kernels that a function launches, and launches them again."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        """Call a function on a stream of its own, as a recording does."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                function()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def record(self, function: Callable[[], None]) -> None:
+        """Call a function; its kernels are recorded and not run."""
+        # By default a recording also forbids other threads to allocate memory, and the loader's threads do.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            function()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the forward pass of a micro-batch takes: see `Trainer.loss_and_logits`."""
+
+    images: Tensor
+    targets: Tensor
+    keys: Tensor | None
+    labels: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.images, self.targets, self.keys, self.labels) if tensor is not None]
+
+    def clone(self) -> Inputs:
+        """A copy in memory of its own."""
+        return Inputs(
+            self.images.clone(),
+            self.targets.clone(),
+            None if self.keys is None else self.keys.clone(),
+            self.labels.clone(),
+        )
+
+    def copy_(self, other: Inputs) -> None:
+        """Copy the values of `other`, which has the same shapes."""
+        for tensor, value in zip(self.tensors, other.tensors, strict=True):
+            tensor.copy_(value)
+
+
+@dataclass
+class Recording:
+    """The recorded update of a step.
+
+    Fields:
+        frozen: whether `train.freeze_until` froze layers in it.
+        inputs: of each micro-batch, which a replay reads.
+        rates: the learning rate of each parameter group, float32 scalars, which a replay reads.
+        graph: the recorded kernels.
+        outputs: the loss and the logits of each micro-batch, which a replay writes.
+        grad_norm: the L2 norm of the gradient, which a replay writes.
+    """
+
+    frozen: bool
+    inputs: list[Inputs]
+    rates: list[Tensor]
+    graph: CudaGraph
+    outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    grad_norm: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class GraphTrainer(Trainer):
+    """A trainer that replays the update of every full global batch.
+
+    The short batch at the end of an epoch is computed as without graphs. So the plan alone decides which steps are
+    replayed, and a resume has the same bits.
+    """
+
+    recording: Recording | None = None
+    pending: Iterator[Inputs] | None = None  # of the micro-batches that are still to be computed in a recording
+
+    def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+        if shard.count < self.plan.batch:
+            return super().update(shard, measures_norm=measures_norm)
+        micro_batches = [micro for micro, _ in shard.micro_batches(self.plan.micro_batches)]
+        inputs = [self.inputs(micro) for micro in micro_batches]
+        if self.recording is None or self.recording.frozen != self.network.freezing.frozen(shard.step):
+            self.recording = None  # frees its memory first
+            self.recording = self.record(shard, inputs)
+        recording = self.recording
+        for buffer, values in zip(recording.inputs, inputs, strict=True):
+            buffer.copy_(values)
+        for rate, group in zip(recording.rates, self.network.optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        recording.graph.replay()
+        for micro, values, (loss, logits) in zip(micro_batches, inputs, recording.outputs, strict=True):
+            self.telemetry.record(loss.clone(), logits.clone(), micro, values.images)
+        return recording.grad_norm
+
+    def inputs(self, micro: Shard) -> Inputs:
+        """The inputs of a micro-batch's forward pass. Not recorded, because they depend on step and epoch."""
+        images, targets = self.pipeline.mixed(micro)
+        return Inputs(images, targets, self.network.forward_keys(micro), micro.labels)
+
+    def record(self, shard: Shard, inputs: list[Inputs]) -> Recording:
+        """Record the update of a shard. Weights and the optimizer's state stay as they are.
+
+        Raises:
+            InputError: the model does something that cannot be recorded, such as reading a tensor as a number.
+        """
+        recording = Recording(
+            frozen=self.network.freezing.frozen(shard.step),
+            inputs=[values.clone() for values in inputs],
+            rates=[
+                torch.tensor(group["lr"], dtype=torch.float32, device=self.world.device)
+                for group in self.network.optimizer.param_groups
+            ],
+            graph=CudaGraph(),
+        )
+
+        def update() -> None:
+            self.pending, recording.outputs = iter(recording.inputs), []
+            recording.grad_norm = super(GraphTrainer, self).update(shard, measures_norm=True)
+
+        self.recording = recording
+        try:
+            with reading_rates(self.network.optimizer, recording.rates), unchanged(self.network):
+                recording.graph.warm_up(update)
+                recording.graph.record(update)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"train.cuda_graph is true, but a step of this model cannot be recorded as a CUDA graph "
+                f"({str(error).splitlines()[0]}); use train.cuda_graph=false"
+            ) from error
+        finally:
+            self.pending = None
+        return recording
+
+    def forward(self, micro: Shard) -> Tensor:
+        if self.pending is None:
+            return super().forward(micro)
+        assert self.recording is not None
+        values = next(self.pending)
+        loss, logits = self.loss_and_logits(values.images, values.targets, values.keys, values.labels)
+        self.recording.outputs.append((loss.detach(), logits.detach()))
+        return loss
+
+    def between_micro_batches(self) -> None:
+        if self.pending is None:  # a recording has no room for a stop
+            super().between_micro_batches()
+
+
+@contextmanager
+def reading_rates(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
+    """A context in which an optimizer reads its learning rates from tensors, a scalar for each parameter group."""
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group |= {"lr": rate, "capturable": True}  # torch's Adam refuses to be recorded without `capturable`
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.clear()
+            group |= values
+
+
+@contextmanager
+def unchanged(network: Network) -> Iterator[None]:
+    """A context that leaves a network's weights, buffers and optimizer state as they were."""
+
+    def state() -> list[Tensor]:
+        values = (value for state in network.optimizer.state.values() for value in state.values())
+        return [value for value in values if isinstance(value, Tensor)]
+
+    tensors = [*network.model.parameters(), *network.model.buffers(), *state()]
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+            known = {id(tensor) for tensor in tensors}
+            for tensor in state():
+                if id(tensor) not in known:  # the first step made it; the state of our optimizers begins at zero
+                    tensor.zero_()

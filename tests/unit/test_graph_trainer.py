@@ -1,0 +1,158 @@
+"""`train.cuda_graph` on a CPU, where a tape stands for the CUDA graph and is as strict.
+
+The tape records torch's operations with their tensors and numbers, and a replay does them again in the same memory.
+So whatever Python computed in the recorded step (a learning rate, an epoch, an `if`) would come back at every step,
+as it would from a graph. What CUDA itself refuses to record is for tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from helpers import losses, train_here, weights
+from lockstep.core.errors import InputError
+from lockstep.models.nets import MaxPoolTo
+from lockstep.optim.optimizers import set_learning_rate
+from lockstep.training import experiment, graph_trainer, trainer
+from lockstep.training.graph_trainer import GraphTrainer
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """The methods of `CudaGraph`, for operations below autograd on a CPU."""
+
+    replays: ClassVar[list[int]] = []  # of each tape
+    waits = torch.ops.aten._local_scalar_dense.default
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.number = len(Tape.replays)
+        Tape.replays.append(0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tape.waits:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        results = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, tensors(results)))
+        return results
+
+    def warm_up(self, function: Callable[[], None]) -> None:
+        function()
+
+    def record(self, function: Callable[[], None]) -> None:
+        with self:
+            function()
+
+    def replay(self) -> None:
+        Tape.replays[self.number] += 1
+        with torch.no_grad():
+            for func, args, kwargs, recorded in self.calls:
+                for tensor, result in zip(recorded, tensors(func(*args, **kwargs)), strict=True):
+                    if tensor.data_ptr() != result.data_ptr():  # neither a view nor in place
+                        tensor.copy_(result)
+
+
+def round_rates(optimizer: Optimizer, lr: float) -> None:
+    """Set learning rates that a float32 tensor can hold."""
+    set_learning_rate(optimizer, lr)
+    for group in optimizer.param_groups:
+        group["lr"] = float(np.float32(group["lr"]))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Have runs replay tapes, or not; in both cases their learning rates fit float32."""
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(trainer, "set_learning_rate", round_rates)
+        monkeypatch.setattr(graph_trainer, "CudaGraph", Tape)
+        monkeypatch.setattr(experiment, "trainer_class", lambda job, world: GraphTrainer if on else trainer.Trainer)
+        Tape.replays.clear()
+
+    return switch
+
+
+def run(folder: Path, *overrides: str, stop_at: int | None = None) -> Path:
+    # An epoch has three full batches and one of six examples.
+    job = (
+        *("dataset=fake", "dataset.size=8", "dataset.classes=10", "dataset.examples=30", "batch=8", "precision=fp64"),
+        *("telemetry.interval=1", "train.eval_every=100%", "train.cuda_graph=true"),
+    )
+    return train_here(folder, *job, *overrides, stop_at=stop_at).path
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    expected = weights(other)
+    assert losses(one) == losses(other)
+    assert not [name for name, value in weights(one).items() if not torch.equal(value, expected[name])]
+
+
+MIXED = ("train.micro_batches=3", "train.clip_norm=0.5", "train.mixup=0.4", "train.cutmix=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "replays"),
+    [
+        (("model.dropout=0.3", "train.ema=0.9", "steps=5"), [4]),
+        (("optimizer=sgd", "optimizer.nesterov=true", "optimizer.lr=0.01", "steps=2", *MIXED), [2]),
+        (("optimizer.head_lr=0.01", "train.freeze=[backbone]", "train.freeze_until=1", "steps=3"), [1, 2]),
+        (("model=test_resnet", "dataset.size=32", "model.drop_path_rate=0.2", "steps=2"), [2]),
+    ],
+    ids=["adamw-dropout-ema", "sgd-micro-batches-mixing", "thawing", "batch-norm-drop-path"],
+)
+def test_a_recorded_step_has_the_bits_of_the_step(
+    tmp_path: Path, graphs: Callable[[bool], None], overrides: tuple[str, ...], replays: list[int]
+) -> None:
+    graphs(False)
+    expected = run(tmp_path / "expected", *overrides)
+    assert Tape.replays == []
+    graphs(True)
+    recorded = run(tmp_path / "recorded", *overrides)
+    assert Tape.replays == replays
+    assert_same_run(recorded, expected)
+
+
+def test_a_recorded_step_of_muon_is_the_step_to_rounding(tmp_path: Path, graphs: Callable[[bool], None]) -> None:
+    """It multiplies by the rate and by the decay in the format of the rate's tensor, float32."""
+    overrides = ("optimizer=muon", "optimizer.weight_decay=0.01", "steps=3")
+    graphs(False)
+    expected = run(tmp_path / "expected", *overrides)
+    graphs(True)
+    recorded = run(tmp_path / "recorded", *overrides)
+    assert Tape.replays == [3]
+    for name, value in weights(recorded).items():
+        torch.testing.assert_close(value, weights(expected)[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_resume_has_the_bits_of_the_whole_run(tmp_path: Path, graphs: Callable[[bool], None]) -> None:
+    graphs(True)
+    overrides = ("model.dropout=0.3", "train.ema=0.9", "steps=5")
+    whole = run(tmp_path / "whole", *overrides)
+    parts = run(tmp_path / "parts", *overrides, stop_at=2)
+    run(parts, *overrides)
+    assert Tape.replays == [4, 2, 2]
+    assert_same_run(parts, whole)
+
+
+def test_a_model_that_reads_a_number_is_refused(
+    tmp_path: Path, graphs: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs(True)
+    forward = MaxPoolTo.forward
+    monkeypatch.setattr(MaxPoolTo, "forward", lambda self, x: forward(self, x) * float(x.mean() < 9))
+    with pytest.raises(InputError, match=r"cannot be recorded .*not permitted.*; use train\.cuda_graph=false"):
+        run(tmp_path / "run", "steps=2")
