@@ -216,8 +216,11 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     parser = importlib.import_module("hydra.core.override_parser.overrides_parser")
-    # The grammar builds its tables at first use: here, so that no fork spends 0.1 s on it.
+    # The grammars build their tables at first use: here, so that no fork spends 0.1 s on it.
     parser.OverridesParser.create().parse_overrides(["a=1", "b.c='d e'", "f=[g,h.i]", "~j", "k=${l:m}", "n=1e-3,x/y"])
+    values = importlib.import_module("omegaconf.grammar_parser")
+    for text in ("${a}/b", "${a:b.c.d}-${a:b.c.d}", "${a}/b/${c:%Y%m%d-%H%M%S}-${d:}"):
+        values.parse(text)
     gc.freeze()  # the garbage collector of a fork does not search these modules
     serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)

@@ -117,7 +117,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("loader", "launcher"),
-    [("streaming", "inline"), ("resident", "elastic")],
+    [("streaming", "inline"), ("resident", "spawn")],
 )
 def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: str, launcher: str) -> None:
     ranks = f"launcher.ranks={1 if launcher == 'inline' else 2}"

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from PIL import Image
 
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
-from helpers import NARROW, train_here
+from helpers import NARROW, Done, forks, result, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.demo import LARGEST, DemoServer
@@ -190,19 +188,9 @@ def test_the_server_listens_on_the_loopback_address_alone(server: DemoServer) ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_says_its_address_and_ends_with_a_signal(place: Path, number: int) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "demo", str(place / "run"), "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline())
-            assert address is not None
-            socket.create_connection(("127.0.0.1", int(address[1])), timeout=30).close()
-            process.send_signal(number)
-            assert process.communicate(timeout=60) == ("", "")
-        finally:
-            process.kill()
-        assert process.returncode == 0
+    process = forks().start("lockstep", "demo", str(place / "run"), "--port", "0")
+    address = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline().decode())
+    assert address is not None
+    socket.create_connection(("127.0.0.1", int(address[1])), timeout=30).close()
+    process.send_signal(number)
+    assert result(process, timeout=60) == Done(0, "", "")

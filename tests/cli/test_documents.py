@@ -2,8 +2,8 @@
 
 Each command in a `bash` block is typed as it stands into a folder that looks like a checkout, in the order of the
 document, so that a later one finds what an earlier one left. A command that trains gets `steps=N` behind it, with an
-N that grows from command to command, so that one that goes on with a run has something to do. What cannot be run
-here is in ELSEWHERE, with the reason, and is checked in another way.
+N that grows by each command that may go on with a run, so that it has something to do. What cannot be run here is in
+ELSEWHERE, with the reason, and is checked in another way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from helpers import ROOT, Done, built, command, forked
+from helpers import ROOT, Done, built, command, forked, forks
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError
 from lockstep.telemetry.sinks import LAYOUT
 
@@ -46,21 +46,23 @@ USE = (ROOT / "docs" / "use.md").read_text()
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a document, and where it stands among the commands of that document."""
+    """A command of a document, where it stands among the commands of that document, and its steps if it trains."""
 
     document: str
     number: int
+    steps: int
     text: str
 
 
 def found() -> Iterator[Command]:
     """Every command of every document; a line that ends with a backslash goes on in the next."""
     for document in DOCUMENTS:
-        number = itertools.count(1)
+        number, steps = itertools.count(1), 1
         for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if text := re.sub(r"(^|\s+)#\s.*", "", line).strip():
-                    yield Command(document, next(number), text)
+                    steps += bool(re.search(r"\b(resume|hydra\.run\.dir)=", text))
+                    yield Command(document, next(number), steps, text)
 
 
 COMMANDS = list(found())
@@ -171,10 +173,12 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything of this one but its outputs and data, and some photos."""
     folder = tmp_path_factory.mktemp("checkout")
-    for split, number, label in itertools.product(("train", "val"), range(40), ("cat", "dog")):
+    brightness = {"cat": 60, "dog": 190}  # `lockstep lr-find` refuses a job whose loss falls at no rate
+    for split, number, label in itertools.product(("train", "val"), range(40), brightness):
         path = folder / "photos" / split / label / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.effect_noise((32, 24), 50).convert("RGB").save(path)
+        noise = Image.effect_noise((32, 24), 50).convert("RGB")
+        Image.blend(noise, Image.new("RGB", noise.size, (brightness[label],) * 3), 0.5).save(path)
     (folder / "flowers").symlink_to(folder / "photos" / "train")
     for name in ("train.py", "conf", "src", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
@@ -195,7 +199,7 @@ def typed(text: str, folder: Path) -> Done:
 def shortened(documented: Command) -> str:
     """The command with few steps if it trains, else as it stands."""
     trains = "train.py" in documented.text and not re.search(r"train\.py.* (--help|--cfg|-sc)\b", documented.text)
-    return f"{documented.text} steps={documented.number}" if trains else documented.text
+    return f"{documented.text} steps={documented.steps}" if trains else documented.text
 
 
 @pytest.mark.slow
@@ -249,14 +253,11 @@ def assert_serves(text: str, folder: Path) -> None:
 
 def assert_shows(text: str, folder: Path) -> None:
     """The page of a model is where the command says, at a free port."""
-    with subprocess.Popen(
-        [sys.executable, "-m", *shlex.split(text), "--port", "0"], cwd=folder, stdout=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            page = urllib.request.urlopen(server.stdout.readline().split()[0], timeout=60).read()
-        finally:
-            server.terminate()
+    server = forks().start(*shlex.split(text), "--port", "0", cwd=folder)
+    try:
+        page = urllib.request.urlopen(server.stdout.readline().split()[0].decode(), timeout=60).read()
+    finally:
+        server.close()
     assert b"What is on this photo?" in page
 
 

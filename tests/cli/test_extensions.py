@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import Done, command, forked, weights
+from processes import FRESH
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None
 
 
 def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: Path, tmp_path: Path) -> None:
-    words = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1", "schedule=constant")
+    words = (*FRESH, "schedule=constant")
     assert train(project, *words, "launcher=elastic", "steps=3", f"hydra.run.dir={tmp_path}/part").code == 0
     assert train(project, f"resume={tmp_path}/part", "launcher=spawn", "steps=6").code == 0
     done = train(project, *words, "steps=6", f"hydra.run.dir={tmp_path}/whole")

@@ -21,7 +21,7 @@ common = ["device=cpu", "logger=jsonl", "precision=fp64", "telemetry.interval=1"
 common.append(f"output_root={sys.argv[1]}")
 torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # this process has threads now, so ranks are fresh interpreters
 one = lockstep.train(["steps=4", *common])
-two = lockstep.train(["steps=4", "strategy=ddp", "launcher.ranks=2", *common])
+two = lockstep.train(["steps=4", "strategy=allreduce", "launcher.ranks=2", *common])
 inside = lockstep.train(["steps=1", f"hydra.run.dir={sys.argv[1]}/named", *common])
 assert str(inside.folder) == f"{sys.argv[1]}/named", inside.folder
 more = lockstep.train([f"resume={one.folder}", "steps=6", f"output_root={sys.argv[1]}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import sys
 import warnings
@@ -28,12 +29,15 @@ try:
 except lockstep.LockstepError as error:
     print("ended:", error)
 """
+# The words of the notebook that are other ones here, for few steps.
+SHORTER = {"epochs=2": "steps=2", "epochs=3": "steps=3", "telemetry.interval=10": "telemetry.interval=1"}
 RESUMED = "import lockstep; print(lockstep.train(['resume=run', 'steps={STEPS}']).summary['status'])"
 
 
 def client(notebook: Any, folder: Path) -> NotebookClient:
     """A client whose kernel is an interpreter of these tests."""
     os.environ.pop("PYTEST_CURRENT_TEST", None)  # a kernel in a test does not show what its processes print
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # few cores here: no thread spins
     manager = AsyncKernelManager(kernel_cmd=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
     MANAGERS.append(manager)
     return NotebookClient(notebook, km=manager, timeout=300, resources={"metadata": {"path": str(folder)}})
@@ -63,11 +67,13 @@ def results(notebook: Any) -> list[str]:
 
 def test_the_notebook_of_the_documentation_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    for (old, new), cell in itertools.product(SHORTER.items(), notebook.cells):
+        cell.source = cell.source.replace(old, new)
     client(notebook, tmp_path).execute()
     one, two, difference, longer, parts = results(notebook)
     assert one == two
     assert float(difference) < 1e-12
-    assert longer.startswith("(69, ")
+    assert longer.startswith("(3, ")
     assert parts == "(torch.Size([64, 10]), 460)"
     for cell in notebook.cells[1:4:2]:  # progress is shown, of one rank and of two
         assert "done in" in printed(cell)

@@ -34,7 +34,9 @@ NORMED = (
     "model.drop_rate=0.2",
     "model.drop_path_rate=0.2",
     "dataset.input_size=16",
+    "batch=48",
     "steps=4",
+    "train.eval_every=4",
     "precision=fp64",
 )
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")

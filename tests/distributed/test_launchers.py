@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import as_ranks, command, losses, records, train, weights
-from processes import ELASTIC, JOB, PATIENCE, TWO, ended, processes, start, steps_done, summary, wait_for
+from processes import ELASTIC, FRESH, JOB, PATIENCE, TWO, ended, processes, start, steps_done, summary, wait_for
 
 STEPS = 10
 
@@ -23,21 +23,21 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     process = start(folder, *ELASTIC, f"steps={STEPS}")
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
-    assert "ranks  2 processes on the CPU by DDP" in out
+    assert "ranks  2 processes on the CPU by AllReduce" in out
     return folder
 
 
 def test_forked_ranks_give_the_run_of_fresh_ones(reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    code, err = ended(start(folder, *TWO, f"steps={STEPS}", "launcher=spawn"))
+    code, err = ended(start(folder, *FRESH, f"steps={STEPS}", "launcher=spawn"))
     assert code == 0, err
     assert_same(folder, reference)
 
 
 def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference: Path, tmp_path: Path) -> None:
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    steps = (f"steps={STEPS}", "strategy=ddp", "launcher.threads=1")
-    done = command(*launch, "train.py", *JOB, *steps, f"output_root={tmp_path}")
+    words = (f"steps={STEPS}", "strategy=allreduce", "launcher.threads=1")
+    done = command(*launch, "train.py", *JOB, *words, f"output_root={tmp_path}")
     assert done.code == 0, done.err
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert_same(folder, reference)

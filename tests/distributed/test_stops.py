@@ -19,10 +19,10 @@ from lockstep.launcher import attach, create_on_main
 from processes import (
     ELASTIC,
     FORKS,
+    FRESH,
     INLINE,
     LONG,
     SPAWN,
-    TWO,
     background,
     children,
     ended,
@@ -172,7 +172,8 @@ def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launch
 
 def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Path) -> None:
     torchrun = (str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2")
-    process = start(tmp_path / "run", *TWO, *LONG, launch=torchrun)
+    soon = ("--no-python", sys.executable, "-c", REPLACED, "lockstep.launcher.attach", "REACHED_S", "0.5")
+    process = start(tmp_path / "run", *FRESH, *LONG, launch=(*torchrun, *soon))
     wait_for(lambda: children(process.pid))
     process.kill()
     process.communicate()

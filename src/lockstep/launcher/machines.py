@@ -24,6 +24,9 @@ from lockstep.launcher.processes import GRACE_S, POLL_S
 # The seconds that machines have at least for joining a new job, and the seconds that a job with enough machines waits
 # for more machines.
 FIRST_S, LAST_CALL_S = 600.0, 5.0
+# Seconds that a machine which returns waits for its old connection to be known as gone. A packet that was lost while
+# the link was down is sent again after a second or two.
+RETURN_S = 10.0
 
 
 @dataclass(eq=False)
@@ -35,6 +38,8 @@ class Member:
         host: its name; its address until it has sent its name.
         node_rank: the `launcher.node_rank` of its command; None if this is `auto`.
         overrides: the overrides of its command; None until it has sent them.
+        connected_at: the time at which it connected.
+        welcome: whether main has sent it the path of the run folder.
         ready: whether it sees the run folder, and waits for the message to start.
         refused: why it cannot take part; empty if it can.
         leaving: whether the user has asked it to stop.
@@ -47,6 +52,8 @@ class Member:
     host: str
     node_rank: int | None = None
     overrides: list[str] | None = None
+    connected_at: float = field(default_factory=time.monotonic)
+    welcome: bool = False
     ready: bool = False
     refused: str = ""
     leaving: bool = False
@@ -122,9 +129,8 @@ class Machines:
         """Accept new connections, process all messages, and notice which machines are gone."""
         self._accept()
         for member in self.arrived:
-            unknown = member.overrides is None
             member.poll()
-            if unknown and member.overrides is not None:
+            if member.overrides is not None and not (member.welcome or member.gone):
                 self._welcome(member)
             if member.refused:
                 self._refuse(member)
@@ -141,16 +147,21 @@ class Machines:
                 self.arrived.append(Member(connection, connection.peer_address))
 
     def _welcome(self, member: Member) -> None:
-        """Send a machine the path of the run folder, if it was started with main's command."""
+        """Send a machine the path of the run folder, if it was started with main's command.
+
+        A machine whose number another one has waits until that one is gone.
+        """
         assert self.run_dir is not None
         assert member.overrides is not None
         others = [other for other in (*self.arrived, *self.members) if other is not member and not other.gone]
+        same_number = member.node_rank is not None and member.node_rank in [other.node_rank for other in others]
         if sorted(member.overrides) != self.overrides:
             theirs, ours = (" ".join(words) or "nothing" for words in (sorted(member.overrides), self.overrides))
             member.refused = f"it was started with {theirs}, and main with {ours}; use the same command on each"
-        elif member.node_rank is not None and member.node_rank in [other.node_rank for other in others]:
+        elif same_number and time.monotonic() > member.connected_at + RETURN_S:
             member.refused = f"another machine has launcher.node_rank={member.node_rank} too; give each its own"
-        else:
+        elif not same_number:
+            member.welcome = True
             member.send(folder=str(self.run_dir.path), lock=safe_read.read_text(self.run_dir.lock))
 
     def _refuse(self, member: Member) -> None:
