@@ -3,7 +3,8 @@
     python benchmarks/randaugment.py --json randaugment.json
 
 Two operations of magnitude 9 on batches of noise. torchvision's run on Pillow images, as in its reference recipes,
-and on tensors. Microseconds per image, medians; CPU, one thread. With `--device cuda` Lockstep's runs on the GPU.
+and on tensors. Microseconds per image, medians; CPU, one thread. With `--device cuda` Lockstep's runs on the GPU, as
+launched by Python and compiled.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
     pillow = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
     there, indices, transform = images.to(device), torch.arange(batch, device=device), v2.RandAugment()
 
-    def ours() -> None:
-        randaugment(there, SampleRNG(0, 0, indices), ops=2, magnitude=9)
+    def ours(compiled: bool = False) -> None:
+        randaugment(there, SampleRNG(0, 0, indices), ops=2, magnitude=9, compiled=compiled)
         if device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -38,6 +39,8 @@ def costs(size: int, device: torch.device, repeats: int) -> dict[str, float]:
         "torchvision, tensors": partial(timed, lambda: [transform(image) for image in images]),
         "lockstep": partial(timed, ours),
     }
+    if device.type == "cuda":
+        cases["lockstep, compiled"] = partial(timed, partial(ours, compiled=True))
     ours()  # warm-up
     return scaled(in_turns(cases, repeats), 1e6 / batch)
 

@@ -237,15 +237,16 @@ def test_neither_a_step_nor_a_log_point_waits_for_the_device(
     run_until(World.solo("cuda:0"), run_dir(tmp_path / "run", "device=cuda", "epochs=2", *every, *mixing), None)
 
 
-def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device(compiled: bool) -> None:
     images = torch.randint(256, (200, 3, 40, 40), dtype=torch.uint8)
     indices = torch.arange(200)
     expected = randaugment(images, rng.SampleRNG(0, 0, indices), ops=2, magnitude=9)
     there, draws = images.cuda(), rng.SampleRNG(0, 0, indices.cuda())
-    randaugment(there, draws, ops=2, magnitude=9)
+    randaugment(there, draws, ops=2, magnitude=9, compiled=compiled)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = randaugment(there, draws, ops=2, magnitude=9)
+        actual = randaugment(there, draws, ops=2, magnitude=9, compiled=compiled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # A rotation may round a coordinate to the pixel beside it, a blend a value to the one below it.

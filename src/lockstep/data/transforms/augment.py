@@ -190,16 +190,20 @@ class RandAugment(CropFlip):
     Fields:
         ops: operations per image, one after another.
         magnitude: their strength, from 0 to 30.
+        compile: compile the operations, on a GPU.
     """
 
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=STRONGEST)
+    compile: bool = False
 
     def __str__(self) -> str:
         return _listed(super().__str__(), f"RandAugment of {self.ops} at {self.magnitude}")
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
+        return randaugment(
+            super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,22 +211,23 @@ class RandAugmentResized(RandomResizedCrop):
     """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet.
 
     Fields:
-        ops, magnitude: as for `RandAugment`.
+        ops, magnitude, compile: as for `RandAugment`.
     """
 
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=STRONGEST)
+    compile: bool = False
 
     def __str__(self) -> str:
         return _listed(super().__str__(), f"RandAugment of {self.ops} at {self.magnitude}")
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         cropped = super().apply(images, draws, size).round().to(torch.uint8)
-        return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude)
+        return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile)
 
     @property
     def after_crop(self) -> _Mirror:
-        return _MirrorRandAugment(flip=self.flip, ops=self.ops, magnitude=self.magnitude)
+        return _MirrorRandAugment(flip=self.flip, ops=self.ops, magnitude=self.magnitude, compile=self.compile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +236,9 @@ class _MirrorRandAugment(_Mirror):
 
     ops: int
     magnitude: int
+    compile: bool
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return randaugment(super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude)
+        return randaugment(
+            super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile
+        )

@@ -25,19 +25,31 @@ BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, AUTOCONTRAST, EQUALIZE = range(6, 12)
 COLOR, SHARPNESS = range(12, 14)
 OPERATIONS = 14
 STRONGEST = 30  # the last of torchvision's 31 magnitudes
+# torchvision's strengths of blends, in float32 as there: values are truncated to integers, so the last bit matters.
+STRENGTHS: list[float] = torch.linspace(0, 0.9, STRONGEST + 1).tolist()
 FIRST_DRAW = 16  # the crop uses the sample's numbers before this one
 CPU_VALUES = 2**21  # values that the CPU works on at a time: few enough that temporary memory is reused
 
 
-def randaugment(images: Tensor, draws: SampleRNG, *, ops: int, magnitude: int) -> Tensor:
-    """Apply `ops` random operations to each of the uint8 images (B, C, H, W), with a strength from 0 to 30."""
+def randaugment(images: Tensor, draws: SampleRNG, *, ops: int, magnitude: int, compiled: bool = False) -> Tensor:
+    """Apply `ops` random operations to each of the uint8 images (B, C, H, W), with a strength from 0 to 30.
+
+    `compiled` uses `torch.compile` on a GPU: ten kernels or so for an operation instead of more than 200.
+    """
+    apply = compiled_operate() if compiled and images.is_cuda else operate
     at_once = len(images) if images.is_cuda else max(1, CPU_VALUES // max(1, images[:1].numel()))
     parts = list(images.split(at_once))
     for n in range(ops):
         op = (draws.uniform(FIRST_DRAW + 2 * n) * OPERATIONS).long().split(at_once)
         up = (draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5).split(at_once)
-        parts = [operate(*arguments, magnitude) for arguments in zip(parts, op, up, strict=True)]
+        parts = [apply(*arguments, magnitude) for arguments in zip(parts, op, up, strict=True)]
     return torch.cat(parts)
+
+
+@functools.cache
+def compiled_operate() -> Callable[..., Tensor]:
+    """`operate`, compiled for each number of images when it first comes."""
+    return torch.compile(operate, fullgraph=True, dynamic=False)
 
 
 def operate(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
@@ -154,14 +166,8 @@ def _blended(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
 
 def _ratios(up: Tensor, magnitude: int) -> tuple[Tensor, Tensor]:
     """The shares (B,) of an image and of the one it is blended with; they sum to 1, and may leave [0, 1]."""
-    more = _strength(magnitude)
+    more = STRENGTHS[magnitude]
     return torch.where(up, 1 + more, 1 - more), torch.where(up, 1 - (1 + more), 1 - (1 - more))
-
-
-@functools.cache
-def _strength(magnitude: int) -> float:
-    """torchvision's strength, in float32 as there: values are truncated to integers, so the last bit matters."""
-    return float(torch.linspace(0, 0.9, STRONGEST + 1)[magnitude])
 
 
 def _grey(images: Tensor) -> Tensor:
