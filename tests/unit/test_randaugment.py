@@ -114,8 +114,8 @@ def test_the_crop_comes_first_and_is_that_of_the_augmentation_without_operations
 def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU an operation is computed for all samples, and can be compiled. Here it is traced and not compiled."""
 
-    def everywhere(chosen: Tensor, change: Callable[..., Tensor], others: Tensor, *arguments: Tensor) -> Tensor:
-        return torch.where(chosen.view(-1, *[1] * (others.dim() - 1)), change(*arguments), others)
+    def everywhere(chosen: Tensor, change: Callable[..., Tensor], images: Tensor, *arguments: Tensor) -> Tensor:
+        return torch.where(chosen.view(-1, *[1] * (images.dim() - 1)), change(*arguments), images)
 
     stored = torch.randint(256, (56, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     op, up = torch.arange(56) % 14, torch.arange(56) < 28
