@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import struct
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +17,7 @@ from lockstep.job.resolve import resolve
 from lockstep.job.validate import check_job
 from lockstep.telemetry import loggers
 from lockstep.telemetry.observers import Observers
-from processes import processes, wait_for
+from processes import processes
 
 SMALL = ("model=linear", "batch=300", "steps=12", "telemetry.interval=2", "train.eval_every=4", "device=cpu")
 
@@ -183,7 +177,7 @@ def test_a_killed_run_is_one_run_at_wandb_with_every_figure(tmp_path: Path) -> N
 
 @pytest.mark.filterwarnings("ignore")  # MLflow's, of the libraries that it uses
 @pytest.mark.slow
-def test_mlflow_has_every_figure_of_a_stopped_run_once_and_shows_it(tmp_path: Path) -> None:
+def test_mlflow_has_every_figure_of_a_stopped_run_once(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     run = tmp_path / "out" / "run"
     job = (*SMALL, "logger=[jsonl,mlflow]", f"output_root={tmp_path / 'out'}", "checkpoint.every=4")
@@ -198,33 +192,5 @@ def test_mlflow_has_every_figure_of_a_stopped_run_once_and_shows_it(tmp_path: Pa
     for tag in ("loss/train", "acc/val_top1"):
         points = [(point.step, point.value) for point in client.get_metric_history(stored.info.run_id, tag)]
         assert sorted(points) == [(line["step"], line[tag]) for line in records(run) if tag in line]
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ("server", "--backend-store-uri", database, "--port", str(port), "--workers", "1")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", *words], stderr=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        page = f"http://127.0.0.1:{port}"
-        wait_for(lambda: answers(f"{page}/health"))
-        body = json.dumps({"experiment_ids": [experiment.experiment_id]}).encode()
-        request = urllib.request.Request(
-            f"{page}/ajax-api/2.0/mlflow/runs/search", body, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request) as response:
-            (shown,) = json.load(response)["runs"]
-        latest = {metric["key"]: metric["value"] for metric in shown["data"]["metrics"]}
-        assert latest["acc/val_top1"] == records(run)[-1]["acc/val_top1"]
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(30)
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+    # The latest figures are what MLflow's page lists.
+    assert stored.data.metrics["acc/val_top1"] == records(run)[-1]["acc/val_top1"]

@@ -14,6 +14,7 @@ from helpers import records, train
 from processes import (
     ELASTIC,
     FORKS,
+    FRESH,
     INLINE,
     LONG,
     SPAWN,
@@ -116,7 +117,9 @@ def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path, how: str, monk
     if how == "fresh":
         monkeypatch.setenv(*THREADED)
     folder = tmp_path / "run"
-    process = running(folder, *SPAWN, *LONG, afresh=how == "fresh")
+    # Fresh ranks import what DDP needs, each for itself.
+    launcher = (*FRESH, "launcher=spawn") if how == "fresh" else SPAWN
+    process = running(folder, *launcher, *LONG, afresh=how == "fresh")
     commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in [process.pid, *ranks(folder, process)]}
     assert (len(commands) == 1) == (how == "fork" and FORKS)
     os.killpg(process.pid, signal.SIGINT)  # the ranks get it too
