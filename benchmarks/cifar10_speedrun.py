@@ -40,7 +40,8 @@ from lockstep.data.loading.prefetch import sample
 from lockstep.job import resolve
 from lockstep.models.whitenet import WhiteNet
 from lockstep.training import experiment
-from lockstep.training.trainer import Progress, Trainer
+from lockstep.training.progress import Progress
+from lockstep.training.trainer import Trainer
 from measure import Figures, Rows, Stopwatch, console, parser, show, write
 from runs import prepared
 

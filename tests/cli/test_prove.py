@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers import Done, forked
-from lockstep.cli.prove import COMMON, Case, Outcome, cases, compare, for_strategy
+from lockstep.cli.prove import COMMON, cases, compare, for_strategy
+from lockstep.cli.prove_run import Case, Outcome
 
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
 REFERENCE = Outcome(

@@ -250,7 +250,7 @@ READS: dict[str, str] = {
     "data.packing": "locks the folder that it makes, and reads nothing of it",
     "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
-    "cli.prove": "what `lockstep prove` has had written just now",
+    "cli.prove_run": "the files that `lockstep prove` has just had written",
 }
 
 

@@ -7,35 +7,25 @@ and stochastic depth.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.table import Table
-from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.checkpoint import MODEL, latest_valid
+from lockstep.cli.prove_run import Case, Outcome, run
 from lockstep.config import components, composition
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.protocols import Strategy
-from lockstep.core.run_dir import RunDir
 from lockstep.models.nets import without_weights
 from lockstep.precision import FP64
-from lockstep.runtime.signals import PARENT
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
@@ -62,40 +52,6 @@ EXPLANATION = (
     "at first, growing with the steps) and for nothing else. A killed run and repro=strict must agree to the last "
     "bit. Samples: every example once per epoch, at the same steps, with the same augmented pixels."
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run.
-
-    Fields:
-        name: the name of the run in the table.
-        overrides: the overrides of the run, besides the common ones.
-        reference: the name of the earlier run with which it is compared.
-        exact: whether the two runs must agree to the bit.
-        killed: whether the run is killed halfway and resumed.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    reference: str
-    exact: bool = False
-    killed: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a run.
-
-    Fields:
-        losses: the training loss of each step.
-        weights: the final weights.
-        samples: (epoch, step, index, hash of pixels) of each example.
-    """
-
-    losses: list[float]
-    weights: dict[str, Tensor]
-    samples: list[tuple[int, int, int, int]]
 
 
 def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
@@ -246,62 +202,9 @@ def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: i
     """
     log.console.print(f"  {case.name}", soft_wrap=True)
     try:
-        return _run(case, folder / case.name.replace(" ", "-"), overrides, steps)
+        return run(case, folder / case.name.replace(" ", "-"), overrides, steps)
     except InputError as error:
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
         log.console.print(f"  without {case.name}: {error}", soft_wrap=True)
         return None
-
-
-def _run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
-    """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
-    words = ["train", *overrides, *case.overrides, f"hydra.run.dir={folder}"]
-    command = [sys.executable, "-m", "lockstep", *words]
-    run_dir = RunDir(folder)
-    if case.killed:
-        _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)
-    with _running([*command, f"output_root={folder.parent}"]) as process:
-        error = process.communicate()[1].strip()
-    if process.returncode == InputError.exit_code:
-        raise InputError(error.removeprefix("lockstep: "))
-    if process.returncode:
-        raise LockstepError(f"{case.name} ended with exit code {process.returncode}: {error}")
-    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
-    newest = latest_valid(run_dir.checkpoints)
-    assert newest is not None
-    samples = [
-        (record["epoch"], record["step"], record["index"], record["hash"])
-        for path in run_dir.logs.glob("rank*.samples.jsonl")
-        for record in map(json.loads, path.read_text().splitlines())
-    ]
-    return Outcome([line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples)
-
-
-def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
-    """Start a run and kill all its processes once half of the steps are saved."""
-    half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
-    with _running(command) as process:
-        while process.poll() is None and not half.exists():
-            time.sleep(0.01)
-        if process.poll() is not None:
-            raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")
-
-
-@contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A running command. All its processes are killed at the end of the context, or with this process."""
-    with subprocess.Popen(
-        command,
-        # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
-        env={**os.environ, PARENT: str(os.getpid()), "HYDRA_FULL_ERROR": "0"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)

@@ -39,8 +39,7 @@ class Telemetry:
     Every rank has one, because the sums are collective. Only main's has observers and a visible display.
 
     Args:
-        world, plan: of the run.
-        observer: is told of the run.
+        observer: receives the events and figures of the run.
         display: shows progress to the user.
         samples: records the examples that this rank trained on, or nothing.
         step: the last step that is already done.
@@ -259,10 +258,9 @@ class Telemetry:
 
     def _first_bad_step(self, ended: EndedWindow) -> int:
         """The first step with a diverged loss on any rank; the last one if only the mean is diverged. Collective."""
-        first = torch.full((self.world.size,), ended.last, device=self.world.device)
+        first = torch.zeros(self.world.size, dtype=torch.int64, device=self.world.device)
         first[self.world.rank] = ended.first_bad_step(self.loss_limit)
-        others = torch.arange(self.world.size, device=self.world.device) != self.world.rank
-        return int(self.world.sum(first.masked_fill(others, 0)).min())
+        return int(self.world.sum(first).min())
 
     def evaluating(self, done: int, blocks: int) -> None:
         """Show how far the evaluation after the present step is."""

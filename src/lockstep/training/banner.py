@@ -26,7 +26,7 @@ from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
-from lockstep.training.trainer import Progress
+from lockstep.training.progress import Progress
 from lockstep.training.usual import Usual
 
 

@@ -27,7 +27,7 @@ from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
 from lockstep.training.network import Network
-from lockstep.training.trainer import Progress
+from lockstep.training.progress import Progress
 
 
 def without_start(job: Job) -> Job:

@@ -19,7 +19,7 @@ from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.training import banner
 from lockstep.training.network import Network
-from lockstep.training.trainer import Progress
+from lockstep.training.progress import Progress
 
 # A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000

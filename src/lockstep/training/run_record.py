@@ -21,7 +21,8 @@ from lockstep.runtime import environment, host
 from lockstep.training import banner, crash_dump
 from lockstep.training.build_data import TrainingData
 from lockstep.training.network import Network
-from lockstep.training.trainer import Progress, Trainer
+from lockstep.training.progress import Progress
+from lockstep.training.trainer import Trainer
 
 
 class NoRecord:

@@ -22,28 +22,11 @@ from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.telemetry import Telemetry, Window, WindowState
+from lockstep.telemetry import Telemetry, Window
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Network
+from lockstep.training.progress import Progress
 from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
-
-
-@dataclass
-class Progress:
-    """How far a run has come.
-
-    Fields:
-        step: the last finished one.
-        score: top-1 in percent of the evaluation after that step, if there was one.
-        best, best_step: the best score and its step.
-        window: the steps since the last log point, where a checkpoint lies between two of them.
-    """
-
-    step: int = 0
-    score: float | None = None
-    best: float | None = None
-    best_step: int = 0
-    window: WindowState | None = None
 
 
 @dataclass(kw_only=True)
