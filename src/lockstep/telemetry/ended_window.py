@@ -14,8 +14,8 @@ from lockstep.telemetry.epoch import Epoch
 from lockstep.telemetry.window import Window
 
 
-class HostCopy:
-    """A copy of a tensor in host memory. Making it does not wait for the device; reading it does."""
+class PendingNumbers:
+    """The numbers of a tensor, on their way to host memory. Only `read` waits for the device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.arrived: torch.cuda.Event | None = None
@@ -36,20 +36,22 @@ class HostCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class EndedWindow:
-    """What is known of a window without waiting for the device, and copies of the rest.
+    """The figures of a window that need no wait for the device, and the pending numbers for the others.
 
     Fields:
-        first, last: steps.
-        seconds: of the window; `seconds_so_far` are those of all windows of this process up to its end.
-        steps: how many of them this process has done.
-        carried: examples that an earlier process trained on.
-        epoch: the epoch of the last step.
-        scalars: figures of the last step.
-        sums: over all ranks: summed loss, hits and examples, then the same of the epoch's part; last the figures of
-            the last step that are on the device, in the order of `on_device`.
-        on_device: the names of those figures.
-        checksums: of the weights of each rank, if they have to be compared.
-        micro_batches: step, summed losses (on the device) and examples of each micro-batch of this rank.
+        first, last: the first and the last step of the window.
+        seconds: the seconds of the window.
+        seconds_so_far: the seconds of all windows of this process, up to the end of this one.
+        steps: the number of its steps that this process has done.
+        carried: the number of its examples that an earlier process trained on.
+        epoch: the epoch of the last step, which adds the sums of the window to its own.
+        scalars: the figures of the last step that are Python numbers.
+        sums: over all ranks, the summed loss, hits and examples of the window, and the same three of its steps in
+            `epoch`; then the figures of the last step that were on the device, in the order of `on_device`.
+        on_device: the names of these figures.
+        checksums: the checksum of each rank's weights; None if there is nothing to compare.
+        micro_batches: the steps, the summed losses (on the device) and the numbers of examples of this rank's
+            micro-batches.
     """
 
     first: int
@@ -60,13 +62,13 @@ class EndedWindow:
     carried: int
     epoch: Epoch
     scalars: Mapping[str, float]
-    sums: HostCopy
+    sums: PendingNumbers
     on_device: list[str]
-    checksums: HostCopy | None
+    checksums: PendingNumbers | None
     micro_batches: tuple[list[int], Tensor, list[int]]
 
     def read(self) -> Window:
-        """The window, whose sums its epoch takes. Waits for the device; to be called once."""
+        """The window. Adds its sums to its epoch, so call it once. Waits for the device."""
         loss, hits, examples, *rest = self.sums.read()
         self.epoch.add(*rest[:3])
         return Window(

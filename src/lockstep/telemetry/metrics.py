@@ -21,7 +21,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.clock import Seconds, TrainingClock
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.ended_window import EndedWindow, HostCopy
+from lockstep.telemetry.ended_window import EndedWindow, PendingNumbers
 from lockstep.telemetry.epoch import Epoch
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
@@ -185,9 +185,9 @@ class Telemetry:
                 carried=self.carried,
                 epoch=self.epoch,
                 scalars={name: float(value) for name, value in scalars.items() if name not in on_device},
-                sums=HostCopy(torch.cat(sums)),
+                sums=PendingNumbers(torch.cat(sums)),
                 on_device=list(on_device),
-                checksums=None if checksums is None else HostCopy(checksums),
+                checksums=None if checksums is None else PendingNumbers(checksums),
                 micro_batches=(self.steps, self.losses, self.counts),
             )
         )

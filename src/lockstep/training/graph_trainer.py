@@ -53,7 +53,7 @@ class CudaGraph:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the forward pass of a micro-batch takes: see `Trainer.loss_and_logits`."""
+    """The inputs of a micro-batch's forward pass and loss, as `Trainer.loss_and_logits` takes them."""
 
     images: Tensor
     targets: Tensor
@@ -84,8 +84,8 @@ class Recording:
     """The recorded update of a step.
 
     Fields:
-        frozen: whether `train.freeze_until` froze layers in it.
-        inputs: of each micro-batch, which a replay reads.
+        frozen: whether `train.freeze_until` froze layers in the recorded step.
+        inputs: the inputs of each micro-batch, which a replay reads.
         rates: the learning rate of each parameter group, float32 scalars, which a replay reads.
         graph: the recorded kernels.
         outputs: the loss and the logits of each micro-batch, which a replay writes.
@@ -117,9 +117,10 @@ class GraphTrainer(Trainer):
         micro_batches = [micro for micro, _ in shard.micro_batches(self.plan.micro_batches)]
         inputs = [self.inputs(micro) for micro in micro_batches]
         if self.recording is None or self.recording.frozen != self.network.freezing.frozen(shard.step):
-            self.recording = None  # frees its memory first
-            self.recording = self.record(shard, inputs)
+            self.recording = None  # free its memory before the next recording needs as much
+            self.record(shard, inputs)
         recording = self.recording
+        assert recording is not None
         for buffer, values in zip(recording.inputs, inputs, strict=True):
             buffer.copy_(values)
         for rate, group in zip(recording.rates, self.network.optimizer.param_groups, strict=True):
@@ -134,13 +135,13 @@ class GraphTrainer(Trainer):
         images, targets = self.pipeline.mixed(micro)
         return Inputs(images, targets, self.network.forward_keys(micro), micro.labels)
 
-    def record(self, shard: Shard, inputs: list[Inputs]) -> Recording:
-        """Record the update of a shard. Weights and the optimizer's state stay as they are.
+    def record(self, shard: Shard, inputs: list[Inputs]) -> None:
+        """Record the update of a shard as `recording`. The weights and the optimizer's state do not change.
 
         Raises:
             InputError: the model does something that cannot be recorded, such as reading a tensor as a number.
         """
-        recording = Recording(
+        recording = self.recording = Recording(
             frozen=self.network.freezing.frozen(shard.step),
             inputs=[values.clone() for values in inputs],
             rates=[
@@ -154,7 +155,6 @@ class GraphTrainer(Trainer):
             self.pending, recording.outputs = iter(recording.inputs), []
             recording.grad_norm = super(GraphTrainer, self).update(shard, measures_norm=True)
 
-        self.recording = recording
         try:
             with reading_rates(self.network.optimizer, recording.rates), unchanged(self.network):
                 recording.graph.warm_up(update)
@@ -168,7 +168,6 @@ class GraphTrainer(Trainer):
             ) from error
         finally:
             self.pending = None
-        return recording
 
     def forward(self, micro: Shard) -> Tensor:
         if self.pending is None:
