@@ -12,6 +12,7 @@ from helpers import Done, forked
 from lockstep.cli.prove import COMMON, cases, compare, for_strategy
 from lockstep.cli.prove_run import Case, Outcome
 
+OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
 REFERENCE = Outcome(
     losses=[2.0, 1.0],
@@ -41,7 +42,7 @@ def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left
     words = ("prove", "--ranks", "2", "--steps", "4", "model=linear")
     done = forked("-c", SOME, ",".join(some + refused), *words, cwd=tmp_path, TMPDIR=str(tmp_path))
     assert done.code == 0, done.out + done.err
-    assert [line.strip() for line in done.out.splitlines() if line.strip() in some] == some
+    assert [line.split("  ")[1] for line in done.out.splitlines() if line.endswith("pass")] == some
     assert "without pipeline 2: strategy=pipeline has 2 stages, but this model can be cut into 1" in done.out
     assert [line for line in done.out.splitlines() if "pipeline 2 killed" in line and "refused" in line]
     assert not list(tmp_path.glob("lockstep-prove-*"))
@@ -76,29 +77,47 @@ def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, outcome: O
     assert not compare(case, outcome, REFERENCE)[1]
 
 
-def test_every_strategy_runs_on_every_size_behind_what_it_is_compared_with() -> None:
-    planned = cases([2, 3, 4], micro_batches=3)
-    names = [case.name for case in planned]
+def names_of(planned: list[Case]) -> list[str]:
+    return [case.name for case in planned]
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_every_run_comes_behind_what_it_is_compared_with(everything: bool) -> None:
+    names = names_of(planned := cases([2, 3, 4], micro_batches=3, others=OTHERS, everything=everything))
     assert all(case.reference in names[: number + 1] for number, case in enumerate(planned))
-    assert {f"{strategy} {size}" for strategy in ("ddp", "allreduce", "allreduce_hooks") for size in (2, 3, 4)} < set(
-        names
-    )
-    assert {"single", "dp", "strict 1", "strict 2", "strict 4"} < set(names)
-    sharded = cases([2], micro_batches=None, others=("fsdp", "zero"))
-    assert [case.name for case in sharded if case.killed] == ["ddp 2 killed", "fsdp 2 killed", "zero 2 killed"]
-    assert [case.name for case in planned if case.killed] == [f"ddp {size} killed" for size in (2, 3, 4)]
-    assert {"single x 3", "ddp 2 x 3", "ddp 3 x 3", "ddp 4 x 3"} < set(names)
-    assert not any("x" in case.name for case in cases([2], micro_batches=None))
+    assert len(names) == len(set(names))
+
+
+def test_each_strategy_runs_once_ddp_on_every_size_and_each_kind_of_state_is_killed_once() -> None:
+    names = names_of(cases([2, 3, 4], micro_batches=3, others=OTHERS))
+    ranks = [name for name in names if name.split()[0] not in ("single", "dp", "strict")]
+    assert {name for name in ranks if "killed" not in name and "x" not in name} == {
+        *(f"{name} 2" for name in OTHERS),
+        *(f"ddp {size}" for size in (2, 3, 4)),
+    }
+    assert [name for name in names if "killed" in name] == [
+        f"{name} 2 killed" for name in ("ddp", "fsdp", "zero", "pipeline")
+    ]
+    assert [name for name in names if " x " in name] == ["single x 3", "ddp 2 x 3"]
+    assert [name for name in names if "strict" in name] == ["strict 1", "strict 2"]
+    assert not any(" x " in name for name in names_of(cases([2], micro_batches=None)))
+
+
+def test_all_runs_every_strategy_and_every_kill_on_every_size() -> None:
+    names = set(names_of(cases([2, 3, 4], micro_batches=3, others=OTHERS, everything=True)))
+    assert {f"{name} {size}" for name in ("ddp", *OTHERS) for size in (2, 3, 4)} < names
+    assert {f"{name} {size} killed" for name in ("ddp", "fsdp", "zero", "pipeline") for size in (2, 3, 4)} < names
+    assert {"single x 3", "ddp 2 x 3", "ddp 3 x 3", "ddp 4 x 3", "strict 1", "strict 2", "strict 4"} < names
 
 
 def test_the_keys_of_the_users_strategy_are_for_its_own_runs() -> None:
     overrides = ["strategy=pipeline", "strategy.schedule=gpipe", "batch=64"]
-    planned = {case.name: case for case in cases([2], micro_batches=None, others=("pipeline", "local_sgd"))}
+    planned = {case.name: case for case in cases([2], micro_batches=None, others=("pipeline",))}
     assert for_strategy(planned["pipeline 2"], overrides) == overrides
     assert for_strategy(planned["single"], overrides) == ["strategy=pipeline", "batch=64"]
-    assert "strategy.local_steps=1" in planned["local_sgd 2"].overrides
-    # The user's strategy would be refused beside repro=strict.
+    # The user's strategy would be refused beside repro=strict, and the user's repro=strict beside a strategy.
     assert {"strategy=auto", "repro=strict"} < set(planned["strict 2"].overrides)
+    assert all("repro=exact" in case.overrides for name, case in planned.items() if "strict" not in name)
 
 
 def test_the_users_config_is_run_as_it_is() -> None:

@@ -131,14 +131,17 @@ def _prove(commands: Any) -> None:
     prove = commands.add_parser(
         "prove",
         help="show on this machine that a config is the same run under every strategy and world size",
-        description="Train a config for a few steps under every strategy and on every number of ranks that this "
-        "machine allows, kill one run and resume it, and compare losses, weights and samples. The exit code is 0 if "
+        description="Train a config for a few steps under every strategy on two ranks, and under ddp on three and "
+        "four, kill some of the runs and resume them, and compare losses, weights and samples. The exit code is 0 if "
         "all agree, 70 if one does not, 2 if the config does not fit.",
     )
     prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
     prove.set_defaults(rest="overrides")
     prove.add_argument("--steps", type=int, default=20, help="steps of each run [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
+    prove.add_argument(
+        "--all", dest="everything", action="store_true", help="every strategy and every kill on every number of ranks"
+    )
 
 
 def _pack(commands: Any) -> argparse.ArgumentParser:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from lockstep.cli.prove_run import Case, Outcome, run
@@ -27,14 +26,13 @@ from lockstep.core.protocols import Strategy
 from lockstep.models.nets import without_weights
 from lockstep.precision import FP64
 from lockstep.strategy.sync_batchnorm import has_batchnorm
+from lockstep.telemetry.progress import progress
 
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
 # The strategies that cut state over the ranks; besides ddp, they are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
-# The overrides with which a strategy must give the same run as the others.
-EQUAL_WITH = {"local_sgd": ("strategy.local_steps=1",)}
 # The overrides of every run, after the user's.
 COMMON = (
     "precision=fp64",
@@ -54,8 +52,8 @@ EXPLANATION = (
 )
 
 
-def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
-    """Run all cases and print how much each differs from its reference.
+def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bool = False) -> None:
+    """Run the cases, or all of them with `everything`, and print how much each differs from its reference.
 
     Raises:
         InputError: the config is wrong.
@@ -64,38 +62,56 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None) -> None:
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
-    planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job))
-    common = [*COMMON, f"steps={steps}"]
+    planned = cases(
+        _sizes(ranks),
+        micro_batches=_other_micro_batches(job),
+        others=_equal_strategies(job),
+        everything=everything,
+    )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
-    table = Table("run", "against", "loss", "weights", "samples", "")
+    print_row("run", "against", "loss", "weights", "samples", "")
     outcomes: dict[str, Outcome] = {}
     failed = []
-    for case in planned:
-        reference = "" if case.reference == case.name else case.reference
-        words = [*for_strategy(case, overrides), *common]
-        outcome = _run_unless_refused(case, folder, words, steps) if not reference or reference in outcomes else None
-        if outcome is None:
-            table.add_row(case.name, reference, "", "", "", "refused")
-            continue
-        outcomes[case.name] = outcome
-        row, same = compare(case, outcome, outcomes[case.reference])
-        table.add_row(case.name, reference, *row, "pass" if same else "FAIL")
-        failed += [] if same else [case.name]
-    log.console.print(table)
+    with progress("proving", sum(case.starts for case in planned)) as advance:
+        for case in planned:
+            reference = "" if case.reference == case.name else case.reference
+            words = [*for_strategy(case, overrides), *COMMON, f"steps={steps}"]
+            # What is compared with a refused run was refused with it.
+            comparable = not reference or reference in outcomes
+            outcome = _run_unless_refused(case, folder, words, steps) if comparable else None
+            advance(case.starts)
+            if outcome is None:
+                print_row(case.name, reference, "", "", "", "refused")
+                continue
+            outcomes[case.name] = outcome
+            row, same = compare(case, outcome, outcomes[case.reference])
+            print_row(case.name, reference, *row, "pass" if same else "FAIL")
+            failed += [] if same else [case.name]
     log.console.print(EXPLANATION, soft_wrap=True)
     if failed:
         raise LockstepError(f"not the same run: {', '.join(failed)}; the runs are kept in {folder}")
     shutil.rmtree(folder)
 
 
-def cases(
-    sizes: list[int], *, micro_batches: int | None, others: Sequence[str] = ("allreduce", "allreduce_hooks")
-) -> list[Case]:
-    """The runs on one rank and on each of `sizes` ranks (all above one), each after its reference.
+def print_row(name: str, reference: str, loss: str, weights: str, samples: str, verdict: str) -> None:
+    """Print the row of a run as soon as its figures are known."""
+    line = f"  {name:<21}{reference:<18}{loss:>8}{weights:>11}{samples:>12}  {verdict}"
+    log.console.print(line.rstrip(), soft_wrap=True)
 
-    `micro_batches` is a number that differs from the user's config; None if it would change the run. `others` are the
-    strategies besides `ddp` that work with the job.
+
+def cases(
+    sizes: list[int],
+    *,
+    micro_batches: int | None,
+    others: Sequence[str] = ("allreduce", "allreduce_hooks"),
+    everything: bool = False,
+) -> list[Case]:
+    """The runs on one rank and on `sizes` ranks (all above one), each after its reference.
+
+    Each strategy runs on the first of `sizes`, where each that keeps its state in another way is also killed, and
+    `ddp` on all of them. With `everything`, all run on all. `micro_batches` is a number that differs from the user's
+    config; None if it would change the run. `others` are the strategies besides `ddp` that work with the job.
     """
 
     def with_micro_batches(case: Case) -> list[Case]:
@@ -107,17 +123,20 @@ def cases(
 
     planned = with_micro_batches(Case("single", ("strategy=single", "launcher.ranks=1"), "single"))
     planned.append(Case("dp", ("strategy=dp", "launcher.ranks=1"), "single"))
+    complete = sizes if everything else sizes[:1]
     for ranks in sizes:
         ranks_override = f"launcher.ranks={ranks}"
-        planned += with_micro_batches(Case(f"ddp {ranks}", ("strategy=ddp", ranks_override), "single"))
-        for strategy in others:
-            words = (f"strategy={strategy}", *EQUAL_WITH.get(strategy, ()), ranks_override)
-            planned.append(Case(f"{strategy} {ranks}", words, "single"))
+        ddp = Case(f"ddp {ranks}", ("strategy=ddp", ranks_override), "single")
+        if ranks not in complete:
+            planned.append(ddp)
+            continue
+        planned += with_micro_batches(ddp)
+        planned += [Case(f"{name} {ranks}", (f"strategy={name}", ranks_override), "single") for name in others]
         for strategy in ("ddp", *(name for name in others if name in KILLED)):
             killed = (f"strategy={strategy}", ranks_override, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
             planned.append(Case(f"{strategy} {ranks} killed", killed, f"{strategy} {ranks}", exact=True, killed=True))
-    planned.append(Case("strict 1", ("strategy=auto", "repro=strict", "launcher.ranks=1"), "strict 1"))
-    for ranks in (size for size in sizes if size != 3):
+    planned = [replace(case, overrides=(*case.overrides, "repro=exact")) for case in planned]
+    for ranks in (1, *(size for size in complete if size != 3)):
         words = ("strategy=auto", "repro=strict", f"launcher.ranks={ranks}")
         planned.append(Case(f"strict {ranks}", words, "strict 1", exact=True))
     return planned
@@ -159,7 +178,7 @@ def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
 def _equal_strategies(job: Job) -> list[str]:
     """The strategies besides `ddp` whose runs must be equal, that are installed, and that work with the job."""
     names = []
-    for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline", "local_sgd"):
+    for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline"):
         strategy: Strategy = components.build_option("strategy", name)
         try:
             strategy.check(2, "cpu")
@@ -200,7 +219,6 @@ def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: i
     `single` and `ddp` work with every valid config. A run that was killed was accepted at its first start. Errors in
     these cases are raised.
     """
-    log.console.print(f"  {case.name}", soft_wrap=True)
     try:
         return run(case, folder / case.name.replace(" ", "-"), overrides, steps)
     except InputError as error:

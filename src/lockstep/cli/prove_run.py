@@ -40,6 +40,11 @@ class Case:
     exact: bool = False
     killed: bool = False
 
+    @property
+    def starts(self) -> int:
+        """How often the command is started."""
+        return 2 if self.killed else 1
+
 
 @dataclass(frozen=True)
 class Outcome:
