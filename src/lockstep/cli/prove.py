@@ -94,8 +94,9 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     shutil.rmtree(folder)
 
 
-def print_row(name: str, reference: str, loss: str, weights: str, samples: str, verdict: str) -> None:
-    """Print the row of a run as soon as its figures are known."""
+def print_row(*cells: str) -> None:
+    """Print a row, as soon as the figures of its run are known."""
+    name, reference, loss, weights, samples, verdict = cells
     line = f"  {name:<21}{reference:<18}{loss:>8}{weights:>11}{samples:>12}  {verdict}"
     log.console.print(line.rstrip(), soft_wrap=True)
 
