@@ -22,6 +22,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
+from lockstep.job import slurm_task
 from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
 from lockstep.job.run_lock import Lock
 from lockstep.launcher import Slurm
@@ -129,7 +130,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
     }
     # Since SLURM 22.05, srun does not take the cores per task from the script.
     srun = ["srun", "--unbuffered", *([f"--cpus-per-task={launcher.cpus}"] if launcher.cpus is not None else [])]
-    srun += [sys.executable, "-m", "lockstep.job.slurm_task"]
+    srun += [sys.executable, "-m", slurm_task.__name__]
     commands = [
         shlex.join([*srun, str(folder), *submission.words(folder)])
         for submission, folder in zip(submissions, folders, strict=True)

@@ -29,7 +29,8 @@ def submit_all(folder: Path | None = None) -> None:
     WAITING.clear()
     for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):
         if launcher.dry_run:
-            log.console.print(preview([*same], folder), soft_wrap=True)
+            for line in preview([*same], folder).splitlines():
+                log.console.print(line, soft_wrap=True)
             continue
         for number, path in submit([*same], folder):
             log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)
