@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import shutil
@@ -169,6 +170,29 @@ def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) ->
     predictions: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
     assert {photo["file"]: photo["classes"][0]["name"] for photo in predictions} == evaluated
     assert all(sum(name["probability"] for name in photo["classes"]) == pytest.approx(1) for photo in predictions)
+
+
+def test_names_of_somebody_elses_weights_and_files_forge_no_row(place: Path, tmp_path: Path) -> None:
+    run = place / "outputs" / "pets" / "model.safetensors"
+    names = ("=1+1\nforged,1,0,dog,1", "dog\x1b[2K\rforged\u2028")
+    card = dataclasses.replace(read_card(run), class_names=names)
+    save_file(load_file(run), tmp_path / "sent.safetensors", card.metadata())
+    files = [tmp_path / "photos" / f"{name}.png" for name in ("=2\nforged", "@x\u2029y", "+\x1b[2J")]
+    for number, file in enumerate(files):
+        photo(file, number, 60)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "no\nimage.png").write_bytes(b"no")
+    words = ("predict", "sent.safetensors", "photos", "more", "--device", "cpu")
+    table, lines, records = (used(tmp_path, *words, "--format", form) for form in ("table", "csv", "json"))
+    assert len(table.out.splitlines()) == 3
+    cells = [list(line.values()) for line in rows(lines.out)]
+    assert len(cells) == len(lines.out.splitlines()) - 1 == 6
+    assert {cell[0] for cell in cells} == {f"photos/{file.name.encode('unicode_escape').decode()}" for file in files}
+    assert {cell[3] for cell in cells} == {r"'=1+1\nforged,1,0,dog,1", r"dog\x1b[2K\rforged\u2028"}
+    assert {name["name"] for record in json.loads(records.out) for name in record["classes"]} == set(names)
+    for done in (table, lines, records):
+        assert (done.code, len(done.err.splitlines())) == (2, 1), done.err  # the file that is no image
+        assert all(line.isprintable() for line in (done.out + done.err).split("\n"))
 
 
 def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 import slurm_cluster
 from helpers import ROOT, command, records, train, weights
+from lockstep.config.commands import override
 from lockstep.core.launched import launched
 from lockstep.core.process_group import own_gpu
 from lockstep.core.slurm import adopt_srun
@@ -133,14 +134,16 @@ def test_each_task_of_srun_takes_another_gpu(
 
 
 def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    words = (*JOB, *SLURM, "steps=2", "seed=0,1", f"hydra.sweep.dir={sweep}", f"output_root={tmp_path}")
+    sweep = tmp_path / "it's 100% a #sweep"
+    words = (*JOB, *SLURM, "steps=2", "seed=0,1", override("hydra.sweep.dir", sweep), f"output_root={tmp_path}")
+    words = (*words, 'name="it\'s #1"')
     done = train("-m", *words, "device=cpu", **slurm)
     assert done.code == 0, done.err
     number = done.out.split("submitted job ")[1].split("_")[0]
     assert all(f"submitted job {number}_{index} of SLURM" in done.out for index in (0, 1))
     wait_for(lambda: not queue(slurm))
     assert [summary(folder)["status"] for folder in runs(sweep)] == ["completed"] * 2
+    assert all((sweep / f"slurm-{number}_{index}.log").is_file() for index in (0, 1))
 
 
 def test_a_job_whose_time_is_over_is_saved_and_goes_on_where_it_was(slurm: dict[str, str], tmp_path: Path) -> None:

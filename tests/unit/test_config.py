@@ -226,7 +226,7 @@ def test_an_error_that_is_not_the_users_is_not_translated() -> None:
 
 
 def test_an_error_is_shown_line_by_line_behind_the_name_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    program.say(InputError("one\ntwo"))
+    program.say(InputError("one", "two"))
     assert capsys.readouterr().err == "lockstep: one\nlockstep: two\n"
     program.say(RankFailed("rank 1 failed", "Traceback\n  here\n"))
     assert capsys.readouterr().err == "Traceback\n  here\nlockstep: rank 1 failed\n"

@@ -11,6 +11,7 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV
+from lockstep.data.datasets.labels import classes_of
 
 LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,dog,val"]
 
@@ -50,9 +51,9 @@ def test_other_columns_separators_and_absolute_paths_work(root: Path, between: s
     rows = [
         ("what", "file", "more", "part"),
         ("1", "a.png", '"x, y"', "fit"),
-        ("10", str(root / "sub/b.png"), "", "fit"),
+        ("3", str(root / "sub/b.png"), "", "fit"),
     ]
-    rows += [("2", "c.png", "", "fit"), ("10", "c2.png", "", "look"), ("1", "c3.png", "", "other"), ()]
+    rows += [("2", "c.png", "", "fit"), ("3", "c2.png", "", "look"), ("1", "c3.png", "", "other"), ()]
     for name in ("c2.png", "c3.png"):
         shutil.copy(root / "c.png", root / name)
     lines = ["\ufeff" + between.join(rows[0]), *map(between.join, rows[1:])]
@@ -67,7 +68,7 @@ def test_other_columns_separators_and_absolute_paths_work(root: Path, between: s
         val_split="look",
         decode_size=8,
     )
-    assert table.class_names == ("1", "2", "10")
+    assert table.class_names == ("1", "2", "3")
     assert levels(table.train()) == [10, 30, 20]
     assert table.eval().labels.tolist() == [2]
     assert table.notes()[0].endswith("left out lines of other splits (1 'other')")
@@ -105,6 +106,49 @@ def test_a_wrong_line_is_named_by_its_number(root: Path, lines: list[str], sente
     with pytest.raises(InputError, match=f"^dataset.*{sentence}") as caught:
         source(root, *lines).prepare()
     assert "\n" not in str(caught.value)
+
+
+def ordered(labels: list[str]) -> tuple[str, ...]:
+    return classes_of(labels, "line {}".format, gaps=False)
+
+
+@pytest.mark.parametrize(
+    ("labels", "wrong"),
+    [
+        *(([*"01", label], label) for label in ("-1", "7", "+1", "1.0", ".5", "1.", "2.0e0", "nan", "NaN")),
+        *(([*"01", label], label) for label in ("00", "01", "9" * 5000, "-" + "9" * 5000)),
+        (["2", "3"], "2"),
+        (["2", "1", "4"], "4"),
+        (["cat", "-1"], "-1"),
+        (["cat", "2.5"], "2.5"),
+    ],
+)
+def test_a_number_that_numbers_no_class_is_refused(labels: list[str], wrong: str) -> None:
+    with pytest.raises(InputError) as caught:
+        ordered(labels)
+    begin = f"dataset: line {labels.index(wrong)} has the label {wrong[:70]!r}"[:80]
+    assert str(caught.value).startswith(begin)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "labels", [list("012"), list("12"), ["0"], ["1"], [f"{n:03}" for n in range(101)], [*map(str, range(1, 12))]]
+)
+def test_numbers_without_gaps_are_the_classes_in_their_order(labels: list[str]) -> None:
+    assert ordered(labels[::-1]) == tuple(labels)
+
+
+def test_names_may_have_numbers_among_them() -> None:
+    assert ordered(["B", "A", "10", "9", "٣", "-a", "1x"]) == ("-a", "10", "1x", "9", "A", "B", "٣")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("label", ["-1", "7", "0.0"])
+def test_a_stray_number_is_refused_with_its_line_in_every_split(root: Path, label: str, split: str) -> None:
+    shutil.copy(root / "a.png", root / "d.png")
+    rows = ["a.png,0,train", "sub/b.png,1,train", "c.png,0,val", f"d.png,{label},{split}"]
+    with pytest.raises(InputError, match=rf"line 5 of .*list\.csv has the label '{label}', "):
+        source(root, LINES[0], *rows).prepare()
 
 
 def test_splits_and_a_share_exclude_each_other(root: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from rich.table import Column, Table
 
 from lockstep.cli.run_data import data_of, take_threads
 from lockstep.core import log
+from lockstep.core.csv_row import csv_row
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
@@ -86,15 +85,10 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
 
 def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
     """The lines of `predictions.csv`. A broken image has no prediction and no probability."""
-    yield _line(["sample", "label", "predicted", "probability"])
+    yield b"sample,label,predicted,probability\n"
     columns = (split.labels, evaluation.whole, evaluation.predicted, evaluation.probabilities)
     for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         label, whole, predicted, probability = row
         result = [evaluation.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
-        yield _line([sample_name(split, index), evaluation.names[label], *result])
-
-
-def _line(values: list[str]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(values)
-    return text.getvalue().encode(errors="backslashreplace")
+        line = csv_row([sample_name(split, index), evaluation.names[label], *result])
+        yield f"{line}\n".encode()

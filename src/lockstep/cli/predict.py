@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +13,8 @@ from rich.cells import cell_len
 from torch import Tensor
 
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.csv_row import csv_row
+from lockstep.core.errors import InputError, escaped
 from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.load import load
@@ -49,7 +48,7 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
         for line in lines[form](results, top):
             log.console.print(line, soft_wrap=True)
     if problems:
-        raise InputError("\n".join(problems))
+        raise InputError(*problems)
 
 
 def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
@@ -88,25 +87,28 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
 
 def _widest(paths: Sequence[Path]) -> int:
     """The width of the column of paths: on a terminal that of the longest path, elsewhere 0, which aligns nothing."""
-    return max((cell_len(str(path)) for path in paths), default=0) if log.has_terminal() else 0
+    return max((cell_len(_shown(path)) for path in paths), default=0) if log.has_terminal() else 0
 
 
 def _table(width: int, results: Results, top: int) -> Iterator[str]:
     for path, prediction in results:
         classes = ", ".join(f"{name} {100 * probability:.1f} %" for _, name, probability in prediction.top(top))
-        line = f"{path}{' ' * (width - cell_len(str(path)))}  {classes}"
+        classes = escaped(classes, keep="")
+        line = f"{_shown(path)}{' ' * (width - cell_len(_shown(path)))}  {classes}"
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
         fits = not log.has_terminal() or cell_len(line) <= log.console.width
-        yield from [line] if fits else [str(path), f"  {classes}"]
+        yield from [line] if fits else [_shown(path), f"  {classes}"]
+
+
+def _shown(path: Path) -> str:
+    return escaped(str(path), keep="")
 
 
 def _csv(results: Results, top: int) -> Iterator[str]:
     yield "file,rank,label,class,probability"
     for path, prediction in results:
         for rank, (label, name, probability) in enumerate(prediction.top(top), start=1):
-            text = io.StringIO()
-            csv.writer(text, lineterminator="").writerow([path, rank, label, name, f"{probability:.6g}"])
-            yield text.getvalue()
+            yield csv_row([str(path), rank, label, name, f"{probability:.6g}"])
 
 
 def _json(results: Results, top: int) -> Iterator[str]:
@@ -120,4 +122,4 @@ def _json(results: Results, top: int) -> Iterator[str]:
         }
         for path, prediction in results
     ]
-    yield json.dumps(records, indent=1)
+    yield from json.dumps(records, indent=1).splitlines()

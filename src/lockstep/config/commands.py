@@ -28,7 +28,7 @@ def override(key: str, value: object) -> str:
     """
     text = str(value)
     plain = f"{key}={text}"
-    if _parsed(plain) == text:
+    if parsed(plain) == text:
         return plain
     quote = Quote.single if '"' in text else Quote.double  # a shell's own quotes are usually single ones
     return f"{key}={QuotedString(text, quote).with_quotes()}"
@@ -46,13 +46,13 @@ def quoted_path(word: str) -> str:
     return override(key, path) if path.startswith("~/") or Path(path).exists() else word
 
 
-def _parsed(word: str) -> object:
+def parsed(word: str) -> object:
     """The value that Hydra reads from an override; None if Hydra cannot parse it or reads several values."""
     try:
-        parsed = OverridesParser.create().parse_override(word)
+        read = OverridesParser.create().parse_override(word)
     except HydraException:
         return None
-    return None if parsed.is_sweep_override() else parsed.value()
+    return None if read.is_sweep_override() else read.value()
 
 
 def relative(path: Path) -> Path:

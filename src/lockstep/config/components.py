@@ -19,6 +19,7 @@ from lockstep.config.schema import CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.rules import Text
 
 # The components that have been built. They are frozen values, and the jobs of a sweep share most of them.
 _BUILT: dict[tuple[type[Any], str], Any] = {}
@@ -62,7 +63,10 @@ def build_many(group: str, nodes: Any) -> dict[str, Any]:
     """
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
         raise InputError(f"{group} is {fields.shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
-    return {str(name): build(group, node, f"{group}.{name}") for name, node in (nodes or {}).items()}
+    names = {str(name): node for name, node in (nodes or {}).items()}
+    if wrong := [name for name in names if not Text().fits(name)]:
+        raise InputError(f"{group} has the name {fields.shown(wrong[0])}, expected {Text().expected}")
+    return {name: build(group, node, f"{group}.{name}") for name, node in names.items()}
 
 
 def build(group: str, node: Any, key: str = "") -> Any:
@@ -109,7 +113,7 @@ def build_option(group: str, name: str) -> Any:
 def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
     """Raise InputError with a line for each value that does not fit the rule of its field."""
     if problems := list(fields.problems(cls, _plain(typed), prefix)):
-        raise InputError("\n".join(problems))
+        raise InputError(*problems)
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -130,15 +134,15 @@ def build_job(values: Mapping[str, Any]) -> Job:
     try:
         _check_fields(Job, typed)
     except InputError as error:
-        problems.append(str(error))
+        problems.extend(error.args)
     for group in GROUPS:
         try:
             components[group] = (build_many if group in MANY else build)(group, values.get(group))
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.args)
     problems = problems or list(fields.wide(values))
     if problems:
-        raise InputError("\n".join(problems))
+        raise InputError(*problems)
     return dataclasses.replace(job, **components)
 
 

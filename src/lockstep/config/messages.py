@@ -1,11 +1,12 @@
 """Mistakes of the user as one sentence: from the exceptions of Hydra and OmegaConf, and from checks of single words.
 
-Knows no config of ours: keys and options come with the exceptions.
+Keys and options come with the exceptions; `other_words` knows what other programs call them.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from lockstep.config import other_words
 from lockstep.config.commands import override, typed
 from lockstep.config.options import options_with
 from lockstep.config.path_words import suggest_overrides
@@ -51,13 +53,16 @@ def check_flags(words: Sequence[str]) -> None:
     unknown = [word for word in get_args_parser().parse_known_args(list(words))[1] if word.startswith("-")]
     if not unknown:
         return
-    name, _, value = unknown[0].lstrip("-").partition("=")
-    next_word = words[words.index(unknown[0]) + 1 :][:1]
-    if not value and next_word and not next_word[0].startswith("-") and "=" not in next_word[0]:
-        value = next_word[0]
+    proposals = []
+    for flag in unknown:
+        name, sign, value = flag.lstrip("-").partition("=")
+        next_word = "".join(words[words.index(flag) + 1 :][:1])
+        if not sign and next_word and not next_word.startswith("-") and "=" not in next_word:
+            sign, value = " ", next_word
+        proposals.append(other_words.ours(name, value if sign else None))
+    shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(
-        f"{unknown[0]} is no flag of this program; a key is written without dashes, KEY=VALUE: "
-        f"{typed([name.replace('-', '_') + '=' + (value or 'VALUE')])}"
+        f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, KEY=VALUE: {shown_keys}"
     )
 
 
@@ -158,8 +163,10 @@ def _no_such_file(path: str, options: list[str]) -> str:
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
     listing = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
+    named_elsewhere = other_words.ours_of(group, name)
     suggestion = (
         suggest_overrides(group, name)
+        or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
         or did_you_mean(name, options)
         or listing
         or f" `{program_name()} --help` shows the groups."
@@ -222,9 +229,12 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
     siblings = [name for name in candidates if name.rpartition(".")[0] == block and not name.endswith("._target_")]
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
     same_last_part = [name for name in candidates if name.rpartition(".")[2] == last][:3]
+    value = next((word.partition("=")[2] for word in sys.argv[1:] if "=" in word and key_of(word) == key), None)
     if block and siblings and (option_names := options_with(block, last)):
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         hint = f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
+    elif (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):
+        hint = f" Did you mean {proposal}?"
     elif block and siblings:
         names = [name.rpartition(".")[2] for name in siblings]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."

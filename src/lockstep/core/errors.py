@@ -10,9 +10,15 @@ from collections.abc import Iterable
 
 
 class LockstepError(Exception):
-    """A job cannot continue. Base of all errors that are shown as a sentence instead of a traceback."""
+    """A job cannot continue. Base of all errors that are shown as a sentence instead of a traceback.
+
+    Each argument is a sentence, and a line for the user: no name in it, of a file or a class, begins another one.
+    """
 
     exit_code = 70
+
+    def __str__(self) -> str:
+        return "\n".join(escaped(str(sentence), keep="") for sentence in self.args)
 
 
 class InputError(LockstepError):
@@ -27,7 +33,7 @@ class BrokenImage(InputError):
     @property
     def failure(self) -> str:
         index, path, reason = self.args
-        return f"image {index}, {path}, cannot be decoded ({reason})"
+        return escaped(f"image {index}, {path}, cannot be decoded ({reason})", keep="")
 
     def __str__(self) -> str:
         return (

@@ -25,10 +25,10 @@ logger.addHandler(logging.NullHandler())
 
 
 class Terminal(Console):
-    """A console that shows every text literally: no control characters, no markup."""
+    """A console that shows every text literally, in one line: no control characters, no markup."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(escaped(text), **{**options, "markup": False, "emoji": False})
+        return super().render_str(escaped(text, keep=""), **{**options, "markup": False, "emoji": False})
 
 
 class LineFormatter(logging.Formatter):
@@ -109,9 +109,9 @@ def has_terminal() -> bool:
 
 def say_row(label: str, text: str, *, indent: int = 12) -> None:
     """Say a text after a label. On a terminal the text is wrapped, and all lines but the first are indented."""
-    line = f"{label:>{indent - 2}}  {text}" if label else text
+    line = escaped(f"{label:>{indent - 2}}  {text}" if label else text, keep="")
     shown = textwrap.fill(
-        escaped(line, keep=""),
+        line,
         max(console.width, 2 * indent) if has_terminal() else len(line) + 1,
         subsequent_indent=" " * indent,
         break_long_words=False,  # a path in two lines cannot be copied

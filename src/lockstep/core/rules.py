@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from lockstep.core.durations import LONGEST, LONGEST_S, is_timed, parse_duration
 # of a run).
 NAME_BYTES, PATH_BYTES = 255, 3500
 TEXT_CHARACTERS = 1000
+# The categories of Unicode for controls, formats (such as the writing direction), surrogates, and ends of lines.
+UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class Rule(Protocol):
@@ -105,14 +108,14 @@ class Time:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that can be written to a file."""
+    """A text in one line, which can be a part of a file, a table or a script."""
 
     @property
     def expected(self) -> str:
-        return f"at most {TEXT_CHARACTERS:,} characters of Unicode"
+        return f"at most {TEXT_CHARACTERS:,} characters of Unicode in one line, without control characters"
 
     def fits(self, value: Any) -> bool:
-        return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and _is_unicode(value)
+        return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and is_one_line(value)
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,9 @@ class PathText:
         return f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters"
 
     def fits(self, value: Any) -> bool:
-        if not isinstance(value, str) or not value.strip() or not _is_unicode(value):
+        if not isinstance(value, str) or not value.strip() or not is_one_line(value):
             return False
-        if (
-            any(ord(character) < 32 or ord(character) == 127 for character in value)
-            or len(value.encode()) > PATH_BYTES
-        ):
+        if len(value.encode()) > PATH_BYTES:
             return False
         known_home = not value.startswith("~") or os.path.expanduser(value) != value  # noqa: PTH111, raises nothing
         return known_home and all(len(name.encode()) <= NAME_BYTES for name in value.split("/"))
@@ -143,11 +143,11 @@ class Options:
 
     @property
     def expected(self) -> str:
-        return f"numbers of at most {_figure(self.most)}, and texts"
+        return f"numbers of at most {_figure(self.most)}, and texts without control characters"
 
     def fits(self, value: Any) -> bool:
         return all(
-            _is_unicode(leaf)
+            is_one_line(leaf)
             if isinstance(leaf, str)
             else not isinstance(leaf, float | int) or abs(leaf) <= self.most
             for leaf in _leaves(value)
@@ -158,13 +158,12 @@ def _figure(bound: float) -> str:
     return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether a text can be written to a file: the command line may have bytes that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def is_one_line(text: str) -> bool:
+    """Whether a text is valid Unicode without control characters: none that ends a line, or changes its direction.
+
+    The two joiners are allowed: scripts of India and Persia, and emoji, are written with them.
+    """
+    return all(unicodedata.category(char) not in UNSAFE or char in "\u200c\u200d" for char in text)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -1,4 +1,7 @@
-"""The program that SLURM runs on each machine of a job that `launcher=slurm` has submitted. Imports no torch."""
+"""The program that SLURM runs on each machine of a job that `launcher=slurm` has submitted. Imports no torch.
+
+python -m lockstep.job.slurm_task RUN_FOLDER COMMAND...
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.slurm import SUBMITTED
@@ -22,55 +24,55 @@ CANCELLED = ("CANCELLED", "COMPLETING")
 
 
 class Task:
-    """The command on one machine. submitit calls it, and calls `checkpoint` when the time limit is near.
+    """The command on one machine. It is stopped and queued again when the time limit or a preemption is near.
 
     Args:
-        command: the words of the command.
         folder: the run folder. The command's output goes to a log there.
+        command: the words of the command.
     """
 
-    def __init__(self, command: Sequence[str], folder: str) -> None:
-        self.command = list(command)
-        self.folder = folder
-        self.pid = 0
+    def __init__(self, folder: str, command: Sequence[str]) -> None:
+        self.folder, self.command = folder, command
+        self.job, self.is_first = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"] == "0"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.must_save = False
 
-    def __call__(self) -> None:
-        """Run the command, and exit with its code.
+    def run(self) -> int:
+        """Run the command; returns its exit code. It is queued again if it was stopped, but not by `scancel`.
 
-        If the run was stopped, but not by `checkpoint`, either the user called `scancel`, or SLURM sent SIGTERM
-        because it needs the machines for another job. In the second case SLURM would count the job as failed, so it
-        is queued again here.
+        Without `save`, SLURM may have sent SIGTERM because it needs the machines for another job; it would count the
+        job as failed. After `save`, a fault is no obstacle: the run resumes from its last checkpoint.
         """
-        job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"]
+        # SLURM sends its signals to every process of the job. The command handles SIGTERM itself, and only the first
+        # machine's task handles SIGUSR2. A handler that does nothing is not inherited, unlike SIG_IGN.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.signal(signal.SIGUSR2, self.save)
         environment = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
-        with Path(self.folder, "logs", f"slurm-{job}-{node}.log").open("a") as log:
-            process = subprocess.Popen(
+        log = Path(self.folder, "logs", f"slurm-{self.job}-{os.environ['SLURM_NODEID']}.log")
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
                 self.command,
-                env={**environment, SUBMITTED: job},
-                stdout=log,
+                env={**environment, SUBMITTED: self.job},
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                # SLURM sends this signal to every process of the job. Only this process must handle it, in
-                # `checkpoint`.
                 preexec_fn=partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN),
             )
-        self.pid = process.pid
-        # Not `Popen.wait`, which holds a lock: `checkpoint`, called by a signal handler meanwhile, would block on it.
-        _, status = os.waitpid(self.pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if code == Stopped.exit_code and node == "0" and not _is_cancelled(job):
-            subprocess.run(["scontrol", "requeue", job], check=False)
-        sys.exit(code)
+        if self.must_save:  # the signal came before the process
+            self.process.terminate()
+        code = self.process.wait()
+        if self.must_save:
+            again = code not in (0, InputError.exit_code)
+        else:
+            again = self.is_first and code == Stopped.exit_code and not _is_cancelled(self.job)
+        if again:
+            subprocess.run(["scontrol", "requeue", self.job], check=False)
+        return code
 
-    def checkpoint(self) -> Any:
-        """Have the run save, and queue the same command again. It resumes in its folder."""
-        import submitit
-
-        os.kill(self.pid, signal.SIGTERM)
-        _, status = os.waitpid(self.pid, 0)
-        # After a mistake of the user the job would fail again; after a fault it resumes from its last checkpoint.
-        if (code := os.waitstatus_to_exitcode(status)) in (0, InputError.exit_code):
-            sys.exit(code)
-        return submitit.helpers.DelayedSubmission(Task(self.command, self.folder))
+    def save(self, *signal_and_frame: object) -> None:
+        """Have the run save and end, on all machines."""
+        self.must_save = self.is_first
+        if self.must_save and self.process is not None:
+            self.process.terminate()
 
 
 def _is_cancelled(job: str) -> bool:
@@ -80,3 +82,7 @@ def _is_cancelled(job: str) -> bool:
         ["squeue", "--noheader", "--jobs", job, "--states", "all", "--format", "%T"], capture_output=True, text=True
     )
     return reply.stdout.strip() in CANCELLED
+
+
+if __name__ == "__main__":
+    sys.exit(Task(sys.argv[1], sys.argv[2:]).run())

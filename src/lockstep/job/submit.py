@@ -1,11 +1,12 @@
-"""Submitting jobs to SLURM through submitit: one job, or the jobs of a sweep as an array."""
+"""Submitting jobs to SLURM with `sbatch`: one job, or the jobs of a sweep as an array."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,22 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components, messages
-from lockstep.config.commands import override
+from lockstep.config.commands import override, parsed
 from lockstep.config.invocation import Invocation
 from lockstep.config.program_words import program_words
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
+from lockstep.core.fields import shown
+from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
+from lockstep.job import slurm_task
 from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
 from lockstep.job.run_lock import Lock
-from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
 
-# How often a job may reach its time limit; submitit requires a number.
-MOST_REQUEUES = 1_000_000
 REASON_CHARACTERS = 300
-# The folder, next to the run folders, for submitit's files: scripts, pickled tasks, and its own output.
-SUBMITIT_FOLDER = ".slurm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +50,9 @@ class Submission:
     root: Path
     resumes: bool = False
 
-    def task(self, folder: Path) -> Task:
-        words = () if self.resumes else (override("hydra.run.dir", folder),)
-        return Task([*self.command, *words], str(folder))
+    def words(self, folder: Path) -> list[str]:
+        """The command for each machine, with the run folder that the job gets."""
+        return [*self.command, *(() if self.resumes else (override("hydra.run.dir", folder),))]
 
 
 def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
@@ -66,6 +65,7 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
     """
     folder = lock_run_folder(dict(job), invocation, lock)
     lock.close()  # the job takes the lock when it starts
+    _check_setup(launcher.setup)
     resumed_folder = continued(dict(job), invocation)
     if resumed_folder is None:
         components.build_job(job)
@@ -90,15 +90,73 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "lockstep", "train"]
 
 
-def script(submissions: Sequence[Submission]) -> str:
-    """The script that SLURM would get for one job or for an array of jobs, with the commands in comments."""
-    first = submissions[0]
-    executor = _executor(first.launcher, first.name, first.root / SUBMITIT_FOLDER)
-    if len(submissions) > 1:
-        executor.parameters["map_count"] = len(submissions)
-    text = str(executor._make_submission_file_text(executor._submitit_command_str, ""))
-    commands = [f"# on each machine: {shlex.join(submission.command)}" for submission in submissions]
-    return "\n".join([text.rstrip(), *commands])
+def _check_setup(setup: list[str]) -> None:
+    """Refuse lines of shell that the present command does not have.
+
+    Somebody else may have written a config file, or the overrides of a run folder.
+    """
+    words = [word for word in sys.argv[1:] if messages.key_of(word) == "launcher.setup"]
+    typed = [list(map(str, value)) for value in map(parsed, words) if isinstance(value, list)]
+    if setup and setup not in typed:
+        raise InputError(
+            f"launcher.setup is {shown(setup)} in a config file or in the run folder, but lines of shell come from "
+            "the command line alone; type them again, or leave them out with launcher=slurm launcher.setup=[]"
+        )
+
+
+def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Path) -> str:
+    """The script for one job or for an array of jobs, in `folders`. The output of an array's scripts goes to `root`.
+
+    Raises:
+        InputError: a line has a control character, which could end it.
+    """
+    first, several = submissions[0], len(submissions) > 1
+    launcher = first.launcher
+    output = root / "slurm-%A_%a.log" if several else folders[0] / "logs" / "slurm-%j.log"
+    seconds = {key: parse_time(getattr(launcher, key)) or 0.0 for key in ("time", "save_before")}
+    options = {
+        "job-name": first.name,
+        "output": str(output.parent).replace("%", "%%") + f"/{output.name}",
+        "open-mode": "append",  # the job continues after it was queued again
+        "array": f"0-{len(submissions) - 1}" if several else None,
+        "nodes": launcher.nodes,
+        "ntasks-per-node": 1,
+        "time": math.ceil(seconds["time"] / 60),
+        "signal": f"USR2@{math.ceil(seconds['save_before'])}",
+        "gpus-per-node": launcher.gpus,
+        "cpus-per-task": launcher.cpus,
+        "mem": f"{launcher.memory}G" if launcher.memory is not None else None,
+        **{key: getattr(launcher, key) for key in ("partition", "account", "qos", "constraint")},
+    }
+    # Since SLURM 22.05, srun does not take the cores per task from the script.
+    srun = ["srun", "--unbuffered", *([f"--cpus-per-task={launcher.cpus}"] if launcher.cpus is not None else [])]
+    srun += [sys.executable, "-m", slurm_task.__name__]
+    commands = [
+        shlex.join([*srun, str(folder), *submission.words(folder)])
+        for submission, folder in zip(submissions, folders, strict=True)
+    ]
+    if several:
+        cases = (f"{number}) {command} ;;" for number, command in enumerate(commands))
+        commands = ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{key}={shlex.quote(str(value))}" for key, value in options.items() if value is not None),
+        "#SBATCH --requeue",
+        # A job must not import from the folder in which it was submitted, which can be somebody else's run folder.
+        "export PYTHONSAFEPATH=1",
+        *launcher.setup,
+        *commands,
+    ]
+    for line in lines:
+        if not is_one_line(line):
+            raise InputError(f"launcher=slurm: the line {shown(line)} has a control character; leave it out")
+    return "\n".join([*lines, ""])
+
+
+def preview(submissions: Sequence[Submission], folder: Path | None = None) -> str:
+    """The script that `submit` would give to SLURM, with `RUN_FOLDER` for a folder that it would create."""
+    folders = [submission.folder or submission.root / "RUN_FOLDER" for submission in submissions]
+    return script(submissions, folders, folder or submissions[0].root)
 
 
 def submit(submissions: Sequence[Submission], folder: Path | None = None) -> list[tuple[str, Path]]:
@@ -114,7 +172,7 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
             "launcher=slurm needs the commands of SLURM (sbatch), which this machine does not have; start it on one "
             "that has them, see the script with launcher.dry_run=true, or use launcher=auto here"
         )
-    first = submissions[0]
+    preview(submissions, folder)  # raises before a folder is created
     existed = [submission.folder is not None and submission.folder.exists() for submission in submissions]
     runs = [
         RunDir.at(submission.folder)
@@ -122,55 +180,15 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
         else RunDir.create(submission.root, submission.name)
         for submission in submissions
     ]
-    try:
-        executor = _executor(first.launcher, first.name, (folder or first.root) / SUBMITIT_FOLDER)
-        with executor.batch():
-            jobs = [
-                executor.submit(submission.task(run.path)) for submission, run in zip(submissions, runs, strict=True)
-            ]
-    except Exception as error:
+    text = script(submissions, [run.path for run in runs], folder or submissions[0].root)
+    sbatch = subprocess.run(["sbatch", "--parsable"], input=os.fsencode(text), capture_output=True)
+    if sbatch.returncode != 0:
         for run, existed_before in zip(runs, existed, strict=True):
             if not existed_before:
                 shutil.rmtree(run.path)
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:REASON_CHARACTERS]
-        raise InputError(
-            f"launcher=slurm: the job was not submitted ({reason}); change it with launcher.KEY=..."
-        ) from (error)
-    return [(str(job.job_id), run.path) for job, run in zip(jobs, runs, strict=True)]
-
-
-def _executor(launcher: Slurm, name: str, folder: Path) -> Any:
-    """submitit's executor with the parameters of a launcher."""
-    if importlib.util.find_spec("submitit") is None:
-        raise InputError(
-            "launcher=slurm needs the package submitit, which is not installed; install it with pip install "
-            "'lockstep[slurm]'"
-        )
-    import submitit
-
-    class Executor(submitit.SlurmExecutor):
-        """submitit's executor, which can also show a script on a machine without SLURM."""
-
-        @classmethod
-        def affinity(cls) -> int:
-            return 1
-
-    seconds = {key: parse_time(getattr(launcher, key)) or 0.0 for key in ("time", "save_before")}
-    parameters = {
-        "job_name": name,
-        "nodes": launcher.nodes,
-        "ntasks_per_node": 1,
-        "time": math.ceil(seconds["time"] / 60),
-        "signal_delay_s": math.ceil(seconds["save_before"]),
-        "gpus_per_node": launcher.gpus,
-        "cpus_per_task": launcher.cpus,
-        "mem": f"{launcher.memory}G" if launcher.memory is not None else None,
-        **{key: getattr(launcher, key) for key in ("partition", "account", "qos", "constraint")},
-        # A job must not import from the folder in which it was submitted, which can be somebody else's run folder.
-        "setup": ["export PYTHONSAFEPATH=1", *launcher.setup],
-        "stderr_to_stdout": True,
-        "additional_parameters": {"requeue": True},
-    }
-    executor = Executor(folder, max_num_timeout=MOST_REQUEUES)
-    executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})
-    return executor
+        reason = (os.fsdecode(sbatch.stderr).strip() or "no reason given").splitlines()[-1][:REASON_CHARACTERS]
+        raise InputError(f"launcher=slurm: the job was not submitted ({reason}); change it with launcher.KEY=...")
+    number = os.fsdecode(sbatch.stdout).split()[-1].partition(";")[0]  # JOB or JOB;CLUSTER
+    if len(runs) == 1:
+        return [(number, runs[0].path)]
+    return [(f"{number}_{index}", run.path) for index, run in enumerate(runs)]

@@ -137,14 +137,14 @@ def check_job(job: Job) -> None:
         lambda: _check_compile(job),
         lambda: _check_graph(job),
     ]
-    problems = []
+    problems: list[str] = []
     for check in checks:
         try:
             check()
         except InputError as error:
-            problems.append(str(error))
+            problems.extend(error.args)
     if problems:
-        raise InputError("\n".join(problems))
+        raise InputError(*problems)
 
 
 def _check_crop(job: Job) -> None:
@@ -227,7 +227,7 @@ def _check_graph(job: Job) -> None:
     ]
     problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]
     if problems:
-        raise InputError("\n".join(problems))
+        raise InputError(*problems)
 
 
 def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None:

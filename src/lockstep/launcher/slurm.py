@@ -25,7 +25,7 @@ class Slurm(Spawn):
         time: time limit of the job. Before the limit, the run is saved and queued again.
         save_before: how long before the limit (or before another job takes the machines) the run is saved.
         partition, account, qos, constraint: as for `sbatch`.
-        setup: lines of shell before the job, such as `module load cuda`.
+        setup: lines of shell before the job, such as `module load cuda`. Only the command line can set them.
         dry_run: show the script, and submit nothing.
     """
 

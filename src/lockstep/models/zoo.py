@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
 from lockstep.core.model_mode import model_mode
-from lockstep.core.rules import Options
+from lockstep.core.rules import Options, Text
 from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network
 from lockstep.models.published import published_weights
@@ -42,7 +42,7 @@ class Timm(Network):
             can name files and addresses to read weights from, and folders to write to.
     """
 
-    name: str = "resnet50d"
+    name: str = ruled("resnet50d", Text())
     pretrained: bool = False
     drop_rate: float = ranged(0.0, least=0, below=1)
     drop_path_rate: float = ranged(0.0, least=0, below=1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.head import head_parameters
-from lockstep.core.rules import Options
+from lockstep.core.rules import Options, Text
 from lockstep.core.sharding import is_sharded, norm_over_stages, whole
 from lockstep.core.update_scope import UpdateScope
 from lockstep.optim.usual_rate import FINE_TUNING, OF_ADAM, OF_SGD, UsualRate
@@ -199,7 +199,7 @@ class Timm(OptimizerOption):
     timm passes `momentum` to the optimizer in its own way (for some it is a beta); `options` go to its constructor.
     """
 
-    opt: str = "lamb"
+    opt: str = ruled("lamb", Text())
     momentum: float = ranged(0.9, least=0, below=1)
     options: dict[str, Any] = ruled({}, Options(most=1e9))
 

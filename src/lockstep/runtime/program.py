@@ -139,15 +139,15 @@ def _end(error: BaseException, shown: LockstepError | None, full: bool) -> NoRet
     leave(shown.exit_code)
 
 
-def say(error: LockstepError) -> None:
+def say(error: LockstepError, label: str = "") -> None:
     """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
     if isinstance(error, Stopped) and not reports_stops():
         return
     try:
         if isinstance(error, RankFailed) and error.details:
             sys.stderr.write(escaped(error.details.rstrip()) + "\n")
-        lines = (_shortened(line) for line in escaped(str(error)).split("\n") if line)
-        sys.stderr.write("".join(f"lockstep: {line}\n" for line in lines))
+        lines = (_shortened(line) for line in str(error).split("\n") if line)
+        sys.stderr.write("".join(f"lockstep: {label}{line}\n" for line in lines))
         sys.stderr.flush()
     except OSError:  # the exit code still tells the kind of error
         drop(sys.stderr)

@@ -23,13 +23,14 @@ def submit_all(folder: Path | None = None) -> None:
     Raises:
         InputError: SLURM refuses the jobs.
     """
-    from lockstep.job.submit import script, submit  # needs torch
+    from lockstep.job.submit import preview, submit  # needs torch
 
     waiting = [*WAITING]
     WAITING.clear()
     for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):
         if launcher.dry_run:
-            log.console.print(script([*same]), soft_wrap=True)
+            for line in preview([*same], folder).splitlines():
+                log.console.print(line, soft_wrap=True)
             continue
         for number, path in submit([*same], folder):
             log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import traceback
@@ -41,9 +40,7 @@ def run_sweep_job(job: Callable[[], float | None], invocation: invocation.Invoca
         if error is None:
             sys.stderr.write(escaped(traceback.format_exc()))
             error = as_known(raised)
-        labelled = copy.copy(error)  # a copy keeps all attributes, such as a rank's traceback
-        labelled.args = (f"job {invocation.number}: {error}",)
-        program.say(labelled)
+        program.say(error, label=f"job {invocation.number}: ")
     outcome = Outcome(
         number=invocation.number,
         overrides=invocation.overrides,

@@ -86,6 +86,7 @@ class Report(Callback):
         log.console.print(f"sweep in {folder}", soft_wrap=True)
         log.console.print(table)
         for outcome in failed:
-            log.console.print(f"job {outcome.number}: {outcome.error}", soft_wrap=True)
+            for sentence in outcome.error.split("\n"):
+                log.console.print(f"job {outcome.number}: {sentence}", soft_wrap=True)
         if failed:
             sys.exit(failed[0].exit_code)

@@ -35,7 +35,8 @@ class Row(NamedTuple):
 class CSV(FileSource):
     """Image files that a CSV file lists, with their labels and splits.
 
-    The first line names the columns. Commas, semicolons or tabs separate them. A label is a name or a number.
+    The first line names the columns. Commas, semicolons or tabs separate them. A label is a name, or the number of a
+    class: from 0 or 1, without gaps.
 
     Fields:
         path: the CSV file.
@@ -71,7 +72,9 @@ class CSV(FileSource):
             if split not in splits and (self.val_share is None or key == "train_split"):
                 raise missing_split(key, split, splits, f"the column {self.split_column!r} of {self.path}")
         train = splits[self.train_split]
-        classes = classes_of(row.label for row in train)
+        classes = classes_of(
+            [row.label for row in train], lambda index: f"line {train[index].line:,} of {self.path}", gaps=False
+        )
         if self.val_share is not None:
             return self._with_share(train, classes)
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))

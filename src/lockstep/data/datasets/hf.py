@@ -69,7 +69,7 @@ class HF(FileSource):
         table = splits[self.train_split]
         names = self._labels(table)
         declared = getattr(table.features[self.label_column], "names", None)
-        classes = tuple(declared or classes_of(names))
+        classes = tuple(declared or classes_of(names, lambda row: f"row {row} of {self.path}", gaps=True))
         train = self._members(table, self.train_split, names, classes)
         if self.val_share is not None:
             if self.val_split in splits:

@@ -80,7 +80,7 @@ class WebDataset(FileSource):
     def list_files(self) -> tuple[Members, Members]:
         left_out: Counter[str] = Counter()
         train = self._examples("train_shards", self.train_shards, left_out)
-        classes = classes_of(example.label for example in train)
+        classes = classes_of([example.label for example in train], lambda index: str(train[index].image), gaps=True)
         val_shards = sorted(Path(self.path).glob(self.val_shards))
         if self.val_share is None:
             val = self._examples("val_shards", self.val_shards, left_out)

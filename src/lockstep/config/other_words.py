@@ -1,0 +1,157 @@
+"""Words of timm, Lightning, torchvision, Accelerate, torchrun and the Trainer of Hugging Face, and ours for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from lockstep.config.commands import override, parsed, typed
+from lockstep.config.schema import (
+    CONF,
+    GROUPS,
+    CheckpointBlock,
+    InputBlock,
+    Job,
+    TelemetryBlock,
+    TrainBlock,
+)
+from lockstep.config.timm_names import is_timm_model
+
+BLOCKS = {"train": TrainBlock, "input": InputBlock, "checkpoint": CheckpointBlock, "telemetry": TelemetryBlock}
+# Our overrides, and the last part of the other programs' keys and flags, with underscores. `{}` is the user's value;
+# an override without it stands for a switch that is on. The name of a group alone stands for one of its options.
+KEYS: Mapping[str, str] = {
+    "epochs={}": "max_epochs num_epochs num_train_epochs n_epochs",
+    "steps={}": "max_steps num_steps max_iters train_iters total_steps",
+    "batch={}": "batch_size train_batch_size global_batch_size bs b",
+    "seed={}": "random_seed manual_seed seed_everything",
+    "device": "accelerator",
+    "name={}": "experiment_name run_name exp_name job_name",
+    "output_root={}": "output_dir out_dir outdir output save_dir default_root_dir log_dir logdir",
+    "resume={}": "resume_from_checkpoint resume_from resume_path ckpt_path checkpoint_path",
+    "init_from={}": "weights initial_checkpoint pretrained_path finetune load_from",
+    "repro=strict": "deterministic",
+    "model": "arch a backbone model_name model_name_or_path",
+    "model=resnet50d model.pretrained=true": "pretrained",
+    "model.compile=true": "torchcompile torch_compile",
+    "model.channels_last=true": "channels_last",
+    "dataset": "dataset_name",
+    "dataset=folder dataset.path={}": "data data_dir data_path datadir dataset_dir dataset_path train_dir",
+    "loader=streaming loader.workers={}": "num_workers workers j dataloader_num_workers",
+    "strategy.sync_batchnorm=true": "sync_bn sync_batchnorm sync_batch_norm use_sync_bn",
+    "strategy=ddp strategy.find_unused_parameters=true": "find_unused_parameters ddp_find_unused_parameters",
+    "precision": "mixed_precision amp_dtype dtype torch_dtype",
+    "precision=bf16": "amp use_amp autocast",
+    "precision=fp16": "fp16 half",
+    "precision=tf32": "tf32 allow_tf32",
+    "launcher.ranks={}": "gpus devices nproc_per_node nproc num_processes n_gpus num_gpus ngpus world_size",
+    "launcher=elastic launcher.nodes={}": "num_nodes nnodes num_machines",
+    "launcher=elastic launcher.restarts={}": "max_restarts",
+    "launcher=elastic launcher.rendezvous={}": "rdzv_endpoint",
+    "optimizer": "opt optim optimizer_name",
+    "optimizer.lr={}": "lr learning_rate base_lr max_lr lr0",
+    "optimizer.weight_decay={}": "weight_decay wd",
+    "optimizer.eps={}": "adam_epsilon opt_eps epsilon",
+    "optimizer=sgd optimizer.momentum={}": "momentum",
+    "optimizer=sgd optimizer.nesterov=true": "nesterov",
+    "optimizer.layer_decay={}": "layer_decay llrd",
+    "schedule": "sched scheduler lr_scheduler lr_scheduler_type lr_schedule lr_policy",
+    "schedule.warmup={}": "warmup_steps num_warmup_steps lr_warmup_steps warmup_iters warmup_iterations warmup",
+    "schedule.warmup={}ep": "warmup_epochs lr_warmup_epochs",
+    "loss": "criterion loss_fn loss_function",
+    "loss.label_smoothing={}": "smoothing label_smoothing label_smoothing_factor",
+    "train.micro_batches={}": "accumulate_grad_batches gradient_accumulation_steps grad_accum_steps accum_iter",
+    "train.clip_norm={}": "gradient_clip_val max_grad_norm clip_grad clip_grad_norm grad_clip grad_norm_clip clip",
+    "train.ema=0.999": "model_ema use_ema",
+    "train.ema={}": "model_ema_decay ema_decay",
+    "train.mixup={}": "mixup_alpha",
+    "train.cutmix={}": "cutmix_alpha",
+    "train.eval_every={}ep": "check_val_every_n_epoch val_interval",
+    "train.eval_every={}": "eval_steps val_check_interval",
+    "train.cudnn_benchmark=true": "benchmark",
+    "checkpoint.every={}": "save_steps checkpoint_interval save_interval checkpoint_every",
+    "checkpoint.keep={}": "save_total_limit checkpoint_hist",
+    "checkpoint.keep_best={}": "save_top_k",
+    "telemetry.interval={}": "log_interval log_every_n_steps logging_steps print_freq",
+    "logger=[jsonl,wandb]": "wandb use_wandb log_wandb",
+    "augment=randaugment": "aa auto_augment autoaugment",
+}
+# Values of a key or a group, and what they are called elsewhere.
+VALUES: Mapping[str, str] = {
+    "device=cuda": "gpu",
+    "launcher.ranks=auto": "-1",
+    "resume=latest": "newest last auto true",
+    "precision=bf16": "amp mixed bf16-mixed bfloat16 true torch.bfloat16 auto",
+    "precision=bf16_pure": "bf16-true",
+    "precision=fp16": "16 16-mixed float16 half torch.float16",
+    "precision=fp32": "32 32-true float32 float full no torch.float32",
+    "precision=fp64": "64 64-true float64 double",
+    "launcher=elastic": "torchrun torchelastic torch.distributed.run distributed",
+    "launcher=spawn": "mp multiprocessing local accelerate popen pytorch",
+    "strategy=ddp": "ddp_spawn ddp_fork ddp_notebook distributed distributeddataparallel torch_ddp",
+    "strategy=ddp strategy.find_unused_parameters=true": "ddp_find_unused_parameters_true",
+    "strategy=dp": "dataparallel data_parallel",
+    "strategy=fsdp": "fsdp2 fully_shard fullyshardeddataparallel deepspeed deepspeed_stage_3",
+    "strategy=zero": "deepspeed_stage_1 deepspeed_stage_2 zero1 zero_redundancy",
+    "optimizer=adamw": "adamw_torch adamw_torch_fused adamw_hf fusedadamw",
+    "optimizer=sgd": "momentum nesterov",
+    "optimizer=timm optimizer.opt=lamb": "lamb",
+    "optimizer=timm optimizer.opt=lion": "lion",
+    "optimizer=timm optimizer.opt=rmsprop": "rmsprop",
+    "schedule=cosine": "onecycle onecyclelr cosineannealing cosineannealinglr cosine_annealing cosine_with_warmup",
+    "schedule=linear": "linearlr poly polynomial",
+    "schedule=step": "steplr multistep multisteplr",
+    "schedule=constant": "none constantlr constant_with_warmup",
+    "loss=cross_entropy": "ce crossentropy crossentropyloss softmax",
+    "loss=bce": "bcewithlogits bcewithlogitsloss bce_with_logits binary",
+    "loss=focal": "focal_loss focalloss",
+    "augment=none": "false no off",
+    "augment=randaugment": "ra rand rand_augment",
+}
+OFF = ("false", "0", "no", "off", "none")
+
+
+def ours(name: str, value: str | None = None) -> str:
+    """The overrides to type for a key or flag of another program, or for a key without its block; empty if unknown.
+
+    Without a value they have `VALUE` in its place.
+    """
+    block, _, last = name.lower().replace("-", "_").rpartition(".")
+    template = next((template for template, names in KEYS.items() if last in names.split()), "")
+    if not template and not block:
+        template = _own(last)
+    if template in GROUPS or template == "device":
+        return ours_of(template, value or "")
+    if "{}" not in template:
+        return "" if (value or "").lower() in OFF else typed(template.split())
+    *before, (key, _, form) = *template.split()[:-1], template.split()[-1].partition("=")
+    if value is not None and (special := _named_elsewhere(key, value)):
+        return typed([*before, special])
+    text = form.format("VALUE" if value is None else value)
+    word = f"{key}={text}"
+    return typed([*before, word if parsed(word) is not None else override(key, text)])
+
+
+def ours_of(group: str, value: str) -> str:
+    """The overrides to type for the option of a group that another program calls `value`; empty if unknown."""
+    if (CONF / group / f"{value}.yaml").is_file() or (group == "model" and is_timm_model(value)):
+        return typed([f"{group}={value}"])
+    if group == "device" and value in ("cpu", "cuda", "auto"):
+        return f"device={value}"
+    return _named_elsewhere(group, value)
+
+
+def _named_elsewhere(key: str, value: str) -> str:
+    names = {words: name.split() for words, name in VALUES.items() if words.split("=")[0] == key}
+    return next((words for words, others in names.items() if value.lower() in others), "")
+
+
+def _own(last: str) -> str:
+    """The override for a key of the job or of one of its blocks, from the last part of its name; empty if none."""
+    if last in GROUPS:
+        return last
+    if last in {field.name for field in fields(Job)} - set(BLOCKS):
+        return f"{last}={{}}"
+    return next(
+        (f"{block}.{last}={{}}" for block, cls in BLOCKS.items() if last in {field.name for field in fields(cls)}), ""
+    )

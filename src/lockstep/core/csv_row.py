@@ -1,0 +1,29 @@
+"""A row of a CSV file for users, with names of files and classes that anybody can have chosen."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+
+from lockstep.core.errors import escaped
+
+# A spreadsheet computes a cell that begins like this; the last four are the wide forms of the first.
+_FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?")
+
+
+def csv_row(values: Sequence[object]) -> str:
+    """One line, without its end: quoted as usual, with control characters as `\\n` and so on.
+
+    A text that a spreadsheet would compute begins with an apostrophe; numbers stay numbers.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(map(_cell, map(str, values)))
+    return text.getvalue()
+
+
+def _cell(text: str) -> str:
+    computed = _FORMULA.match(text) and not _NUMBER.fullmatch(text)
+    return escaped(f"'{text}" if computed else text, keep="")

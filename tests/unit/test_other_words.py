@@ -1,0 +1,92 @@
+"""What other programs call our keys: each proposal can be typed as it stands."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hydra.errors import HydraException
+
+from helpers import composed
+from lockstep.config import components, messages
+from lockstep.config.other_words import KEYS, VALUES, ours, ours_of
+from lockstep.config.schema import GROUPS
+from lockstep.core.errors import InputError
+
+# A value of the other program for a word whose override takes no number.
+SAMPLES = {"device": "gpu", "precision": "amp", "optimizer": "sgd", "schedule": "cosine", "loss": "ce"}
+SAMPLES |= {"model": "resnet18", "dataset": "cifar10", "betas": "0.9", "rendezvous": "host:29500"}
+SMALL = ("ema", "momentum", "label_smoothing", "layer_decay")
+WORDS = [(word, template) for template, words in KEYS.items() for word in words.split()]
+NAMES = [(words.split("=")[0], name) for words, names in VALUES.items() for name in names.split()]
+
+
+def check(proposal: str) -> None:
+    """The proposal, pasted, is a job."""
+    components.build_job(composed(*shlex.split(proposal)))
+
+
+def compose_as_typed(words: list[str]) -> None:
+    messages.check_flags(words)
+    composed(*words)
+
+
+@pytest.mark.parametrize(("word", "template"), WORDS, ids=[word for word, _ in WORDS])
+def test_what_is_proposed_for_a_key_can_be_typed(word: str, template: str) -> None:
+    key = template.split()[-1].partition("=")[0]
+    last = key.rpartition(".")[2]
+    value = SAMPLES.get(last, "0.1" if last in SMALL else "2")
+    (proposal,) = {ours(name, value) for name in (word, word.replace("_", "-"), word.upper(), f"trainer.{word}")}
+    assert value in proposal or "{}" not in template
+    check(proposal)
+    assert key in ours(word) or template in GROUPS or template == "device"
+
+
+@pytest.mark.parametrize(("group", "name"), NAMES)
+def test_what_is_proposed_for_a_value_can_be_typed(group: str, name: str) -> None:
+    proposal = ours_of(group, name.upper())
+    assert proposal.startswith(f"{group}=")
+    check(proposal)
+
+
+def test_no_word_stands_for_two_keys_or_is_one_of_ours() -> None:
+    words = [word for word, _ in WORDS]
+    assert len(words) == len(set(words))
+    assert len(NAMES) == len(set(NAMES))
+    assert not set(words) & set(composed())
+
+
+@pytest.mark.parametrize(
+    ("words", "proposal"),
+    [
+        ("learning_rate=0.1", "optimizer.lr=0.1"),
+        ("optimizer.learning_rate=0.1", "optimizer.lr=0.1"),
+        ("gpus=2", "launcher.ranks=2"),
+        ("devices=-1", "launcher.ranks=auto"),
+        ("precision=amp", "precision=bf16"),
+        ("precision=16-mixed", "precision=fp16"),
+        ("launcher=torchrun", "launcher=elastic"),
+        ("model.sync_bn=true", "strategy.sync_batchnorm=true"),
+        ("--lr 0.1", "optimizer.lr=0.1"),
+        ("--batch-size 32", "batch=32"),
+        ("--batch-size=32 --epochs 3", "batch=32 epochs=3"),
+        ("--amp --opt lamb", "precision=bf16 optimizer=timm optimizer.opt=lamb"),
+        ("--warmup-epochs 5", "schedule.warmup=5ep"),
+        ("--model-ema", "train.ema=0.999"),
+        ("--data-dir 'my photos, all'", "dataset=folder 'dataset.path=\"my photos, all\"'"),
+    ],
+)
+def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = shlex.split(words)
+    monkeypatch.setattr("sys.argv", ["train.py", *command])
+    with pytest.raises((InputError, HydraException)) as caught:
+        compose_as_typed(command)
+    sentence = str(messages.translate(caught.value))
+    assert sentence.endswith((f" Did you mean {proposal}?", f"KEY=VALUE: {proposal}"))
+    check(proposal)
+
+
+def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
+    assert ours("use_amp", "false") == ours("zzz", "1") == ours("model.name", "x") == ours("opt", "zzz") == ""
+    with pytest.raises(InputError, match=r"--zzz is no flag .*--cfg job"):
+        messages.check_flags(["--zzz"])
