@@ -95,8 +95,8 @@ def translate(error: BaseException) -> LockstepError | None:
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         return InputError(
-            f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
-            f"its own needs quotes that reach the program: \"KEY='a, b'\""
+            f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
+            f"accents needs quotes that reach the program: \"KEY='a, b'\""
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return InputError(_no_such_file(error.missing_cfg_file, list(error.options or [])))
