@@ -24,7 +24,7 @@ from lockstep.config.options import options_with
 from lockstep.config.path_words import suggest_overrides
 from lockstep.config.program_words import program_name, program_words
 from lockstep.config.schema import GROUPS
-from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
+from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
 
@@ -115,7 +115,7 @@ def translate(error: BaseException) -> LockstepError | None:
         )
     if isinstance(error, HydraException):
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))
-    return None
+    return out_of_memory(error)
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:

@@ -57,7 +57,7 @@ def guard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # gets the lowest number that is free
-        stream = getattr(sys, name) or open(number, "w" if number else "r", closefd=False)  # noqa: SIM115
+        stream = getattr(sys, name) or os.fdopen(number, "w" if number else "r", closefd=False)
         if number and not isinstance(stream, SafeStream):
             if stream.encoding.lower() != "utf-8":
                 stream.reconfigure(errors="backslashreplace")
