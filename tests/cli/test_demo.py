@@ -25,6 +25,7 @@ from PIL import Image
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
 from helpers import NARROW, Done, forks, result, train_here
+from lockstep.cli.demo import demo as command
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.inference import demo
@@ -242,6 +243,12 @@ def test_a_port_that_is_taken_is_one_sentence(server: DemoServer) -> None:
         DemoServer(server.predictor, server.port)
     with pytest.raises(InputError, match="--port is 70000, but no server can listen there"):
         DemoServer(server.predictor, 70000)
+
+
+def test_a_server_that_is_not_installed_is_one_sentence(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs the package uvicorn.*pip install 'lockstep\[demo\]'"):
+        command(str(place / "run"), port=0, device="cpu")
 
 
 def test_the_server_listens_on_the_loopback_address_alone(server: DemoServer) -> None:

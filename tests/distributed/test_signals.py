@@ -19,6 +19,7 @@ from processes import (
     INLINE,
     LONG,
     SPAWN,
+    background,
     ended,
     logged,
     processes,
@@ -189,3 +190,15 @@ def test_a_rank_that_a_fault_ends_is_named(tmp_path: Path) -> None:
         code, err = ended(process)
         assert (code, f"rank 1 was ended by SIG{name}" in err) == (70, True), err
         assert not processes(folder)
+
+
+def test_a_slurm_task_that_gets_a_hangup_passes_it_on_and_reports_the_code(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    waits = f"trap 'exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    task = f"from lockstep.job.slurm_task import Task; Task(['sh', '-c', {waits!r}], {str(tmp_path)!r})()"
+    process = background(tmp_path, sys.executable, "-c", task, SLURM_JOB_ID="1", SLURM_NODEID="1")
+    wait_for(lambda: process.poll() is not None or (tmp_path / "ready").exists())
+    process.send_signal(signal.SIGHUP)
+    code, err = ended(process)
+    assert code == 75, err
+    assert not processes(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def guard_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # gets the lowest number that is free
         stream = getattr(sys, name) or os.fdopen(number, "w" if number else "r", closefd=False)
         if number and not isinstance(stream, SafeStream):
-            if stream.encoding.lower() != "utf-8":
+            if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
                 stream.reconfigure(errors="backslashreplace")
             stream = guarded(stream)
         setattr(sys, name, stream)

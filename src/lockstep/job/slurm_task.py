@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lockstep.core.errors import InputError, Stopped
@@ -54,12 +56,18 @@ class Task:
                 preexec_fn=partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN),
             )
         self.pid = process.pid
+        # `scancel --signal=HUP` sends it to all processes of the job; this one must live to report the command's code.
+        signal.signal(signal.SIGHUP, self._stop)
         # Not `Popen.wait`, which holds a lock: `checkpoint`, called by a signal handler meanwhile, would block on it.
         _, status = os.waitpid(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         if code == Stopped.exit_code and node == "0" and not _is_cancelled(job):
             subprocess.run(["scontrol", "requeue", job], check=False)
         sys.exit(code)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.pid, signal.SIGTERM)
 
     def checkpoint(self) -> Any:
         """Have the run save, and queue the same command again. It resumes in its folder."""
