@@ -56,7 +56,7 @@ class Task:
                 preexec_fn=partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN),
             )
         self.pid = process.pid
-        # `scancel --signal=HUP` sends it to all processes of the job; this one must live to report the command's code.
+        # `scancel --signal=HUP` sends it to all processes of the job; this one must live to report the code.
         signal.signal(signal.SIGHUP, self._stop)
         # Not `Popen.wait`, which holds a lock: `checkpoint`, called by a signal handler meanwhile, would block on it.
         _, status = os.waitpid(self.pid, 0)
