@@ -3,9 +3,11 @@
     python benchmarks/soak.py --kills 100 --json soak.json
 
 For each number of ranks a small real job (dropout, averaged weights, bfloat16, loader workers, checkpoints every ten
-steps) is trained to its end once. Then the same command is started again and again in one folder, and all its
-processes are killed with SIGKILL after a random time, so that kills happen in imports, start-up, training, saving
-and evaluation. A run that reaches its end is compared with the first, to the last bit: the newest checkpoint, all
+steps) is trained to its end once. Then the same command is started again and again in one folder, and after a random
+time all its processes are killed with SIGKILL, or it gets a signal that asks it to stop, so that kills happen in
+imports, start-up, training, saving and evaluation.
+
+A run that reaches its end is compared with the first, to the last bit: the newest checkpoint, all
 logged figures (except those of speed), and that each figure of each step is in each file exactly once. Then the next
 run begins in a new folder, until all kills are used. Linux. Exits with 1 if there was any difference.
 """
@@ -39,7 +41,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from torch import Tensor
 
 from lockstep import checkpoint
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
 from measure import living
 
@@ -62,6 +64,10 @@ JOB = (
 MARK = "LOCKSTEP_SOAK_RUN"  # in the environment of every process of a job
 SOONEST_S = 1.0
 ENOUGH = 10  # differences on one number of ranks after which it is given up
+# Half of the kills are SIGKILL of every process, and half one of these to the command or to its process group. A job
+# must save after these, and end with exit code 75 within STOPPED_S seconds.
+STOPS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGXCPU, signal.SIGALRM)
+STOPPED_S = 120.0
 GONE_S = 10.0  # seconds within which the last process of a job must have ended
 # Figures of speed: the same steps in both runs, but other values.
 TIMED = ("perf/", "img_per_s", "data_wait_pct")
@@ -77,6 +83,7 @@ class Tally:
     seconds: float = 0.0
     runs: int = 0
     kills: Counter[str] = field(default_factory=Counter)
+    signals: Counter[str] = field(default_factory=Counter)
     resumes: Counter[str] = field(default_factory=Counter)
     hash_equal: int = 0
     losses_equal: int = 0
@@ -208,6 +215,16 @@ def kill(process: subprocess.Popen[bytes], folder: Path) -> None:
     process.wait()
 
 
+def stop(process: subprocess.Popen[bytes], number: signal.Signals, *, group: bool) -> int | None:
+    """Ask a job to stop; returns its exit code, or None if it saved or had nothing to save."""
+    if group:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    code = process.wait(STOPPED_S)
+    return None if code == Stopped.exit_code else code
+
+
 def start(folder: Path, ranks: int, steps: int) -> subprocess.Popen[bytes]:
     """Start the command as a user does; its output is appended to a file beside the folder."""
     overrides = [*JOB, f"steps={steps}", f"launcher.ranks={ranks}", f"strategy={'ddp' if ranks > 1 else 'single'}"]
@@ -271,7 +288,9 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
     try:
         code: int | None = process.wait(patience)
     except subprocess.TimeoutExpired:
-        code = None
+        number = chance.choice((signal.SIGKILL, chance.choice(STOPS)))
+        tally.signals[number.name] += 1
+        code = None if number == signal.SIGKILL else stop(process, number, group=chance.random() < 0.5)
     finally:
         if process.returncode is None:
             kill(process, run.path)
@@ -319,6 +338,8 @@ def show(tallies: list[Tally]) -> None:
         resumed = (str(tally.resumes[name]) for name in ("from a checkpoint", "from scratch"))
         table.add_row(str(tally.ranks), str(tally.kills.total()), *moments, *resumed, str(tally.runs), *ends)
     console.print(table)
+    signals = sum((tally.signals for tally in tallies), Counter[str]())
+    console.print(", ".join(f"{name} {count}" for name, count in signals.most_common()))
     console.print(
         "resumed: from a checkpoint, at the starts behind a kill. hash, losses, files: runs equal to the one that "
         "nobody killed. No process outlived its job, and shared memory is as before, where nothing else is said."
@@ -335,6 +356,8 @@ def main() -> None:
     arguments = parser.parse_args()
     console.print(f"seed {arguments.seed}, torch {torch.__version__}, {os.cpu_count()} cores")
     chance = random.Random(arguments.seed)
+    for stop_signal in STOPS:  # some are ignored in the background, and the jobs would ignore them too
+        signal.signal(stop_signal, signal.SIG_DFL)
     root = Path(tempfile.mkdtemp(prefix="lockstep-soak-"))
     tallies = [Tally(ranks) for ranks in arguments.ranks]
     parts = len(tallies)

@@ -237,6 +237,7 @@ def test_modules_for_composing_a_config_do_not_import_torch() -> None:
 READS: dict[str, str] = {
     "core.safe_read": "is the reader",
     "core.safe_write": "opens what it has the disk hold, and reads nothing of it",
+    "core.terminal": "opens /dev/null in the place of a closed stream",
     "config.extensions": "what pip has installed",
     "config.composition": "the help's text, which is part of the program",
     "config.options": "the YAML of its own options, which is part of the program",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import suppress
 
 from lockstep.core import log
-from lockstep.inference.demo import DemoServer
+from lockstep.core.errors import InputError
 from lockstep.inference.load import load
 from lockstep.runtime.signals import StopNow
 
@@ -14,9 +15,16 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     """Serve the page of a model until a signal ends it.
 
     Raises:
-        InputError: the weights cannot be loaded, or the port is in use.
+        InputError: the weights cannot be loaded, the port is in use, or the server is not installed.
     """
-    with DemoServer(load(path, device=device), port) as server, suppress(StopNow):
+    if importlib.util.find_spec("uvicorn") is None:
+        raise InputError(
+            "lockstep demo needs the package uvicorn, which is not installed: pip install 'lockstep[demo]'"
+        )
+    from lockstep.inference.demo import DemoServer
+
+    server = DemoServer(load(path, device=device), port)
+    with server.socket, suppress(StopNow):
         log.show(f"{server.url} shows the classes of a photo; Ctrl-C ends it")
         log.console.file.flush()
-        server.serve_forever()
+        server.run([server.socket])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import re
 import sys
 
 from lockstep.cli.arguments import arguments
+from lockstep.core.native_threads import check_address_space
 from lockstep.runtime import signals
 
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
@@ -34,7 +34,7 @@ def main() -> None:
     elif sys.argv[1:2] == ["train"]:
         train()
     else:
-        run(arguments())
+        run()
     from lockstep.runtime import program
 
     program.finish()
@@ -64,11 +64,14 @@ def complete() -> None:
     sys.stdout.write(separator.join(command_words(["train", *COMMANDS], line)) + "\n")
 
 
-def run(options: argparse.Namespace) -> None:
+def run() -> None:
     """Run a command other than `train`."""
     from lockstep.runtime import program
 
-    values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
-    module, function = COMMANDS[options.command]
     with program.command_line(), program.bypass_hydra_errors():
+        options = arguments()
+        values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
+        module, function = COMMANDS[options.command]
+        if function != "new":
+            check_address_space()
         getattr(importlib.import_module(f"lockstep.cli.{module}"), function)(**values)

@@ -17,6 +17,7 @@ from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
 from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun
+from lockstep.core.terminal import forgive_output
 from lockstep.runtime import program
 
 
@@ -47,4 +48,6 @@ def train(composed: DictConfig) -> float | None:
         if submits(job, invocation):
             submit_job(job, invocation)
             return None
-    return run_sweep_job(lambda: run_job(job, invocation), invocation)
+    objective = run_sweep_job(lambda: run_job(job, invocation), invocation)
+    forgive_output()  # train.log has the lines of the run
+    return objective

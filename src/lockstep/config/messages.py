@@ -26,7 +26,7 @@ from lockstep.config.options import options_with
 from lockstep.config.path_words import suggest_overrides
 from lockstep.config.program_words import program_name, program_words
 from lockstep.config.schema import GROUPS
-from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean
+from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
 
@@ -100,8 +100,8 @@ def translate(error: BaseException) -> LockstepError | None:
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         return InputError(
-            f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas or brackets of "
-            f"its own needs quotes that reach the program: \"KEY='a, b'\""
+            f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
+            f"accents needs quotes that reach the program: \"KEY='a, b'\""
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return InputError(_no_such_file(error.missing_cfg_file, list(error.options or [])))
@@ -120,7 +120,7 @@ def translate(error: BaseException) -> LockstepError | None:
         )
     if isinstance(error, HydraException):
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))
-    return None
+    return out_of_memory(error)
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:

@@ -6,7 +6,8 @@ A broken invariant of our own code is an `assert`, not one of these exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class LockstepError(Exception):
@@ -86,6 +87,30 @@ class RankFailed(LockstepError):
 def as_known(error: BaseException) -> LockstepError:
     """`error` itself if it is a LockstepError; any other as a LockstepError whose sentence begins with its type."""
     return error if isinstance(error, LockstepError) else LockstepError(f"{type(error).__name__}: {error}")
+
+
+def out_of_memory(error: BaseException) -> LockstepError | None:
+    """The error of a host that gave a library no memory or no thread; None for any other error."""
+    in_words = ("can't start new thread", "annot allocate memory", "map segment", "Resource temporarily unavailable")
+    system = isinstance(error, OSError | RuntimeError | ImportError) and any(word in str(error) for word in in_words)
+    if not (system or isinstance(error, MemoryError)):
+        return None
+    reason = " ".join(f"{type(error).__name__} {error}".split())
+    return LockstepError(
+        f"out of memory ({reason}); allow more (ulimit -v unlimited, ulimit -u), or use a smaller batch, "
+        "loader.workers=0 or launcher.threads=1"
+    )
+
+
+@contextmanager
+def explaining_memory() -> Iterator[None]:
+    """Explain an error that means that memory ran out."""
+    try:
+        yield
+    except (OSError, RuntimeError, ImportError, MemoryError) as error:
+        if (explained := out_of_memory(error)) is not None:
+            raise explained from error
+        raise
 
 
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {

@@ -17,7 +17,7 @@ from rich.text import Text
 from lockstep.core.errors import escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
-from lockstep.core.terminal import SafeStdout
+from lockstep.core.terminal import SafeStream
 
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
@@ -42,7 +42,7 @@ class LineFormatter(logging.Formatter):
 
 
 # Prints plain lines in a notebook too, where rich would otherwise show each line as an HTML block.
-console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], SafeStdout()))
+console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], SafeStream(lambda: sys.stdout)))
 
 
 class LogFile(logging.FileHandler):

@@ -1,10 +1,13 @@
-"""The threads of the native libraries. They read these settings when NumPy and torch are imported."""
+"""What native libraries need before they are imported: the settings of their threads, and address space."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import resource
 import sys
+
+from lockstep.core.errors import InputError
 
 # How many times a waiting thread of libgomp (torch's OpenMP on Linux) looks for work before it sleeps: about 250 us.
 # libgomp's default of 300,000 takes cores from other processes: with it, the default job is up to ten times slower on
@@ -13,6 +16,23 @@ SPINS = "5000"
 KEY = "OPENBLAS_NUM_THREADS"
 # Tells interpreters that inherit the environment that we have set KEY, and not the user.
 OURS = "LOCKSTEP_OPENBLAS"
+# The address space of a small job, in bytes. With less, an import of torch or its first threads fail, and C++ ends
+# the process before Python can say why. torch 2.15 alone maps 3.1 GB.
+LEAST_ADDRESS_SPACE = 4_000_000_000
+
+
+def check_address_space() -> None:
+    """Refuse a limit of the address space in which torch cannot work.
+
+    Raises:
+        InputError: the limit is too low.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        raise InputError(
+            f"this shell limits the address space of a process to {limit / 1e9:.1f} GB, expected at least "
+            f"{LEAST_ADDRESS_SPACE / 1e9:.0f} GB, most of it for PyTorch's libraries: ulimit -v unlimited"
+        )
 
 
 def configure_native_threads() -> None:
@@ -20,7 +40,11 @@ def configure_native_threads() -> None:
 
     The reason: only a process with one thread can be forked into ranks. Also makes the waiting threads of torch sleep
     soon. Does not change variables that the user has set.
+
+    Raises:
+        InputError: the address space is too small for torch.
     """
+    check_address_space()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if KEY in os.environ and OURS not in os.environ:

@@ -1,18 +1,23 @@
 """A local web page: the user drops a photo on it and sees the model's prediction.
 
-The server listens on the loopback address only, and answers only requests that address it by that name. So a page of
-another site in the same browser can neither call it nor read its answers.
+The server is uvicorn. It listens on the loopback address only, and answers only requests that address it by that
+name. So a page of another site in the same browser can neither call it nor read its answers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import secrets
-import threading
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import SIGMOID
@@ -24,19 +29,35 @@ PAGE = Path(__file__).parent / "demo.html"
 NONCE = "NONCE"  # the mark of the page's own script and style; each answer replaces it by the nonce of its header
 IMAGE, JSON, HTML = "application/octet-stream", "application/json", "text/html; charset=utf-8"
 LARGEST = 32 * MB  # the most bytes of a photo
+AT_ONCE = 4  # the most photos in memory; other requests wait until they are read
 SHOWN = 5  # the most classes in an answer
-WAIT_S = 20  # the longest wait for a browser that sends nothing
+WAIT_S = 10  # the longest time for the headers of a request, and for its photo
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
     "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
 )
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class Refused(Exception):
     """A request that the server refuses. Its arguments are the status and a sentence."""
 
 
-class DemoServer(ThreadingHTTPServer):
+class Connection(H11Protocol):
+    """A connection that is closed if the headers of its first request do not arrive in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(WAIT_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+class DemoServer(uvicorn.Server):
     """The server of the page for one model.
 
     Args:
@@ -47,25 +68,30 @@ class DemoServer(ThreadingHTTPServer):
         InputError: the port is taken.
     """
 
-    daemon_threads = True
-
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
-        self.model_lock = threading.Lock()  # a model computes with all threads
+        self.photos, self.model = asyncio.Semaphore(AT_ONCE), asyncio.Lock()  # a model computes with all threads
         try:
-            super().__init__((ADDRESS, port), _Handler)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(f"--port is {port}, but no server can listen there ({reason}): --port 0") from error
+            if not 0 <= port <= 65_535:
+                raise OSError(errno.EDOM, "ports end at 65535")
+            self.socket = socket.create_server((ADDRESS, port), backlog=1024)
+        except OSError as error:
+            reason = f"no server can listen there ({error.strerror})"
+            raise InputError(f"--port is {port}, but {reason}: --port 0") from error
+        self.port = self.socket.getsockname()[1]
+        plain: dict[str, Any] = {"interface": "asgi3", "http": Connection, "ws": "none", "lifespan": "off"}
+        # The terminal shows only the address of the page, and a defect of this program.
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "server_header": False}
+        super().__init__(uvicorn.Config(self.answer, **plain, **quiet, timeout_graceful_shutdown=1))
 
     @property
     def url(self) -> str:
-        return f"http://{ADDRESS}:{self.server_port}/"
+        return f"http://{ADDRESS}:{self.port}/"
 
     @property
     def hosts(self) -> frozenset[str]:
         """The names of the server that a request may use."""
-        return frozenset({f"{ADDRESS}:{self.server_port}", f"localhost:{self.server_port}"})
+        return frozenset({f"{ADDRESS}:{self.port}", f"localhost:{self.port}"})
 
     def about(self) -> dict[str, Any]:
         """The facts about the model that the page shows."""
@@ -82,74 +108,24 @@ class DemoServer(ThreadingHTTPServer):
 
     def classes(self, photo: bytes) -> dict[str, Any]:
         """The model's prediction for an image file. Raises InputError if it is not one."""
-        with self.model_lock:
-            (prediction,) = self.predictor.predict(photo)
+        (prediction,) = self.predictor.predict(photo)
         return {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(SHOWN)]}
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore it: a browser that closes its connection is no error."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: DemoServer
-    timeout = WAIT_S
-    server_version, sys_version = "lockstep", ""
-
-    def do_GET(self) -> None:
-        self._answer(self._get)
-
-    def do_POST(self) -> None:
-        self._answer(self._post)
-
-    def _get(self) -> tuple[str, str]:
-        match self.path:
-            case "/":
-                return HTML, self.server.page
-            case "/model":
-                return JSON, json.dumps(self.server.about())
-        raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
-
-    def _post(self) -> tuple[str, str]:
-        if self.path != "/predict":
-            raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
-        return JSON, json.dumps(self.server.classes(self._body()))
-
-    def _body(self) -> bytes:
-        """The photo in a request. Checks the headers first."""
-        if self.headers.get("Origin") not in {f"http://{host}" for host in self.server.hosts}:
-            raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")
-        # Before a page of another site sends this type, the browser asks the server, which does not allow it.
-        if self.headers.get("Content-Type") != IMAGE:
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a photo is sent as {IMAGE}")
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 20) or "Transfer-Encoding" in self.headers:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "the length of the photo is missing")
-        if int(length) > LARGEST:
-            raise Refused(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                f"the photo has {int(length) / MB:,.0f} MB, expected at most {LARGEST // MB}",
-            )
-        photo = self.rfile.read(int(length))
-        if len(photo) != int(length):
-            raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
-        return photo
-
-    def _answer(self, respond: Any) -> None:
-        """Send the answer that `make` returns, or the sentence of its error."""
+    async def answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request (ASGI)."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         status: HTTPStatus = HTTPStatus.OK
         try:
-            hosts = self.headers.get_all("Host", [])
-            if len(hosts) != 1 or hosts[0] not in self.server.hosts:
-                raise Refused(HTTPStatus.FORBIDDEN, f"this page is at {self.server.url} only")
-            kind, text = respond()
+            if headers.get("host") not in self.hosts:
+                raise Refused(HTTPStatus.FORBIDDEN, f"this page is at {self.url} only")
+            kind, text = await self._respond(f"{scope['method']} {scope['path']}", headers, receive)
         except Refused as error:
             status, kind, text = error.args[0], JSON, json.dumps({"error": error.args[1]})
         except InputError as error:
             status, kind, text = HTTPStatus.BAD_REQUEST, JSON, json.dumps({"error": escaped(str(error))})
         nonce = secrets.token_urlsafe(16)
         content = (text.replace(NONCE, nonce) if kind == HTML else text).encode()
-        self.send_response(status)
-        headers = {
+        fields = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
             "Content-Security-Policy": POLICY.format(nonce=nonce),
@@ -158,10 +134,51 @@ class _Handler(BaseHTTPRequestHandler):
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
         }
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(content)
+        encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await send({"type": "http.response.start", "status": int(status), "headers": encoded})
+        await send({"type": "http.response.body", "body": content})
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """No log: the terminal shows only the address of the page."""
+    async def _respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
+        """The type and the text of the answer to `METHOD PATH`."""
+        match request:
+            case "GET /":
+                return HTML, self.page
+            case "GET /model":
+                return JSON, json.dumps(self.about())
+            case "POST /predict":
+                self._check(headers)
+                async with self.photos:
+                    photo = await self._photo(receive)
+                    async with self.model:
+                        return JSON, json.dumps(await asyncio.to_thread(self.classes, photo))
+        raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _check(self, headers: Mapping[str, str]) -> None:
+        """Refuse a photo by the headers of its request."""
+        if headers.get("origin") not in {f"http://{host}" for host in self.hosts}:
+            raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")
+        # Before a page of another site sends this type, the browser asks the server, which does not allow it.
+        if headers.get("content-type") != IMAGE:
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a photo is sent as {IMAGE}")
+        if "content-length" not in headers or "transfer-encoding" in headers:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "the length of the photo is missing")
+        if (length := int(headers["content-length"])) > LARGEST:
+            raise Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the photo has {length / MB:,.0f} MB, expected at most {LARGEST // MB}",
+            )
+
+    async def _photo(self, receive: Receive) -> bytes:
+        """The photo in a request. uvicorn reads it only as fast as it is taken here."""
+        photo, more = bytearray(), True
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
+                    photo += message.get("body", b"")
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the photo did not arrive within {WAIT_S} s") from None
+        return bytes(photo)

@@ -35,7 +35,7 @@ class Task:
         self.folder, self.command = folder, command
         self.job, self.is_first = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"] == "0"
         self.process: subprocess.Popen[bytes] | None = None
-        self.must_save = False
+        self.must_save = self.must_stop = False
 
     def run(self) -> int:
         """Run the command; returns its exit code. It is queued again if it was stopped, but not by `scancel`.
@@ -47,6 +47,7 @@ class Task:
         # machine's task handles SIGUSR2. A handler that does nothing is not inherited, unlike SIG_IGN.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.signal(signal.SIGUSR2, self.save)
+        signal.signal(signal.SIGHUP, self.stop)  # of `scancel --signal=HUP`
         environment = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
         log = Path(self.folder, "logs", f"slurm-{self.job}-{os.environ['SLURM_NODEID']}.log")
         with log.open("a") as output:
@@ -57,7 +58,7 @@ class Task:
                 stderr=subprocess.STDOUT,
                 preexec_fn=partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN),
             )
-        if self.must_save:  # the signal came before the process
+        if self.must_stop:  # the signal came before the process
             self.process.terminate()
         code = self.process.wait()
         if self.must_save:
@@ -69,9 +70,15 @@ class Task:
         return code
 
     def save(self, *signal_and_frame: object) -> None:
-        """Have the run save and end, on all machines."""
-        self.must_save = self.is_first
-        if self.must_save and self.process is not None:
+        """Have the run save and end, on all machines, to be queued again."""
+        if self.is_first:
+            self.must_save = True
+            self.stop()
+
+    def stop(self, *signal_and_frame: object) -> None:
+        """Have the run save and end."""
+        self.must_stop = True
+        if self.process is not None:
             self.process.terminate()
 
 

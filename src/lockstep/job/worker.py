@@ -19,7 +19,7 @@ from typing import NoReturn, TextIO
 from lockstep.config.components import load_job
 from lockstep.config.schema import Job
 from lockstep.core import log, plan, process_group
-from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known
+from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, explaining_memory
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -37,6 +37,7 @@ def main(path: Path) -> None:
         watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as file,
         errors.record_exception(),
         full_disk(run_dir.path),
+        explaining_memory(),
     ):
         run(load_job(run_dir.config), run_dir, errors, file)
 

@@ -66,9 +66,10 @@ class Forwarding(StopRequest):
 
 @contextmanager
 def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
-    """Forward SIGTERM, SIGINT and SIGUSR1 to the ranks while the context is open; a second SIGINT kills the ranks.
+    """Forward each signal that asks for a stop to the ranks while the context is open; a second SIGINT kills them.
 
-    Ctrl-Z suspends the ranks with this process, and they continue with it, even if they are in other sessions.
+    SIGUSR2 has the ranks write their stacks. Ctrl-Z suspends the ranks with this process, and they continue with it,
+    even if they are in other sessions.
 
     Raises:
         Interrupted: a second SIGINT killed them.
@@ -82,6 +83,7 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
     request = Forwarding(ranks)
     with stop_signals(request):
         before = signal.signal(signal.SIGTSTP, suspend)
+        stacks = signal.signal(signal.SIGUSR2, lambda number, frame: ranks.send(number))
         try:
             yield request
         except LockstepError as error:
@@ -90,6 +92,7 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
             raise
         finally:
             signal.signal(signal.SIGTSTP, before)
+            signal.signal(signal.SIGUSR2, stacks)
 
 
 @contextmanager

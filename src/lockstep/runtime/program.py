@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from lockstep.config.messages import check_word, translate, translate_before_job
 from lockstep.core.errors import LockstepError, RankFailed, Stopped, StorageError, escaped
-from lockstep.core.terminal import drop
+from lockstep.core.terminal import SafeStream
 from lockstep.runtime.signals import (
     GRACE_S,
     STOPPED_EARLY,
@@ -103,6 +103,8 @@ def command_line() -> Iterator[None]:
         yield
     except SystemExit as raised:
         stop.ignore_signals()
+        if raised.code in (0, None):
+            finish()
         if isinstance(raised.code, int):
             leave(raised.code)
         raise
@@ -120,11 +122,8 @@ def finish() -> NoReturn:
     """End the program after its work, without unloading its modules, which takes 0.1 s, and seconds with torch."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError as error:
-        drop(sys.stdout)
+    sys.stdout.flush()
+    if isinstance(sys.stdout, SafeStream) and (error := sys.stdout.error):
         say(StorageError(f"the output cannot be written ({error.strerror})"))
         leave(StorageError.exit_code)
     leave(0)
@@ -143,14 +142,12 @@ def say(error: LockstepError, label: str = "") -> None:
     """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
     if isinstance(error, Stopped) and not reports_stops():
         return
-    try:
-        if isinstance(error, RankFailed) and error.details:
-            sys.stderr.write(escaped(error.details.rstrip()) + "\n")
-        lines = (_shortened(line) for line in str(error).split("\n") if line)
-        sys.stderr.write("".join(f"lockstep: {label}{line}\n" for line in lines))
-        sys.stderr.flush()
-    except OSError:  # the exit code still tells the kind of error
-        drop(sys.stderr)
+    stderr = SafeStream(lambda: sys.stderr)  # the exit code still tells the kind of error
+    if isinstance(error, RankFailed) and error.details:
+        stderr.write(escaped(error.details.rstrip()) + "\n")
+    lines = (_shortened(line) for line in str(error).split("\n") if line)
+    stderr.write("".join(f"lockstep: {label}{line}\n" for line in lines))
+    stderr.flush()
 
 
 def _shortened(line: str) -> str:

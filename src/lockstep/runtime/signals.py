@@ -16,8 +16,23 @@ from typing import Any, NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.core.launched import is_launched
+from lockstep.core.terminal import guard_streams
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+def _stop_signals() -> tuple[int, ...]:
+    """The signals that ask a process to end: those that end it by default, except faults of its own, and SIGUSR2.
+
+    A signal that is ignored or handled when the program starts stays so: SIGHUP under `nohup`, SIGPROF under a
+    profiler. The exception is SIGINT: a shell has background commands ignore it, but who sends it to one means it.
+    """
+    names = ["TERM", "HUP", "QUIT", "USR1", "ALRM", "VTALRM", "PROF", "POLL", "PWR", "STKFLT", "XCPU"]
+    numbers = [getattr(signal, f"SIG{name}") for name in names if hasattr(signal, f"SIG{name}")]
+    if hasattr(signal, "SIGRTMIN"):
+        numbers += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    return (signal.SIGINT, *(number for number in numbers if signal.getsignal(number) == signal.SIG_DFL))
+
+
+STOP_SIGNALS = _stop_signals()
 AGAIN_S = 1.0
 # The seconds that the main thread has to finish if there is nothing to save, and the seconds for the exit handlers.
 GRACE_S, LEAVE_S = 3.0, 3.0
@@ -148,7 +163,7 @@ def silent_about_stops(hook: Callable[[Any], object]) -> Callable[[Any], object]
     return lambda unraisable: None if unraisable.exc_type is StopNow else hook(unraisable)
 
 
-def listen(handler: Any) -> dict[signal.Signals, Any]:
+def listen(handler: Any) -> dict[int, Any]:
     """Set the handler of all signals that ask for a stop; returns the previous handlers."""
     return {number: signal.signal(number, handler) for number in STOP_SIGNALS}
 
@@ -159,13 +174,20 @@ def reports_stops() -> bool:
 
 
 def begin(parent: int | None = None, *, says: str = "") -> None:
-    """Make this process end with its parent and react to a stop. Called first, before imports that take seconds.
+    """Prepare a process of ours: its streams and locale, its end with its parent, its reaction to a stop.
+
+    Called first, before imports that take seconds.
 
     Args:
         parent: the process that started this one, and that this one must not outlive. By default, the process that
             the environment names, or the launcher of this rank (torchrun).
         says: the sentence for the user if a stop ends the process before it has set its own handlers.
     """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        # In the locale C, Python reads and writes names of files as ASCII; they are UTF-8 on every system of today.
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    guard_streams()
     named = os.environ.pop(PARENT, None)
     if parent is None and named is not None:
         parent = int(named)
@@ -174,10 +196,12 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
 
     def leave_early(number: int, frame: FrameType | None) -> None:
         if says and reports_stops():
-            os.write(2, f"lockstep: {says}\n".encode())
+            with suppress(OSError):  # nobody reads it
+                os.write(2, f"lockstep: {says}\n".encode())
         os._exit(Stopped.exit_code)
 
     listen(leave_early)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks ranks for their stacks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -190,9 +214,8 @@ def leave(code: int) -> NoReturn:
     last_resort.daemon = True
     last_resort.start()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the stream is closed, or nobody reads it any more
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

@@ -1,0 +1,204 @@
+"""Every signal that ends a process by default: what a job does with it, as docs/distributed.md says."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, forked, records
+from processes import (
+    ELASTIC,
+    FRESH,
+    INLINE,
+    LONG,
+    SPAWN,
+    background,
+    ended,
+    logged,
+    processes,
+    ranks,
+    running,
+    send,
+    start,
+    steps_done,
+    summary,
+    wait_for,
+)
+
+STOPS = (
+    *("TERM", "INT", "HUP", "QUIT", "USR1", "ALRM", "VTALRM", "PROF", "POLL", "PWR", "STKFLT", "XCPU"),
+    *("RTMIN", "RTMAX"),
+)
+IGNORED = ["PIPE", "XFSZ"]
+STACKS = "USR2"
+FAULTS = ["ILL", "TRAP", "ABRT", "BUS", "FPE", "SEGV", "SYS"]
+FATAL = ("KILL", *FAULTS)
+# Sends every signal to a child of its own, and prints what became of it: the signal that ended it, or `stop`, or `0`.
+WALK = """
+import os, signal
+from lockstep.runtime import signals
+signals.begin()
+for number in sorted(signal.valid_signals()):
+    child = os.fork()
+    if not child:
+        request = signals.StopRequest()
+        request.begin()
+        with signals.stop_signals(request):
+            os.kill(os.getpid(), number)
+        os._exit(75 if request.requested else 0)
+    _, status = os.waitpid(child, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    else:
+        print(number, os.waitstatus_to_exitcode(status))
+"""
+
+
+def number_of(name: str) -> int:
+    return int(getattr(signal, f"SIG{name}"))
+
+
+def test_each_signal_stops_a_job_or_does_what_the_table_says() -> None:
+    done = forked("-c", WALK)
+    assert done.code == 0, done.err
+    outcomes = {int(number): int(code) for number, code in map(str.split, done.out.splitlines())}
+    expected = {number_of(name): 75 for name in STOPS}
+    expected |= dict.fromkeys(range(signal.SIGRTMIN, signal.SIGRTMAX + 1), 75)
+    expected |= {number_of(name): 0 for name in (*IGNORED, STACKS)}
+    expected |= {number_of(name): -number_of(name) for name in FATAL}
+    harmless = {number_of(name) for name in ("CHLD", "CONT", "URG", "WINCH", "TSTP", "TTIN", "TTOU")}
+    assert {number: code for number, code in outcomes.items() if number not in harmless} == expected
+    table = (ROOT / "docs" / "distributed.md").read_text()
+    assert [name for name in (*STOPS, *IGNORED, STACKS, *FATAL) if not re.search(rf"`SIG{name}\b", table)] == []
+
+
+@pytest.mark.slow
+def test_one_run_is_stopped_by_each_of_them_in_turn_and_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for name in STOPS:
+        before = steps_done(folder)
+        process = start(folder, *INLINE, *LONG, "checkpoint.every=1000")
+        wait_for(lambda before=before, process=process: process.poll() is not None or steps_done(folder) > before)
+        process.send_signal(number_of(name))
+        code, err = ended(process)
+        assert (code, "and saved" in err) == (75, True), (name, err)
+        assert "Traceback" not in err
+    steps = [line["step"] for line in records(folder) if "loss/train" in line]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "to"), [(SPAWN, "command"), (SPAWN, "group"), (ELASTIC, "command"), (ELASTIC, "group")]
+)
+def test_a_hangup_saves_under_every_launcher(tmp_path: Path, launcher: tuple[str, ...], to: str) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *launcher, *LONG)
+    if to == "group":
+        os.killpg(process.pid, signal.SIGHUP)
+    else:
+        process.send_signal(signal.SIGHUP)
+    code, err = ended(process)
+    assert (code, "and saved" in err) == (75, True), err
+    assert not processes(folder)
+
+
+@pytest.mark.slow
+def test_a_hangup_of_torchrun_saves(tmp_path: Path) -> None:
+    folder, torchrun = tmp_path / "run", str(Path(sys.executable).parent / "torchrun")
+    process = start(folder, *FRESH, *LONG, launch=(torchrun, "--standalone", "--nproc-per-node=2"))
+    wait_for(lambda: process.poll() is not None or steps_done(folder) >= 3)
+    process.send_signal(signal.SIGHUP)
+    ended(process)  # with torchrun's own code
+    assert (summary(folder)["status"], summary(folder)["exit_code"]) == ("stopped", 75)
+    wait_for(lambda: not processes(folder))
+
+
+def in_terminal(folder: str, *words: str) -> None:
+    """Run a command in a terminal of its own, and close the terminal when the file `close` is there."""
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, *words])
+    os.set_blocking(terminal, False)
+    while not Path(folder, "close").exists():
+        if not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            try:
+                os.read(terminal, 2**16)
+            except BlockingIOError:
+                signal.sigtimedwait([], 0.05)
+    os.close(terminal)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, *SPAWN, *LONG, launch=("test_signals:in_terminal", str(tmp_path)))
+    wait_for(lambda: process.poll() is not None or steps_done(folder) >= 3)
+    (tmp_path / "close").touch()
+    code, err = ended(process)
+    assert code == 75, err
+    assert summary(folder)["status"] == "stopped"
+    assert not processes(folder)
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    folder, nohup = tmp_path / "run", shutil.which("nohup")
+    assert nohup is not None
+    process = start(folder, *FRESH, *LONG, "launcher=spawn", launch=(nohup, sys.executable))
+    wait_for(lambda: process.poll() is not None or steps_done(folder) >= 3)
+    os.killpg(process.pid, signal.SIGHUP)
+    step = steps_done(folder)
+    wait_for(lambda: process.poll() is not None or steps_done(folder) > step + 3)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 75, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["command", "rank"])
+def test_a_request_for_stacks_writes_them_and_the_run_goes_on(tmp_path: Path, to: str) -> None:
+    folder = tmp_path / "run"
+    process = running(folder, *SPAWN, *LONG)
+    send(signal.SIGUSR2, process.pid if to == "command" else ranks(folder, process)[1])
+    wait_for(lambda: "most recent call first" in logged(folder))
+    step = steps_done(folder)
+    wait_for(lambda: process.poll() is not None or steps_done(folder) > step + 3)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 75, err
+
+
+@pytest.mark.slow
+def test_a_rank_that_a_fault_ends_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for name in ("KILL", "SEGV"):
+        before = steps_done(folder)
+        process = start(folder, *SPAWN, *LONG)
+        wait_for(lambda before=before, process=process: process.poll() is not None or steps_done(folder) > before)
+        send(signal.Signals(number_of(name)), ranks(folder, process)[1])
+        code, err = ended(process)
+        assert (code, f"rank 1 was ended by SIG{name}" in err) == (70, True), err
+        assert not processes(folder)
+
+
+def test_a_slurm_task_that_gets_a_hangup_passes_it_on_and_reports_the_code(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    waits = f"trap 'exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    words = ("-m", "lockstep.job.slurm_task", str(tmp_path), "sh", "-c", waits)
+    process = background(tmp_path, sys.executable, *words, SLURM_JOB_ID="1", SLURM_NODEID="1")
+    wait_for(lambda: process.poll() is not None or (tmp_path / "ready").exists())
+    process.send_signal(signal.SIGHUP)
+    code, err = ended(process)
+    assert code == 75, err
+    assert not processes(tmp_path)

@@ -1,0 +1,146 @@
+"""Standard streams that are closed, full or without a reader: the exit code of every command is its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import forks
+from helpers import NARROW, command, forked, train_here
+from lockstep.core import errors
+from processes import LONG, SPAWN, background, ended, start, steps_done, summary, wait_for
+
+STREAMS = ("stdin", "stdout", "stderr")
+STATES = ("closed", "full", "broken")
+QUICK = ("steps=2", "batch=300", NARROW, "logger=[]", "device=cpu", "launcher.threads=1")
+ERRORS = {cls.exit_code: cls.__name__ for cls in (errors.LockstepError, *errors.BY_EXIT_CODE.values())}
+# A training command whose job ends with an error, by its exit code (0 is no error).
+ENDS = """
+import sys
+from lockstep.cli import main, run, train
+from lockstep.core import errors, log
+def job(*_):
+    log.say("a word " * 10_000)
+    if sys.argv[1:] != ["seed=0"]:
+        raise ERROR
+    return 1.0
+run.run_job = job
+sys.argv = ["lockstep", "train", "seed=0" if ERROR is None else "seed=1"]
+main.main()
+"""
+
+
+def spoil(stream: str, state: str) -> None:
+    """Bring a standard stream of this process into a state, as a shell does before it starts an interpreter."""
+    number = STREAMS.index(stream)
+    if state == "closed":
+        os.close(number)
+        setattr(sys, stream, None)
+    elif state == "full":
+        os.dup2(os.open("/dev/full", os.O_RDWR), number)
+    else:
+        reader, writer = os.pipe()
+        os.dup2(writer if number else reader, number)
+        os.close(reader)
+        os.close(writer)
+
+
+def with_stream(stream: str, state: str, *words: str) -> None:
+    """Run a command with a stream in a state."""
+    spoil(stream, state)
+    forks.run(sys.path, *words)
+
+
+def with_each_stream(code: str) -> None:
+    """Run a program with each stream in each state, and exit with 1 if one ends with another code than `code`."""
+    wrong = []
+    program = ENDS.replace("ERROR", f"errors.{ERRORS[int(code)]}('the job')" if int(code) else "None")
+    for stream, state in ((stream, state) for stream in STREAMS for state in STATES):
+        if not (child := os.fork()):
+            with_stream(stream, state, "-c", program)
+        actual = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        wrong += [f"{stream} {state}: {actual}"] if actual != int(code) else []
+    sys.stdout.write(f"wrong: {wrong}")
+
+
+@pytest.mark.parametrize("code", [0, *ERRORS])
+def test_no_stream_changes_an_exit_code(code: int) -> None:
+    done = forked("test_streams:with_each_stream", str(code))
+    assert (done.code, done.out.splitlines()[-1]) == (0, "wrong: []")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_run_ends_well_and_so_does_a_mistake(tmp_path: Path, stream: str, state: str) -> None:
+    spoiled = ("test_streams:with_stream", stream, state, "train.py", f"output_root={tmp_path}")
+    launcher = SPAWN if state == "closed" else ()
+    done = forked(*spoiled, *QUICK, *launcher)
+    assert (done.code, done.err) == (0, "")
+    (summary_file,) = tmp_path.glob("*/summary.json")
+    assert '"completed"' in summary_file.read_text()
+    assert forked(*spoiled, "batch=nonsense").code == 2
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_result_that_cannot_be_written_is_an_error(tmp_path: Path, state: str) -> None:
+    run = train_here(tmp_path / "run", "steps=1", NARROW)
+    for words in (
+        ("lockstep", "--help"),
+        ("lockstep", "predict", "--help"),
+        ("train.py", "--help"),
+        ("train.py", "--cfg", "job"),
+        ("lockstep", "evaluate", str(run.path)),
+        ("lockstep", "clean", str(tmp_path)),
+    ):
+        done = forked("test_streams:with_stream", "stdout", state, *words)
+        assert (done.code, done.err.count("lockstep: the output cannot be written (")) == (74, 1), (words, done.err)
+        assert len(done.err.splitlines()) == 1, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", STREAMS[1:])
+def test_a_stop_is_saved_without_a_stream(tmp_path: Path, stream: str) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, *SPAWN, *LONG, launch=("test_streams:with_stream", stream, "broken"))
+    wait_for(lambda: process.poll() is not None or steps_done(folder) >= 3)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 75, err
+    assert summary(folder)["status"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_real_shell_that_closes_them_gets_the_same_codes(tmp_path: Path) -> None:
+    words = (sys.executable, "train.py", *QUICK, f"output_root={tmp_path}")
+    for ending in ("<&- >&- 2>&-", ">/dev/full 2>/dev/full"):
+        assert command("sh", "-c", f'"$@" {ending}', "sh", *words).code == 0
+    assert command("bash", "-c", '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}', "bash", *words).code == 0
+
+
+C_LOCALE = {"LC_ALL": "C", "LANG": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.slow
+def test_a_path_in_utf_8_is_one_in_the_locale_c_too(tmp_path: Path) -> None:
+    folder = tmp_path / "café-写真"
+    words = ("train.py", *QUICK, *SPAWN, "launcher=elastic", f"output_root='{folder}'", "name='año'")
+    process = background(tmp_path, sys.executable, *words, afresh=True, **C_LOCALE)
+    code, err = ended(process)
+    assert (code, err) == (0, "")
+    assert list(folder.glob("*-año-*/summary.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [1, 2, 3, 3.9])
+def test_too_small_an_address_space_is_one_sentence(tmp_path: Path, gigabytes: float) -> None:
+    for words in (("train.py", *QUICK, f"output_root={tmp_path}"), ("-m", "lockstep", "predict", "x", "y")):
+        done = command("bash", "-c", f'ulimit -v {int(gigabytes * 1e6)}; exec "$@"', "bash", sys.executable, *words)
+        assert done.code == 2, done.err
+        assert len(done.err.splitlines()) == 1
+        assert "ulimit -v unlimited" in done.err
+    assert not list(tmp_path.iterdir())
