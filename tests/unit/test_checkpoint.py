@@ -484,6 +484,50 @@ def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: Ru
     assert [path.name for path in run.path.glob("*.tmp")] == []
 
 
+def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) -> None:
+    target = writer(run, keep=1, keep_best=0)
+    run.weights.with_suffix(".tmp").mkdir()  # in the place of the export
+    for step in (1, 2, 3):
+        save(target, step, best=True)
+        target.wait()
+        assert target.failure == "is a directory"
+        assert steps_left(run) == [step]
+
+
+@pytest.mark.parametrize("best_of", [1, 2, 5])
+@pytest.mark.parametrize("keep_best", [0, 1, 3])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_run_never_takes_more_than_its_bound(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, keep: int, keep_best: int, best_of: int
+) -> None:
+    held: list[int] = []
+
+    def measure(path: Path) -> None:
+        files = [*run.checkpoints.rglob("*"), *run.path.glob("model.*")]
+        held.append(sum(file.stat().st_size for file in files if file.is_file()))
+
+    monkeypatch.setattr("lockstep.checkpoint.writing.sync", measure)
+    target = writer(run, keep=keep, keep_best=keep_best)
+    for step in range(1, 12):
+        score = float(step if step % best_of == 0 else 0)
+        save(target, step, best=step % best_of == 0, score=score)
+        target.wait()
+    target.close()
+    newest = run.checkpoints / "step-00000011"
+    sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
+    whole = sum(sizes.values())
+    bound = checkpoint.most_bytes(
+        weights=whole - sizes["state.pt"],
+        whole=whole,
+        exported=sizes["ema.safetensors"],
+        keep=keep,
+        keep_best=keep_best,
+    )
+    assert max(held) <= bound + 100, "the facts of checkpoints differ in length, and there are `last` and `best`"
+    if keep_best < 3:  # else the best ones are among the newest ones here
+        assert max(held) > bound - whole
+
+
 def test_the_best_weights_whose_export_alone_failed_are_exported_by_the_next_save(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,7 +577,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
     with full_disk(room):
         save(target, 1)
         target.wait()
-    assert "a checkpoint could not be written" in capsys.readouterr().out
+    assert "a checkpoint could not be written (file too large); the run goes on" in capsys.readouterr().out
     assert checkpoint.latest_valid(run.checkpoints) is None
     with pytest.raises(StorageError, match="the last checkpoint could not be written"):
         target.close()
