@@ -29,12 +29,14 @@ from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
     MODEL,
+    NAMES,
     STATE,
     Facts,
     find_corruption,
     has_state,
     manifest,
     manifest_text,
+    names_of,
     sha256,
 )
 from lockstep.core import log
@@ -94,6 +96,7 @@ class Checkpointer:
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
         on_saved: called with the step and the folder of a checkpoint after it is on the disk.
         card: the description for the files of weights; None leaves it out.
+        run: the name of the run in its checkpoints.
     """
 
     run_dir: RunDir
@@ -104,6 +107,7 @@ class Checkpointer:
     every_s: float | None = None
     on_saved: Callable[[int, Path], None] = lambda step, folder: None
     card: ModelCard | None = None
+    run: str = ""
     saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[tuple[int, Path]] | None = None
@@ -222,10 +226,12 @@ class Checkpointer:
             temporary.mkdir()
             for file, content in weights.items():
                 content.save(temporary / file)
+            digests = {file: sha256(temporary / file) for file in weights}
+            names = names_of(self.run, progress["step"], self.fingerprint.get("seed"), digests)
             with (temporary / STATE).open("wb") as file:  # given a path, torch would hide the system's error
-                torch.save(map_tensors(state, with_own_storage), file)
-            (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            (temporary / MANIFEST).write_text(manifest_text(temporary))
+                torch.save({**map_tensors(state, with_own_storage), NAMES: names}, file)
+            (temporary / FACTS).write_text(json.dumps({**facts, NAMES: names}, indent=2) + "\n")
+            (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
             # After a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
             for path in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
                 if path.exists():
