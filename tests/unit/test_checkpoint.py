@@ -84,7 +84,8 @@ def run(tmp_path: Path) -> RunDir:
 
 def writer(run_dir: RunDir, /, **options: Any) -> Checkpointer:
     return Checkpointer(
-        run_dir=run_dir, **{"run": "this", "fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options}
+        run_dir=run_dir,
+        **{"run": "this", "fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options},
     )
 
 

@@ -120,7 +120,7 @@ def find_corruption(path: Path, run: str | None = None) -> str:
         names = _facts(path).get(NAMES)
         if STATE in digests and read_state(path).get(NAMES) != names:
             raise ValueError(f"{STATE} and {FACTS} are of different checkpoints")
-        if None not in (run, names) and names["run"] != run:
+        if run is not None and names is not None and names["run"] != run:
             raise ValueError(f"it is of run {names['run']}, and the summary of this folder names run {run}")
     except UnreadableFile as error:
         return f"{error.path.name} {error.reason}"

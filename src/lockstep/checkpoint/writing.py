@@ -228,8 +228,8 @@ class Checkpointer:
                 content.save(temporary / file)
             digests = {file: sha256(temporary / file) for file in weights}
             names = names_of(self.run, progress["step"], self.fingerprint.get("seed"), digests)
-            with (temporary / STATE).open("wb") as file:  # given a path, torch would hide the system's error
-                torch.save({**map_tensors(state, with_own_storage), NAMES: names}, file)
+            with (temporary / STATE).open("wb") as opened:  # given a path, torch would hide the system's error
+                torch.save({**map_tensors(state, with_own_storage), NAMES: names}, opened)
             (temporary / FACTS).write_text(json.dumps({**facts, NAMES: names}, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
             # After a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
