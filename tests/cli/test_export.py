@@ -119,11 +119,10 @@ def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("alone.safetensors",), "a file of weights has none; name some after it: a file or a folder"),
         (("alone.safetensors", "nowhere.png"), "nowhere.png cannot be read as an image"),
         (("alone.safetensors", "--out", "nowhere/model.onnx"), "--out is nowhere/model.onnx, expected a file in"),
     ],
-    ids=["no images", "no such image", "no such folder"],
+    ids=["no such image", "no such folder"],
 )
 def test_what_cannot_be_exported_is_one_sentence(place: Path, words: tuple[str, ...], sentence: str) -> None:
     shutil.copy(place / "outputs" / "digits" / "model.safetensors", place / "alone.safetensors")
@@ -133,3 +132,26 @@ def test_what_cannot_be_exported_is_one_sentence(place: Path, words: tuple[str, 
     assert done.err.count("\n") == 1
     assert not (place / "alone.onnx").exists()
     assert lockstep.load(place / "alone.safetensors").card.classes == 10
+
+
+@pytest.mark.numerics
+def test_without_its_images_a_model_is_compared_on_random_ones(place: Path) -> None:
+    shutil.copyfile(place / "outputs" / "digits" / "model.safetensors", place / "lone.safetensors")
+    done = exported(place, "lone.safetensors", "--format", "torch")
+    assert done.code == 0, done.err
+    assert "on 64 images of random pixels, because a file of weights has no images, they differ by" in done.out
+    assert (place / "lone.pt2").is_file()
+
+
+@pytest.mark.numerics
+def test_a_run_whose_photos_have_moved_is_exported(tmp_path: Path) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (16, 16), (99, number, 0)).save(tmp_path / "photos" / name / f"{number}.png")
+    photos = ("dataset=folder", f"dataset.path={tmp_path / 'photos'}", "dataset.input_size=16")
+    train_here(tmp_path / "run", NARROW, "steps=1", "batch=4", *photos)
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    done = exported(tmp_path, "run", "--format", "torch")
+    assert done.code == 0, done.err
+    assert "on 64 images of random pixels, because those of the run are not here (dataset" in done.out

@@ -159,17 +159,30 @@ def fill(run: RunDir) -> None:
         filler.write_bytes(bytes(2**20))
 
 
-FAULTS: list[tuple[Callable[[RunDir], Any], Callable[[RunDir], Any]]] = [
-    (fill, lambda run: (run.checkpoints / "filler").unlink()),
-    (lambda run: remount(run, "ro"), lambda run: remount(run, "rw")),
+def fill_but(room: int) -> Callable[[RunDir], None]:
+    def fill_to(run: RunDir) -> None:
+        fill(run)
+        os.truncate(run.checkpoints / "filler", (run.checkpoints / "filler").stat().st_size - room)
+
+    return fill_to
+
+
+FAULTS: list[tuple[Callable[[RunDir], Any], Callable[[RunDir], Any], str]] = [
+    (fill, lambda run: (run.checkpoints / "filler").unlink(), "no space left on device"),
+    (fill_but(4096), lambda run: (run.checkpoints / "filler").unlink(), "no space left on device"),
+    (fill_but(12288), lambda run: (run.checkpoints / "filler").unlink(), "no space left on device"),
+    (lambda run: remount(run, "ro"), lambda run: remount(run, "rw"), "read-only file system"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "repair"), FAULTS, ids=["full", "read-only"])
+@pytest.mark.parametrize(
+    ("fault", "repair", "reason"), FAULTS, ids=["full", "no room for weights", "no room for the state", "read-only"]
+)
 def test_saving_goes_on_once_the_disk_is_well_again(
     small_disk: RunDir,
     fault: Callable[[RunDir], Any],
     repair: Callable[[RunDir], Any],
+    reason: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     target = writer(small_disk)
@@ -182,7 +195,7 @@ def test_saving_goes_on_once_the_disk_is_well_again(
     newest = checkpoint.latest_valid(small_disk.checkpoints)
     assert newest is not None
     assert loaded_step(newest) == 1
-    assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
+    assert capsys.readouterr().out.count(f"a checkpoint could not be written ({reason});") == 1
     repair(small_disk)
     target.saved_at -= checkpoint.RETRY_S
     assert target.overdue()

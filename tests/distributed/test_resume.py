@@ -113,6 +113,61 @@ def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
+ENDING = (NARROW, "model.dropout=0.3", "batch=300", "steps=4", "train.eval_every=4", "train.eval_batch=100")
+# Of a rank: asked for in the last evaluation, and after the last step, when only its save is left.
+AT_THE_END = {"evaluation": {"stop_in": 2}, "save": {"stop_at": 4}}
+SOLO = {"single": ("optimizer=sgd", "train.ema=0.9"), "dp": ("strategy=dp",)}
+TOGETHER = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline", "strict")
+
+
+def everything(run: Path) -> dict[str, object]:
+    """All values of the newest checkpoint, with the options of the optimizer's groups, by their places."""
+    newest = checkpoint.latest_valid(run / "checkpoints")
+    assert newest is not None
+    loaded = checkpoint.load(newest)
+    flat, parts = {}, [("", {"model": loaded.model, "ema": loaded.ema, "state": loaded.state, "facts": loaded.facts})]
+    for place, part in parts:  # which grows
+        if isinstance(part, dict | list):
+            named = part.items() if isinstance(part, dict) else enumerate(part)
+            parts += [(f"{place}/{name}", value) for name, value in named]
+        else:
+            flat[place] = part.numpy().tobytes() if isinstance(part, torch.Tensor) else part
+    return flat
+
+
+@pytest.mark.parametrize("place", AT_THE_END)
+@pytest.mark.parametrize("options", SOLO)
+def test_a_stop_at_the_very_end_changes_no_bit(tmp_path: Path, options: str, place: str) -> None:
+    job = (*ENDING, *SOLO[options])
+    whole = train_here(tmp_path / "whole", *job).path
+    run = train_here(tmp_path / "run", *job, **AT_THE_END[place]).path
+    (newest, *_) = checkpoint.candidates(run / "checkpoints")
+    assert checkpoint.read_facts(newest)["progress"]["step"] == 4
+    train_here(run, *job)
+    assert everything(run) == everything(whole)
+    assert untimed(run) == untimed(whole)
+    files = {path: path.read_bytes() for path in sorted((run / "checkpoints").rglob("*")) if path.is_file()}
+    train_here(run, *job)
+    assert {path: path.read_bytes() for path in sorted((run / "checkpoints").rglob("*")) if path.is_file()} == files
+
+
+@pytest.mark.slow
+def test_a_stop_of_several_ranks_at_the_very_end_changes_no_bit(tmp_path: Path) -> None:
+    jobs = {strategy: (*ENDING, f"strategy={strategy}") for strategy in TOGETHER}
+    whole = [Case(tmp_path / f"{name}-whole", job) for name, job in jobs.items()]
+    stopped = [
+        Case(tmp_path / f"{name}-{place}", job, **stop)
+        for name, job in jobs.items()
+        for place, stop in AT_THE_END.items()
+    ]
+    gang(tmp_path / "gang", 2, [*whole, *stopped])
+    gang(tmp_path / "again", 2, [Case(case.path, case.overrides) for case in stopped])
+    for case in stopped:
+        reference = tmp_path / f"{case.path.name.partition('-')[0]}-whole"
+        assert everything(case.path) == everything(reference), case.path.name
+        assert untimed(case.path) == untimed(reference), case.path.name
+
+
 def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", *COMMON, "logger=[jsonl,tensorboard]", stop_at=4).path
     train_here(run, *COMMON, "logger=[jsonl,tensorboard]")

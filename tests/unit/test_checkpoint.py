@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, AdamW, Timm
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
-IDENTITY = {"model": "Net()", "batch": 64}
+IDENTITY = {"model": "Net()", "batch": 64, "seed": 3}
 
 
 @dataclass
@@ -81,9 +82,10 @@ def run(tmp_path: Path) -> RunDir:
     return RunDir.at(tmp_path / "run")
 
 
-def writer(run: RunDir, **options: Any) -> Checkpointer:
+def writer(run_dir: RunDir, /, **options: Any) -> Checkpointer:
     return Checkpointer(
-        run_dir=run, **{"fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options}
+        run_dir=run_dir,
+        **{"run": "this", "fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options},
     )
 
 
@@ -191,13 +193,16 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
 def test_everything_loads_with_weights_only(run: RunDir) -> None:
     (path,) = saved(run, 1)
     state = torch.load(path / "state.pt", weights_only=True)
-    assert state.keys() == {"optimizer", "scaler", "ema_updates"}
+    assert state.keys() == {"optimizer", "scaler", "ema_updates", "names"}
     assert load_file(path / "model.safetensors").keys() == parts().model.state_dict().keys()
 
 
 def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
     (path,) = saved(run, 7)
-    assert checkpoint.read_facts(path) == {"format": 1, "identity": IDENTITY, "progress": progress(7)}
+    digests = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in FILES[3:]}
+    names = {"run": "this", "step": 7, "seed": 3, "weights": digests}
+    facts = {"format": 1, "identity": IDENTITY, "progress": progress(7), "names": names}
+    assert checkpoint.read_facts(path) == facts
 
 
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
@@ -484,6 +489,50 @@ def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: Ru
     assert [path.name for path in run.path.glob("*.tmp")] == []
 
 
+def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) -> None:
+    target = writer(run, keep=1, keep_best=0)
+    run.weights.with_suffix(".tmp").mkdir()  # in the place of the export
+    for step in (1, 2, 3):
+        save(target, step, best=True)
+        target.wait()
+        assert target.failure == "is a directory"
+        assert steps_left(run) == [step]
+
+
+@pytest.mark.parametrize("best_of", [1, 2, 5])
+@pytest.mark.parametrize("keep_best", [0, 1, 3])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_run_never_takes_more_than_its_bound(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, keep: int, keep_best: int, best_of: int
+) -> None:
+    held: list[int] = []
+
+    def measure(path: Path) -> None:
+        files = [*run.checkpoints.rglob("*"), *run.path.glob("model.*")]
+        held.append(sum(file.stat().st_size for file in files if file.is_file()))
+
+    monkeypatch.setattr("lockstep.checkpoint.writing.sync", measure)
+    target = writer(run, keep=keep, keep_best=keep_best)
+    for step in range(1, 12):
+        score = float(step if step % best_of == 0 else 0)
+        save(target, step, best=step % best_of == 0, score=score)
+        target.wait()
+    target.close()
+    newest = run.checkpoints / "step-00000011"
+    sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
+    whole = sum(sizes.values())
+    bound = checkpoint.most_bytes(
+        weights=whole - sizes["state.pt"],
+        whole=whole,
+        exported=sizes["ema.safetensors"],
+        keep=keep,
+        keep_best=keep_best,
+    )
+    assert max(held) <= bound + 100, "the facts of checkpoints differ in length, and there are `last` and `best`"
+    if keep_best < 3:  # else the best ones are among the newest ones here
+        assert max(held) > bound - whole
+
+
 def test_the_best_weights_whose_export_alone_failed_are_exported_by_the_next_save(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,7 +582,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
     with full_disk(room):
         save(target, 1)
         target.wait()
-    assert "a checkpoint could not be written" in capsys.readouterr().out
+    assert "a checkpoint could not be written (file too large); the run goes on" in capsys.readouterr().out
     assert checkpoint.latest_valid(run.checkpoints) is None
     with pytest.raises(StorageError, match="the last checkpoint could not be written"):
         target.close()
@@ -689,12 +738,12 @@ def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> 
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
-def test_averaged_weights_that_the_manifest_does_not_vouch_for_are_not_read(run: RunDir) -> None:
+def test_averaged_weights_that_the_manifest_does_not_vouch_for_are_damage(run: RunDir) -> None:
     (path,) = saved(run, 1)
     sizes, digests = manifest_entries(path)
     del sizes["ema.safetensors"], digests["ema.safetensors"]
     replace_manifest(path, bytes=sizes, sha256=digests)
-    assert checkpoint.load(path).ema is None
+    assert checkpoint.find_corruption(path) == "its weights are not those that its facts.json names"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -767,7 +816,71 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
 @pytest.mark.parametrize("state", [[], 3, {}, {"optimizer": 3, "scaler": {}}, {"optimizer": {"param_groups": 3}}])
 def test_a_state_of_other_types_does_not_fit(run: RunDir, tmp_path: Path, state: object) -> None:
     (path,) = saved(run, 1)
-    torch.save(state, tmp_path / "state.pt")
+    names = checkpoint.read_facts(path)["names"]
+    torch.save({**state, "names": names} if isinstance(state, dict) else state, tmp_path / "state.pt")
     replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
-    with pytest.raises(InputError, match="does not fit this model"):
+    with pytest.raises(InputError, match="does not fit this model" if isinstance(state, dict) else r"state.pt"):
         restore(path, parts())
+
+
+OTHERS = {
+    "step": {"step": 5},
+    "seed": {"run": "that", "fingerprint": {**IDENTITY, "seed": 4}},
+    "learning rate": {"run": "that"},
+}
+CONTENTS = FILES[1:]
+SETS = [subset for size in range(1, 5) for subset in itertools.combinations(CONTENTS, size)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint, and one of another step, of another seed, and of a run that differs in nothing that it names."""
+    paths = {}
+    for number, (name, options) in enumerate({"this": {}, **OTHERS}.items()):
+        run, contents = RunDir.at(tmp_path_factory.mktemp("runs") / "run"), parts(number)
+        contents.train(1)
+        target = writer(run, **{key: value for key, value in options.items() if key != "step"})
+        save(target, step := options.get("step", 7), contents)
+        target.close()
+        paths[name] = run.checkpoints / f"step-{step:08}"
+    return paths
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("files", SETS, ids="+".join)
+def test_files_of_another_checkpoint_are_damage_whatever_the_manifest_says(
+    run: RunDir, runs: dict[str, Path], files: tuple[str, ...], other: str
+) -> None:
+    run.start_summary(run="this")
+    path = run.checkpoints / "step-00000007"
+    shutil.copytree(runs["this"], path)
+    assert checkpoint.newest_of_run(run) == path
+    for name in files:
+        replace_file(path, name, (runs[other] / name).read_bytes())
+    with pytest.raises(InputError, match=r"no checkpoint in .* is whole"):
+        checkpoint.newest_of_run(run)
+    assert set(checkpoint.removable(run, 1).stay) == {path}, "nor does it replace another one"
+
+
+def test_a_run_whose_summary_is_lost_keeps_its_name(run: RunDir, runs: dict[str, Path]) -> None:
+    path = run.checkpoints / "step-00000007"
+    shutil.copytree(runs["learning rate"], path)
+    assert checkpoint.newest_of_run(run) == path
+    loaded = checkpoint.load_newest(run)
+    assert loaded is not None
+    assert loaded.run == "that"
+
+
+def test_a_checkpoint_of_an_older_version_names_nothing_and_is_used(run: RunDir, runs: dict[str, Path]) -> None:
+    run.start_summary(run="this")
+    path = run.checkpoints / "step-00000007"
+    shutil.copytree(runs["this"], path)
+    facts, state = checkpoint.read_facts(path), torch.load(path / "state.pt", weights_only=True)
+    del facts["names"]
+    replace_file(path, "facts.json", json.dumps(facts).encode())
+    with pytest.raises(InputError, match=r"state.pt and facts.json are of different checkpoints"):
+        checkpoint.newest_of_run(run)
+    del state["names"]
+    torch.save(state, path / "state.pt")
+    (path / "manifest.json").write_text(checkpoint.manifest_text(path))
+    assert checkpoint.newest_of_run(run) == path

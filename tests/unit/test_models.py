@@ -162,3 +162,17 @@ def test_no_network_of_timm_has_an_option_that_loads_something() -> None:
 def test_a_model_from_elsewhere_is_refused_where_it_would_be_built(name: str) -> None:
     with pytest.raises(InputError, match="which timm does not have"):
         Timm(name=name).build(10, (3, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 65_536}),
+        ("swin_tiny_patch4_window7_224", {"depths": [65_536] * 4}),
+        ("resnet18", {"layers": [2, 2, 2, 65_536]}),
+        ("convnext_atto", {"depths": [65_536] * 4}),
+    ],
+)
+def test_a_network_of_any_depth_is_refused_after_its_first_parts(name: str, options: dict[str, Any]) -> None:
+    with torch.device("meta"), pytest.raises(InputError, match="would have more than 10,000 layers and parameters"):
+        Timm(name=name, options=options).build(10, (3, 224, 224))

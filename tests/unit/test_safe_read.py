@@ -220,7 +220,7 @@ def lines(path: Path, content: bytes) -> Iterator[str | None]:
 
 def test_lines_are_whole_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    assert list(lines(path, b"one\ntwo\r\n\nthree")) == ["one\n", "two\r\n", "\n"]
+    assert list(lines(path, b"one\ntwo\r\n\nthree")) == ["one\n", "two\r\n", "\n", None]
     assert list(lines(path, b"one\n\xff\ntwo\n")) == ["one\n", None, "two\n"]
     assert list(lines(path, b"one\n" + b"x" * LINE_LIMIT + b"\ntwo\n")) == ["one\n", None]
     assert list(lines(path, b"")) == []

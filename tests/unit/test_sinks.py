@@ -112,6 +112,19 @@ def test_a_damaged_line_is_left_out_and_reported(
     assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
 
 
+@pytest.mark.parametrize("name", ["a", "é", "\N{BLACK SQUARE}"])
+def test_a_record_that_was_cut_anywhere_is_left_out_and_reported(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, last = b'{"step": 2}\n', f'{{"step": 2, "{name}": 0.5}}\n'.encode()
+    for cut in range(1, len(last)):
+        path.write_bytes(first + last[:cut])
+        JsonLines(path, 2, logged=2).end("completed")
+        assert path.read_bytes() == first
+        assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
+
+
 def test_missing_lines_of_the_log_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')

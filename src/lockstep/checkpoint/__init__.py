@@ -24,7 +24,7 @@ from lockstep.checkpoint.reading import (
 from lockstep.checkpoint.removal import Removable, removable, remove
 from lockstep.checkpoint.staging import HostCopies, gathered
 from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text, read_facts
-from lockstep.checkpoint.writing import RETRY_S, Checkpointer
+from lockstep.checkpoint.writing import RETRY_S, Checkpointer, most_bytes
 
 __all__ = [
     "MODEL",
@@ -47,6 +47,7 @@ __all__ = [
     "load_weights",
     "manifest_text",
     "mark_saved_or_not",
+    "most_bytes",
     "newest_of_run",
     "read_card",
     "read_facts",

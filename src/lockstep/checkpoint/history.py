@@ -32,11 +32,11 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
-    """The newest checkpoint in a `checkpoints` folder that passes its hashes; `say` reports each damaged one."""
+def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> Path | None:
+    """The newest undamaged checkpoint in a `checkpoints` folder, of `run`; `say` reports each damaged one."""
     checkpoints = [path for path in candidates(folder) if has_state(path)]
     for number, path in enumerate(checkpoints, start=1):
-        if not (reason := find_corruption(path)):
+        if not (reason := find_corruption(path, run)):
             return path
         next_try = "trying the one before it" if number < len(checkpoints) else "there is none before it"
         say(f"checkpoint {path} is damaged ({reason}); {next_try}")
@@ -50,7 +50,7 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
         InputError: the run has saved checkpoints, but all of them are damaged.
     """
     warnings: list[str] = []
-    newest = latest_valid(run_dir.checkpoints, warnings.append)
+    newest = latest_valid(run_dir.checkpoints, warnings.append, run_dir.run)
     if newest is None and _has_saved(run_dir):
         raise InputError(_all_damaged_message(run_dir))
     for sentence in warnings:
@@ -91,7 +91,7 @@ def _has_saved(run_dir: RunDir) -> bool:
 def _all_damaged_message(run_dir: RunDir) -> str:
     """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path) or 'it has weights only'}" for path in checkpoints]
+    reasons = [f"{path.name}: {find_corruption(path, run_dir.run) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
     usable = f"; {typed([override('init_from', whole)])} takes the weights that are whole" if whole else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,13 +17,14 @@ from lockstep.checkpoint.optimizer import restore_optimizer
 from lockstep.checkpoint.validation import (
     EMA,
     MODEL,
-    STATE,
+    NAMES,
     Facts,
     damaged,
     find_corruption,
     has_state,
     manifest,
     read_facts,
+    read_state,
     sha256,
 )
 from lockstep.config.commands import override, typed
@@ -39,9 +39,10 @@ SHOWN = 4  # an error lists at most this many differences between two runs
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The content of a checkpoint that passed its hashes, on the CPU."""
+    """The content of a checkpoint that passed its hashes, on the CPU; `run` is the run that it names, if any."""
 
     path: Path
+    run: str | None
     facts: dict[str, Any]
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
@@ -70,19 +71,21 @@ def read(path: Path) -> LoadedCheckpoint:
     Raises:
         InputError: the checkpoint cannot be loaded.
     """
+    facts = read_facts(path)
+    names = facts.pop(NAMES, None)
     try:
+        state = read_state(path)
+        state.pop(NAMES, None)
         return LoadedCheckpoint(
             path=path,
-            facts=read_facts(path),
+            run=names and names["run"],
+            facts=facts,
             model=load_file(path / MODEL),
             ema=load_file(path / EMA) if EMA in manifest(path) else None,
-            state=torch.load(path / STATE, map_location="cpu", weights_only=True),
+            state=state,
         )
-    except Exception as error:  # the hashes match, but the files do not load: torch and safetensors raise all kinds
-        reason = str(error).partition("\n")[0]
-        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text would advise to load it
-            reason = f"{STATE} contains more than tensors and plain values"
-        raise damaged(path, reason) from error
+    except Exception as error:  # the hashes match, but the files do not load: safetensors raises all kinds
+        raise damaged(path, str(error).partition("\n")[0]) from error
 
 
 def difference(expected: Facts, saved: Facts) -> str:

@@ -39,7 +39,7 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     checkpoints = candidates(run_dir.checkpoints)
     stay: list[Path] = []
     if not (everything and _completed(run_dir) and whole_weights(run_dir.path)):
-        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path))
+        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run_dir.run))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*stay, *(path for path in _best(run_dir, checkpoints) if path not in stay)] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]

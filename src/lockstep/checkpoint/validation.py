@@ -2,7 +2,9 @@
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
-manifest has a hash of itself and of each file.
+manifest has a hash of itself and of each file. A file may be a whole one of another checkpoint. So the facts and the
+state both name their run, step and seed, and the hashes of the weights that were saved with them. The summary names
+the run of all checkpoints in its folder. Checkpoints of older versions name nothing, and are not compared.
 """
 
 from __future__ import annotations
@@ -14,13 +16,19 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, opened, parse_json, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
+WEIGHTS = (MODEL, EMA)
+NAMES = "names"  # what a file of a checkpoint names, in its facts and in its state
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
 Facts = Mapping[str, Any]
@@ -31,11 +39,14 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def manifest_text(folder: Path) -> str:
-    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, and its own hash."""
+def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, and its own hash.
+
+    `known` are hashes that have been computed.
+    """
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
     sizes = {name: (folder / name).stat().st_size for name in names}
-    digests = {name: sha256(folder / name) for name in names}
+    digests = {name: known.get(name) or sha256(folder / name) for name in names}
     return _manifest_text(sizes, digests)
 
 
@@ -97,8 +108,8 @@ def _check_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} has {size} bytes, expected {expected}")
 
 
-def find_corruption(path: Path) -> str:
-    """What is wrong with the checkpoint at `path`, or an empty string."""
+def find_corruption(path: Path, run: str | None = None) -> str:
+    """What is wrong with the checkpoint at `path`, or an empty string. `run` is the run that it should be of."""
     try:
         digests = manifest(path)
         with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
@@ -106,7 +117,11 @@ def find_corruption(path: Path) -> str:
             for (name, expected), digest in zip(digests.items(), actual, strict=True):
                 if digest != expected:
                     raise ValueError(f"{name} does not match its sha256")
-        _facts(path)
+        names = _facts(path).get(NAMES)
+        if STATE in digests and read_state(path).get(NAMES) != names:
+            raise ValueError(f"{STATE} and {FACTS} are of different checkpoints")
+        if run is not None and names is not None and names["run"] != run:
+            raise ValueError(f"it is of run {names['run']}, and the summary of this folder names run {run}")
     except UnreadableFile as error:
         return f"{error.path.name} {error.reason}"
     except ValueError as error:
@@ -114,20 +129,54 @@ def find_corruption(path: Path) -> str:
     return ""
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of `state.pt` of a checkpoint whose hashes have been checked; the file is mapped, not read.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        return dict(torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:  # torch raises all kinds
+        reason = f"{STATE} cannot be loaded ({str(error).partition(chr(10))[0]})"
+        if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text would advise to load it
+            reason = f"{STATE} contains more than tensors and plain values"
+        raise ValueError(reason) from error
+
+
 def _facts(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint; raises UnreadableFile or ValueError if they are missing or have changed."""
-    data = read_bytes(path / FACTS, FACTS_LIMIT)
-    if hashlib.sha256(data).hexdigest() != manifest(path)[FACTS]:
+    data, digests = read_bytes(path / FACTS, FACTS_LIMIT), manifest(path)
+    if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
     facts = parse_json(path / FACTS, data)
     match facts:
-        case {"format": 1, "identity": {}, "progress": {"step": int(step)} as progress} if step > 0:
+        case {"format": 1, "identity": {**identity}, "progress": {"step": int(step)} as progress} if step > 0:
             if _is_progress(progress):
+                weights = {name: digests[name] for name in WEIGHTS if name in digests}
+                _check_names(facts.get(NAMES), step, identity.get("seed"), weights)
                 step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
                 if step_name and int(step_name[1]) != step:
                     raise ValueError(f"its facts are those of step {step}")
                 return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
+
+
+def names_of(run: str, step: int, seed: Any, weights: Mapping[str, str]) -> dict[str, Any]:
+    """What the files of a checkpoint name; `weights` are the hashes of its files of weights."""
+    return {"run": run, "step": step, "seed": seed, "weights": dict(weights)}
+
+
+def _check_names(names: Any, step: int, seed: Any, weights: Mapping[str, str]) -> None:
+    """Raise ValueError if facts with these `names` are not those of a step, a seed and files of weights."""
+    match names:
+        case None:
+            return
+        case {"run": str(run)} if names == names_of(run, step, seed, weights):
+            return
+        case {"run": str(run)} if names == names_of(run, step, seed, names.get("weights")):
+            raise ValueError(f"its weights are not those that its {FACTS} names")
+    raise ValueError(f"the names in {FACTS} are not those of a checkpoint")
 
 
 def _is_progress(parsed: Mapping[str, Any]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -27,12 +29,14 @@ from lockstep.checkpoint.validation import (
     EMA,
     FACTS,
     MODEL,
+    NAMES,
     STATE,
     Facts,
     find_corruption,
     has_state,
     manifest,
     manifest_text,
+    names_of,
     sha256,
 )
 from lockstep.core import log
@@ -44,6 +48,27 @@ from lockstep.core.safe_write import sync, write_atomic
 
 RETRY_S = 30.0  # seconds between a failed save and the next one
 LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
+
+
+def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:
+    """The most bytes that the checkpoints of a run take at any time, with the one that is being written.
+
+    Args:
+        weights, whole: the bytes of a checkpoint that keeps only its weights, and of one with its state.
+        exported: the bytes of the weights in the run folder.
+        keep, keep_best: see `Checkpointer`.
+    """
+    with_state = max(keep, min(LEAST_RESUMABLE, keep + keep_best))
+    return (with_state + 1) * whole + (keep + keep_best - with_state) * weights + exported
+
+
+def _reason(error: BaseException) -> str:
+    """The words of the system for a write that failed. torch raises another error on top of the system's."""
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__
+    quoted = re.search(r"os error (\d+)", str(error))  # how safetensors passes it on
+    number = error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
+    return str(error) if number is None else os.strerror(number).lower()
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,7 @@ class Checkpointer:
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
         on_saved: called with the step and the folder of a checkpoint after it is on the disk.
         card: the description for the files of weights; None leaves it out.
+        run: the name of the run in its checkpoints.
     """
 
     run_dir: RunDir
@@ -81,6 +107,7 @@ class Checkpointer:
     every_s: float | None = None
     on_saved: Callable[[int, Path], None] = lambda step, folder: None
     card: ModelCard | None = None
+    run: str = ""
     saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[tuple[int, Path]] | None = None
@@ -165,9 +192,10 @@ class Checkpointer:
         try:
             step, folder = pending.result()
         except (OSError, RuntimeError, SafetensorError, StorageError) as error:  # a full disk can raise any of these
+            reason = _reason(error)
             if not self.failure:
-                log.warn(f"a checkpoint could not be written ({error}); the run goes on and tries again")
-            self.failure = str(error)
+                log.warn(f"a checkpoint could not be written ({reason}); the run goes on and tries again")
+            self.failure = reason
         else:
             if self.failure:
                 log.say("checkpoints are written again")
@@ -198,9 +226,12 @@ class Checkpointer:
             temporary.mkdir()
             for file, content in weights.items():
                 content.save(temporary / file)
-            torch.save(map_tensors(state, with_own_storage), temporary / STATE)
-            (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            (temporary / MANIFEST).write_text(manifest_text(temporary))
+            digests = {file: sha256(temporary / file) for file in weights}
+            names = names_of(self.run, progress["step"], self.fingerprint.get("seed"), digests)
+            with (temporary / STATE).open("wb") as opened:  # given a path, torch would hide the system's error
+                torch.save({**map_tensors(state, with_own_storage), NAMES: names}, opened)
+            (temporary / FACTS).write_text(json.dumps({**facts, NAMES: names}, indent=2) + "\n")
+            (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
             # After a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
             for path in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
                 if path.exists():
@@ -217,13 +248,15 @@ class Checkpointer:
             delete(replaced)
         # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
-        write_atomic(self.run_dir.last, name)
-        if progress["best_step"] == progress["step"]:
-            write_atomic(self.run_dir.best, name)
+        try:
+            write_atomic(self.run_dir.last, name)
+            if progress["best_step"] == progress["step"]:
+                write_atomic(self.run_dir.best, name)
+        finally:  # even if the disk is full, and before the export, which may need the space
+            self._retire(final)
         if self.unexported is not None:  # the weights may be of an earlier step whose save failed
             self._export(self.unexported.save)
             self.unexported = None
-        self._retire(final)
         return progress["step"], final
 
     def _export(self, write: Callable[[Path], object]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from lockstep.cli.run_data import data_of
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.model_card import ModelCard
 from lockstep.data.loading.prefetch import sample
 from lockstep.inference.evaluation import check_data
 from lockstep.inference.export import FORMATS, TOLERANCE, check_packages, export
@@ -27,7 +29,8 @@ def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, ou
 
     Args:
         path: a run folder, `latest`, a checkpoint or a file of weights.
-        images: files and folders of images for the comparison; if empty, images of the run's evaluation split.
+        images: files and folders of images for the comparison; if empty, images of the run's evaluation
+            split, or random ones if there are none.
         kind: `onnx` or `torch`.
         pixels: the input of the exported model, `uint8` or `float`.
         out: the file to write; None is `model.onnx` or `model.pt2` next to the weights.
@@ -43,26 +46,34 @@ def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, ou
     if not target.parent.is_dir():
         raise InputError(f"--out is {target}, expected a file in a folder that exists")
     predictor = load(file, device="cpu", precision=FP32())
-    stored = _images(predictor, file, images)
+    stored, origin = _images(predictor, file, images)
     with progress("exporting"):
         difference = export(predictor, stored, target, kind=kind, floats=pixels == "float")
     shape = "x".join(map(str, predictor.card.image_shape))
     inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
     log.show(
         f"wrote {target}: {inputs} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "
-        f"{len(stored)} images they differ by at most {difference:.1e} from the model's (allowed {TOLERANCE:g})"
+        f"{len(stored)} images{origin} they differ by at most {difference:.1e} from the model's "
+        f"(allowed {TOLERANCE:g})"
     )
 
 
-def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> Tensor:
+def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> tuple[Tensor, str]:
+    """The images to compare on, and words about their origin if they are random."""
     if named:
-        return predictor.stored([path for name in named for path in files_in(Path(name))][:COMPARED])
-    run = run_of(file)
-    if run is None:
-        raise InputError(
-            "an exported model is compared with its original on real images, and a file of weights has none; name "
-            "some after it: a file or a folder"
-        )
-    source = data_of(run, ())
-    check_data(predictor, source)
-    return sample(source.eval(), COMPARED)
+        return predictor.stored([path for name in named for path in files_in(Path(name))][:COMPARED]), ""
+    if (run := run_of(file)) is None:
+        return _random_images(predictor.card), " of random pixels, because a file of weights has no images,"
+    try:
+        source = data_of(run, ())
+        check_data(predictor, source)
+        return sample(source.eval(), COMPARED), ""
+    except InputError as error:
+        return _random_images(predictor.card), f" of random pixels, because those of the run are not here ({error}),"
+
+
+def _random_images(card: ModelCard) -> Tensor:
+    """Images of the size, the mean and the standard deviation that a card names."""
+    noise = torch.randn((COMPARED, *card.image_shape), generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (card.mean, card.std))
+    return ((noise * std + mean) * 255).clamp(0, 255).to(torch.uint8)

@@ -142,6 +142,15 @@ class RunDir:
             raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
 
+    @property
+    def run(self) -> str | None:
+        """The name that the checkpoints of this run give it; None if there is no summary that says it."""
+        try:
+            name = self.read_summary().get("run")
+        except UnreadableFile:
+            return None
+        return name if isinstance(name, str) else None
+
     def write_summary(self, **facts: Any) -> None:
         """Update `summary.json` with `facts`. The content of a damaged file is dropped.
 

@@ -196,10 +196,10 @@ def _sha256(text: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str | None]:
-    """The complete lines of a plain file with their ends; None for a line that is not UTF-8.
+    """The lines of a plain file with their ends; None for a line that is not UTF-8 or was cut short.
 
-    A last line without a line end was cut by a kill, and is left out. Reading stops at a line of more than
-    `LINE_LIMIT` bytes, because Lockstep writes no such line.
+    A last line without a line end is cut, because it may look like a shorter whole one. Reading stops at a line of
+    more than `LINE_LIMIT` bytes, because Lockstep writes no such line.
 
     Raises:
         UnreadableFile: see `opened`.
@@ -207,8 +207,7 @@ def read_lines(path: Path) -> Iterator[str | None]:
     with opened(path) as file:
         while line := file.readline(LINE_LIMIT):
             if not line.endswith(b"\n"):
-                if len(line) == LINE_LIMIT:
-                    yield None
+                yield None
                 return
             try:
                 yield line.decode()

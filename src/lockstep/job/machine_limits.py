@@ -87,7 +87,8 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
-    if not isinstance(job.model, ResNet34 | Timm):  # these take seconds to import, and their sizes are known to fit
+    # timm takes seconds to import, and its own sizes are known to fit.
+    if not isinstance(job.model, ResNet34 | Timm) or getattr(job.model, "options", None):
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape)
             size = sum(parameter.numel() for parameter in model.parameters())

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import enum
 import inspect
+import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook as on_module
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 
 from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
@@ -21,6 +26,7 @@ from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network
 from lockstep.models.published import published_weights
 
+MOST_PARTS = 10_000  # modules and parameters; timm's own networks have up to 3,000, and 10,000 take seconds
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
 BATCH_NORM = frozenset({"bn_eps", "bn_momentum", "bn_tf"})
 # Arguments that have config keys of their own, or that the data and the device determine.
@@ -85,16 +91,19 @@ class Timm(Network):
         if self.pretrained:
             options["pretrained_cfg_overlay"] = published_weights(self.name).overlay
         try:
-            model: nn.Module = timm.create_model(
-                self.name,
-                pretrained=self.pretrained,
-                num_classes=classes,
-                in_chans=channels,
-                drop_rate=self.drop_rate,
-                **options,
-            )
+            with _bounded(self.name):
+                model: nn.Module = timm.create_model(
+                    self.name,
+                    pretrained=self.pretrained,
+                    num_classes=classes,
+                    in_chans=channels,
+                    drop_rate=self.drop_rate,
+                    **options,
+                )
             if max(height, width) != self._usual_size():
                 _check_image_size(model, input_shape)
+        except InputError:
+            raise
         except Exception as error:  # timm's constructors and networks raise all kinds of errors
             raise self._not_built(error, input_shape) from error
         return model
@@ -137,6 +146,26 @@ class Timm(Network):
 
         cfg = timm.get_pretrained_cfg(self.name)
         return max(cfg.input_size[1:]) if cfg is not None and cfg.input_size else None
+
+
+@contextmanager
+def _bounded(name: str) -> Iterator[None]:
+    """Refuse a network of more than `MOST_PARTS` parts while it is built: a few bytes can describe any depth."""
+    parts = itertools.count(1)
+
+    def count(*_: object) -> None:
+        if next(parts) > MOST_PARTS:
+            raise InputError(
+                f"model={name} would have more than {MOST_PARTS:,} layers and parameters; use smaller numbers in "
+                "model.options"
+            )
+
+    hooks = [register(count) for register in (on_module, on_parameter)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep import checkpoint
 from lockstep.config.commands import override, relative, typed
 from lockstep.config.invocation import config_words
 from lockstep.config.program_words import program_words, words_of
@@ -28,6 +29,10 @@ from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
 from lockstep.training.usual import Usual
+
+# The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
+# factor, because `amount` may round down.
+HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
@@ -102,15 +107,23 @@ def _other_interpolation(job: Job) -> str:
 
 def _keeps(job: Job, network: Network) -> str:
     """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
-    weights = sum(tensor.nbytes for tensor in network.model.state_dict().values())
+    tensors = network.model.state_dict().values()
+    weights = sum(tensor.nbytes for tensor in tensors)
     saved = weights * (1 if network.ema is None else 2)
     state = state_bytes(job.optimizer, network.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
     size_of_each = (
         f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
     )
-    total = newest * (saved + (state or 0)) + best * saved + weights
-    most = f"; at most {amount(total / GB)} in all" if state is not None else ""
+    headers = HEADERS + (2 * len(tensors) + job.dataset.classes) * HEADERS_EACH
+    total = checkpoint.most_bytes(
+        weights=saved + headers,
+        whole=saved + (state or 0) + 2 * headers,
+        exported=weights + headers,
+        keep=newest,
+        keep_best=best,
+    )
+    most = f"; at most {amount(ROUNDING * total / GB)} in all, while one is written" if state is not None else ""
     return (
         f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
         f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"

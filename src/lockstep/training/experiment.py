@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
 
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.config.schema import Job
 from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
@@ -61,13 +62,13 @@ def run(
     images = partial(data.normalised, world=world)
     network, loaded = build_network_and_load_state(job, run_dir, world, data.plan, images)
     compile_network(job, network, world, stop)
-    checkpointer = build_checkpointer(job, run_dir, world, data)
+    checkpointer = build_checkpointer(job, run_dir, world, data, loaded)
     progress, origin = restore(job, network, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, network, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
-    record.begin(job, progress)
+    record.begin(job, progress, run=checkpointer.run)
     telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
     checkpointer.on_saved = telemetry.observer.saved
     trainer = trainer_class(job, world)(
@@ -102,8 +103,11 @@ def trainer_class(job: Job, world: World) -> type[Trainer]:
     return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
 
 
-def build_checkpointer(job: Job, run_dir: RunDir, world: World, data: TrainingData) -> Checkpointer:
+def build_checkpointer(
+    job: Job, run_dir: RunDir, world: World, data: TrainingData, loaded: LoadedCheckpoint | None
+) -> Checkpointer:
     """The checkpointer, which saves the run on main and restores it on every rank."""
+    own = loaded.run if loaded is not None and loaded.path.parent == run_dir.checkpoints else None
     return Checkpointer(
         run_dir=run_dir,
         fingerprint=data.fingerprint,
@@ -112,6 +116,7 @@ def build_checkpointer(job: Job, run_dir: RunDir, world: World, data: TrainingDa
         writes=world.is_main,
         every_s=data.plan.save_every_s,
         card=card_of(job),
+        run=run_dir.run or own or secrets.token_hex(8),
     )
 
 

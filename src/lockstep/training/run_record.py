@@ -31,8 +31,11 @@ class NoRecord:
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
         """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
 
-    def begin(self, job: Job, progress: Progress) -> None:
-        """Write the config and the environment of the run, and mark it as begun."""
+    def begin(self, job: Job, progress: Progress, *, run: str) -> None:
+        """Write the config and the environment of a run, and mark it as begun.
+
+        `run` is its name in its checkpoints.
+        """
 
     def keep_progress(self, progress: Progress) -> None:
         """Write the progress of a run that ends before its last step."""
@@ -92,12 +95,12 @@ class RunRecord(NoRecord):
             )
         return notes
 
-    def begin(self, job: Job, progress: Progress) -> None:
+    def begin(self, job: Job, progress: Progress, *, run: str) -> None:
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
-        self.run_dir.start_summary(started=self.started, step=progress.step)
+        self.run_dir.start_summary(run=run, started=self.started, step=progress.step)
 
     def keep_progress(self, progress: Progress) -> None:
         with suppress(StorageError):  # the error that ends the run is more important

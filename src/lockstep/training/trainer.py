@@ -221,6 +221,7 @@ class Trainer:
         """Evaluate the step that a run resumes from, if a stop interrupted its evaluation."""
         step = self.progress.step
         if step and self.progress.score is None and self.plan.due("eval", step):
+            set_learning_rate(self.network.optimizer, self.lr * self.schedule.factor(step, self.plan))  # is saved too
             self.evaluate(step)
             self.save()
 
