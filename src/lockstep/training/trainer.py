@@ -34,8 +34,7 @@ class Trainer:
     """Trains a network by a plan.
 
     All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks. `cuts_steps`
-    says whether that may be within a step, which is then undone. `stopping` is set once a stop was asked for, and
-    acted on where the plan has the ranks in sync.
+    says whether that may be within a step, which is then undone.
     """
 
     world: World
@@ -57,7 +56,6 @@ class Trainer:
     clip_norm: float | None = None
     cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
-    stopping: bool = False
     consensus: StopConsensus = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,11 +84,9 @@ class Trainer:
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                self.stopping |= stop
-                in_sync = self.plan.in_sync(step)
-                if self.stopping and in_sync and step < self.plan.total_steps:
+                if stop and step < self.plan.total_steps:
                     raise StopNow
-                if improved or (overdue and in_sync) or self.plan.due("save", step):
+                if improved or overdue or self.plan.due("save", step):
                     self.save()
         except StopNow:
             if self.stop.force or not self.stop.begun:
@@ -110,7 +106,6 @@ class Trainer:
             scalars["optim/grad_norm"] = grad_norm
         if network.ema is not None:
             network.ema.update_parameters(network.model)
-        self.strategy.end_step(network, shard.step, self.plan)
         return scalars
 
     def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
@@ -130,7 +125,7 @@ class Trainer:
             backward=lambda loss: network.scaler.scale(loss).backward(),
             between=self.between_micro_batches,
         )
-        self.strategy.reduce(network.replica, shard.step)
+        self.strategy.reduce(network.replica)
         network.scaler.unscale_(network.optimizer)
         grad_norm = None
         if self.clip_norm is not None:
@@ -241,7 +236,7 @@ class Trainer:
             StopNow: on every rank, if one was asked to stop.
         """
         self.heartbeat()
-        if self.world.any(self.stop.requested) and self.plan.in_sync(self.progress.step):
+        if self.world.any(self.stop.requested):
             raise StopNow
 
     @contextmanager
