@@ -5,7 +5,7 @@ The protocols of the data path are in `lockstep.core.data_protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
@@ -66,7 +66,7 @@ class Strategy(Component, Protocol):
     def run_micro_batches(
         self,
         replica: nn.Module,
-        micro_batches: Iterator[tuple[M, bool]],
+        micro_batches: Iterable[tuple[M, bool]],
         world: World,
         *,
         forward: Callable[[M], Tensor],

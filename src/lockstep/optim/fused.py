@@ -24,9 +24,13 @@ Group = dict[str, Any]
 
 
 class Tensors(NamedTuple):
-    """Parameters of one group, device and dtype, without autograd, and a list of each entry of their state."""
+    """Parameters of one group, device and dtype, without autograd, and a list of each entry of their state.
+
+    `rows` is their place among all parameters.
+    """
 
     group: Group
+    rows: slice
     parameters: list[Tensor]
     state: list[list[Tensor]]
 
@@ -103,11 +107,8 @@ class _Fused(Optimizer):
                 inspect.unwrap(self.original.step)(self)
             return
         kernel, _ = KERNELS[self.original]
-        start = 0
-        for group, parameters, state in self.tensors:
-            end = start + len(parameters)
-            kernel(group, parameters, gradients[start:end], *state)
-            start = end
+        for group, rows, parameters, state in self.tensors:
+            kernel(group, parameters, gradients[rows], *state)
 
     def _collect(self) -> None:
         """Make the lists; leave them None if a parameter has no state yet, or is cut over the ranks."""
@@ -116,7 +117,7 @@ class _Fused(Optimizer):
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 alike.setdefault((number, parameter.device, parameter.dtype), (group, []))[1].append(parameter)
-        self.tensors, self.groups, tensors = None, None, []
+        self.tensors, self.groups, tensors, end = None, None, [], 0
         for group, parameters in alike.values():
             entries = [self.state.get(parameter, {}) for parameter in parameters]
             stateless = group.get("momentum") == 0
@@ -124,7 +125,8 @@ class _Fused(Optimizer):
             if unknown or not group["fused"] or any(map(is_sharded, parameters)):
                 return
             state = [[] if stateless else [entry[name] for entry in entries] for name in names]
-            tensors.append(Tensors(group, [parameter.detach() for parameter in parameters], state))
+            rows = slice(end, end := end + len(parameters))
+            tensors.append(Tensors(group, rows, [parameter.detach() for parameter in parameters], state))
         self.tensors, self.groups = tensors, self.param_groups
         self.first_state = next(iter(self.state.values()), None)
         self.all_parameters = tuple(parameter for _, parameters in alike.values() for parameter in parameters)

@@ -18,6 +18,8 @@ from lockstep.core.protocols import M, Optimizer, Precision
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
 
+NO_CONTEXT = nullcontext()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
@@ -51,12 +53,12 @@ class Single:
         return world.size
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        return NO_CONTEXT
 
     def run_micro_batches(
         self,
         replica: nn.Module,
-        micro_batches: Iterator[tuple[M, bool]],
+        micro_batches: Iterable[tuple[M, bool]],
         world: World,
         *,
         forward: Callable[[M], Tensor],
@@ -160,7 +162,7 @@ class Distributed(Single):
         return model
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
+        return NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)
