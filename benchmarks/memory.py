@@ -78,7 +78,7 @@ def rank_entry(folder: Path) -> None:
             with strategy.accumulate(replica, True):
                 logits = replica(torch.zeros(batch, 1, 1, width))
                 F.cross_entropy(logits, torch.zeros(len(logits)).long(), reduction="sum").backward()
-            strategy.reduce(replica, step)
+            strategy.reduce(replica)
             if step == 2:
                 counted = sum(tensor.nbytes for tensor in tensors(model, optimizer))
             optimizer.step()

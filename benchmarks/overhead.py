@@ -10,16 +10,21 @@ telemetry, exact metrics and checkpoints; its time is that of the second epoch, 
 without the evaluation. The bare loops are the tutorial's (slices of a permutation, AdamW with default settings), the
 same with the fused AdamW, and one that gathers and normalises uint8 images many batches at a time, as Lockstep does.
 The peers get float tensors; "no logging" means that everything is switched off that the peer allows to switch off.
+
+Other work on the machine changes the times, but not the calls of Python and C (cProfile) in a step: the mean over an
+epoch, whose figures are counted in an epoch of their own. The calls of a thread besides the loop's do not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import functools
 import importlib
 import importlib.util
 import logging
 import multiprocessing
+import pstats
 import tempfile
 import time
 import warnings
@@ -46,6 +51,21 @@ STEPS = -(-EXAMPLES // BATCH)
 CHUNK = 20  # batches that the chunked bare loop gathers at a time
 
 Epoch = Callable[[], float]
+PROFILE = cProfile.Profile()
+counts_calls = False  # whether the epoch under way is one in which calls are counted, not timed
+
+
+def began() -> float:
+    """Begin to time or count an epoch; returns the time."""
+    if counts_calls:
+        PROFILE.enable()
+    return time.perf_counter()
+
+
+def ended() -> float:
+    """End what `began` has begun; returns the time."""
+    PROFILE.disable()
+    return time.perf_counter()
 
 
 def network(name: str) -> nn.Module:
@@ -112,13 +132,13 @@ def loop(
     """The loop of the tutorials."""
 
     def epoch() -> float:
-        began = time.perf_counter()
+        start = began()
         for images, labels in batches:
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             backward(loss)
             optimizer.step()
-        return time.perf_counter() - began
+        return ended() - start
 
     return epoch
 
@@ -168,10 +188,10 @@ def lightning(name: str, *, logs: bool) -> Epoch:
             return adamw(self)
 
         def on_train_epoch_start(self) -> None:
-            self.seconds = -time.perf_counter()
+            self.seconds = -began()
 
         def on_train_epoch_end(self) -> None:
-            self.seconds += time.perf_counter()
+            self.seconds += ended()
 
     def epoch() -> float:
         off = {} if logs else {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
@@ -214,10 +234,10 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
         seconds = 0.0
 
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-            self.seconds = -time.perf_counter()
+            self.seconds = -began()
 
         def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            self.seconds += time.perf_counter()
+            self.seconds += ended()
 
     examples = Examples()
 
@@ -272,11 +292,19 @@ def lockstep(name: str, *overrides: str) -> Epoch:
                     *overrides,
                 ],
             )
-            ends: list[float] = []
+            times: list[float] = []
+
+            def heartbeat() -> None:
+                times.append(time.perf_counter())
+                # A save also calls it: here that of the first epoch, which is written during the second epoch.
+                if len(times) == STEPS + 1:
+                    times[-1] = began()
+                if len(times) == 2 * STEPS + 2:
+                    times[-1] = ended()
+
             with log.console.capture():
-                experiment.run(job, run, World.solo(), heartbeat=lambda: ends.append(time.perf_counter()))
-            # A save also calls the heartbeat: here that of the first epoch, which is written during the second epoch.
-            return ends[2 * STEPS + 1] - ends[STEPS]
+                experiment.run(job, run, World.solo(), heartbeat=heartbeat)
+            return times[2 * STEPS + 1] - times[STEPS]
 
     return epoch
 
@@ -299,21 +327,27 @@ CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
 
 
 def serve(contender: str, model: str, examples: int, turns: Connection) -> None:
-    """The process of one contender: trains one epoch per turn and sends its seconds."""
-    global EXAMPLES, STEPS
+    """The process of one contender: trains one epoch per turn and sends its seconds, or the calls of a step."""
+    global EXAMPLES, STEPS, counts_calls
     EXAMPLES, STEPS = examples, -(-examples // BATCH)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # peers warn about their own defaults
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(None):
         epoch = CONTENDERS[contender][1](model)
-        while turns.recv():
-            turns.send(epoch())
+        while turn := turns.recv():
+            counts_calls = turn == "count"
+            seconds = epoch()
+            turns.send(pstats.Stats(PROFILE).total_calls / STEPS if counts_calls else seconds)  # type: ignore[attr-defined]
+            PROFILE.clear()
 
 
 @contextlib.contextmanager
-def contenders(model: str, examples: int) -> Iterator[dict[str, Epoch]]:
-    """All installed contenders, each in its own process, because a framework's imports can slow torch down."""
+def contenders(model: str, examples: int) -> Iterator[dict[str, Callable[[str], float]]]:
+    """All installed contenders, each in its own process, because a framework's imports can slow torch down.
+
+    Each takes a turn: `time` an epoch, or `count` the calls of a step in one.
+    """
     context = multiprocessing.get_context("spawn")
     lines: dict[str, Connection] = {}
     for name, (package, _) in CONTENDERS.items():
@@ -321,13 +355,13 @@ def contenders(model: str, examples: int) -> Iterator[dict[str, Epoch]]:
             lines[name], theirs = context.Pipe()
             context.Process(target=serve, args=(name, model, examples, theirs), daemon=True).start()
 
-    def turn(line: Connection) -> float:
-        line.send(True)
+    def turn(line: Connection, kind: str) -> float:
+        line.send(kind)
         return float(line.recv())
 
     yield {name: functools.partial(turn, line) for name, line in lines.items()}
     for line in lines.values():
-        line.send(False)
+        line.send("")
 
 
 def main() -> None:
@@ -335,13 +369,14 @@ def main() -> None:
     options.add_argument("--model", default="linear", help="of Lockstep, such as basicnet [linear]")
     options.add_argument("--examples", type=int, default=EXAMPLES, help=f"of an epoch [{EXAMPLES:,}]")
     arguments = options.parse_args()
-    with contenders(arguments.model, arguments.examples) as epochs:
-        for epoch in epochs.values():
-            epoch()
+    with contenders(arguments.model, arguments.examples) as turns:
+        calls = {name: turn("count") for name, turn in turns.items()}
+        epochs = {name: functools.partial(turn, "time") for name, turn in turns.items()}
         seconds = in_turns(epochs, arguments.repeats)
     costs = scaled(seconds, 1e6 / -(-arguments.examples // BATCH))
     rows: Rows = {
-        name: {"us per step": figures, "of bare": figures / costs["bare"]} for name, figures in costs.items()
+        name: {"us per step": cost, "of bare": cost / costs["bare"], "calls per step": calls[name]}
+        for name, cost in costs.items()
     }
     title = f"{arguments.model}, batch {BATCH}"
     show(title, rows, ratios=False)

@@ -146,7 +146,7 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         telemetry.steps, telemetry.counts = [step], [PER_RANK]
         telemetry.losses = torch.zeros(1, dtype=torch.float64)
         for _ in range(STEPS):
-            telemetry.stragglers.end()
+            telemetry.stragglers.next_step()
 
         def write() -> None:
             (window,) = telemetry.end_window(step, {}, checksums(model, world))

@@ -4,12 +4,11 @@
     python benchmarks/scaling.py --ranks 2 --nets basicnet mlp-102
 
 All contenders take the same steps (forward, backward, gradients averaged, fused SGD) on the same batch, one thread
-per rank, in turns. `alone` sends nothing, so no contender can be faster. `local_sgd` averages weights in every
-eighth step. `pipeline` takes the batch in `PIPELINED` micro-batches, the others in one. `DDP` is
-DistributedDataParallel with default settings. `tuned` has the settings of a careful user: gradients in the buckets,
-a static graph, no buffers sent in forward. The others are Lockstep's strategies. Batch norm counts per rank for all
-of them. The batch is that of one step over all ranks, so with more ranks each has less. With fewer cores than ranks
-the figures show what sending costs, and no speed-up.
+per rank, in turns. `alone` sends nothing, so no contender can be faster. `pipeline` takes the batch in
+`PIPELINED` micro-batches, the others in one. `DDP` is DistributedDataParallel with default settings. `tuned` has the
+settings of a careful user: gradients in the buckets, a static graph, no buffers sent in forward. The others are
+Lockstep's strategies. Batch norm counts per rank for all of them. The batch is that of one step over all ranks, so
+with more ranks each has less. With fewer cores than ranks the figures show what sending costs, and no speed-up.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from lockstep.launcher.spawn import Spawn
 from lockstep.models import BasicNet, Timm
 from lockstep.optim import SGD
 from lockstep.precision import FP32
-from lockstep.strategy import DDP, FSDP, Accelerate, AllReduce, AllReduceHooks, LocalSGD, Pipeline, Single, ZeRO
+from lockstep.strategy import DDP, FSDP, Accelerate, AllReduce, AllReduceHooks, Pipeline, Single, ZeRO
 from lockstep.strategy.ddp import NO_BUFFERS
 from measure import Rows, in_turns, parser, scaled, show, write
 
@@ -55,7 +54,6 @@ PLAN = Plan(
     log_every=1,
     eval_every=1,
     save_every=1,
-    sync_every=8,
 )
 Replicate = Callable[[nn.Module], nn.Module]
 
@@ -81,7 +79,6 @@ class Stepper:
     def __init__(
         self, net: str, world: World, strategy: Strategy, replicate: Callable[[nn.Module], nn.Module]
     ) -> None:
-        self.ema, self.steps_taken = None, 0
         make, shape, self.steps = NETS[net]
         torch.manual_seed(world.rank)
         mine = max(1, BATCH // strategy.data_world(world).size)
@@ -103,11 +100,9 @@ class Stepper:
             backward=lambda loss: loss.backward(),
             between=lambda: None,
         )
-        self.steps_taken += 1
-        self.strategy.reduce(self.replica, self.steps_taken)
+        self.strategy.reduce(self.replica)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.strategy.end_step(self, self.steps_taken, PLAN)
 
     def forward(self, micro: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         logits = self.replica(micro[0])
@@ -143,7 +138,6 @@ def contenders(net: str, world: World) -> dict[str, Stepper]:
             "fsdp": lockstep(FSDP(sync_batchnorm=False)),
             "zero": lockstep(ZeRO(sync_batchnorm=False)),
             "pipeline": lockstep(Pipeline()),
-            "local_sgd": lockstep(LocalSGD(sync_batchnorm=False, local_steps=PLAN.sync_every)),
         }
     return steppers
 

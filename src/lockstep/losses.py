@@ -173,20 +173,25 @@ def class_shares(targets: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
     return F.one_hot(targets, classes).to(dtype) if targets.ndim == 1 else targets.to(dtype)
 
 
-class SummedLoss(nn.Module):
+@dataclass(frozen=True)
+class SummedLoss:
     """The loss of a micro-batch: the sum of its examples' losses, in which a broken image counts nothing.
 
-    Args:
+    Fields:
         loss: logits (b, classes) and targets to losses (b,).
         tolerates_broken: whether there may be broken images, whose labels are negative.
     """
 
-    def __init__(self, loss: nn.Module, *, tolerates_broken: bool) -> None:
-        super().__init__()
-        self.loss, self.tolerates_broken = loss, tolerates_broken
+    loss: nn.Module
+    tolerates_broken: bool
 
-    def forward(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-        """The sum, a scalar, of logits (b, classes), targets (b,) or (b, classes), and labels (b,)."""
+    def __call__(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+        """The sum, a scalar, of logits (b, classes), targets (b,) or (b, classes), and labels (b,).
+
+        There may be fewer logits: of a model that is cut into stages, only the last one has them.
+        """
+        if logits.shape[0] < labels.shape[0]:
+            targets, labels = targets[: logits.shape[0]], labels[: logits.shape[0]]
         if not self.tolerates_broken:
             return self.loss(logits, targets).sum()
         if targets.ndim == 1:

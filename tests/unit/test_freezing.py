@@ -105,10 +105,10 @@ def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     model = timm.create_model("resnet18")
     freezing = Freezing.of(model, frozen_names(model, ["bn1", "layer1.0.bn1", "layer2.0.bn1.weight"]), until=2)
     model.train()
-    freezing.begin(2)
+    freezing.freeze_for(2)
     assert [model.bn1.training, model.layer1[0].bn1.training, model.layer2[0].bn1.training] == [False, False, True]
     assert not model.bn1.weight.requires_grad
-    freezing.begin(3)
+    freezing.freeze_for(3)
     assert model.bn1.training
     assert model.bn1.weight.requires_grad
     assert model.layer2[0].bn1.weight.requires_grad

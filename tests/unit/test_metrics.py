@@ -66,9 +66,12 @@ class Step:
     """The fields of a shard that telemetry reads."""
 
     step: int
-    epoch: int = 0
     labels: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     indices: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+
+    @property
+    def epoch(self) -> int:
+        return PLAN.epoch(self.step)
 
 
 def recorder(

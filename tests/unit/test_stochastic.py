@@ -82,10 +82,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 }
 
 
-def keyed(model: nn.Module, seed: int = 0) -> tuple[KeyedModel, ForwardDraws]:
+def keyed(model: nn.Module, seed: int = 0) -> tuple[nn.Module, ForwardDraws]:
     model = model.double().train()
     draws = key_draws(model, torch.zeros(1, *SHAPE, dtype=torch.float64), seed)
-    return KeyedModel(model, draws), draws
+    return draws.keyed(model), draws
 
 
 def images(indices: Tensor) -> Tensor:
@@ -93,15 +93,15 @@ def images(indices: Tensor) -> Tensor:
     return torch.stack([torch.linspace(-1, 1 + int(i), 3 * 64 * 64).double().sin().view(SHAPE) for i in indices])
 
 
-def outputs(model: KeyedModel, draws: ForwardDraws, micro: Micro) -> Tensor:
-    output: Tensor = model(images(micro.indices), draws.of(micro))
+def outputs(model: nn.Module, draws: ForwardDraws, micro: Micro) -> Tensor:
+    output: Tensor = model(*draws.inputs(images(micro.indices), micro))
     return output
 
 
 INDICES = torch.tensor([5, 9, 100, 3, 77, 8, 4])
 
 
-def in_pieces(model: KeyedModel, draws: ForwardDraws) -> Tensor:
+def in_pieces(model: nn.Module, draws: ForwardDraws) -> Tensor:
     pieces = [Micro(INDICES[start:stop]) for start, stop in PIECES]
     return torch.cat([outputs(model, draws, piece) for piece in pieces if len(piece.indices)])
 
@@ -219,7 +219,7 @@ def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: to
 @pytest.mark.parametrize(("p", "expected"), [(0.0, 1.0), (1.0, 0.0)])
 def test_nothing_and_everything_can_be_dropped(p: float, expected: float) -> None:
     draws = key_draws(drop := nn.Dropout(p).train(), torch.zeros(1, 3, 8, 8), 0)
-    masked = KeyedModel(drop, draws)(torch.ones(7, 3, 8, 8), draws.of(Micro(INDICES)))
+    masked = draws.keyed(drop)(*draws.inputs(torch.ones(7, 3, 8, 8), Micro(INDICES)))
     assert (masked == expected).all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,11 +39,11 @@ def test_a_small_difference_is_not_worth_a_word(busy: list[float], step_s: float
 
 
 def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass() -> None:
-    stragglers = Stragglers(World.solo())
-    stragglers.begin()
+    stragglers = Stragglers(replace(World.solo(), size=2))
+    stragglers.start()
     time.sleep(0.01)
-    stragglers._forward_done()
-    stragglers.end()
+    stragglers.forward_done()
+    stragglers.next_step()
     ((step_s, busy),) = stragglers.history
     assert step_s >= busy >= 0.01
     assert stragglers.find() == ""

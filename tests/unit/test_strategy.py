@@ -28,7 +28,6 @@ from lockstep.strategy import (
     AllReduceHooks,
     Auto,
     DataParallel,
-    LocalSGD,
     Pipeline,
     Single,
     Strict,
@@ -115,13 +114,6 @@ def test_low_precision_needs_a_format_of_16_bits() -> None:
     assert "norms and residuals in 16 bits" in note
 
 
-def test_local_steps_are_noted_as_another_run() -> None:
-    several, normed = LocalSGD(local_steps=4).notes(nn.BatchNorm1d(2), world(2), plan())
-    assert "strategy.local_steps=4: ranks train on their own" in several
-    assert "strategy.sync_batchnorm=false makes it local" in normed
-    assert LocalSGD(local_steps=1).notes(nn.Linear(2, 2), world(2), plan()) == []
-
-
 @pytest.mark.parametrize(
     ("name", "value", "override"),
     [
@@ -168,7 +160,7 @@ def take_two_micro_batches(strategy: Single, replica: nn.Module) -> None:
     for last in (False, True):
         with strategy.accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
-    strategy.reduce(replica, 1)
+    strategy.reduce(replica)
 
 
 @pytest.mark.parametrize("strategy", [Single(), DDP(), AllReduce(), AllReduceHooks(), Pipeline()], ids=repr)
@@ -198,7 +190,7 @@ def test_hooks_communicate_for_the_last_micro_batch_only() -> None:
         with AllReduceHooks().accumulate(replica, last):
             replica(torch.ones(1, 2)).sum().backward()
         pending.append(len(replica.pending))
-    AllReduceHooks().reduce(replica, 1)
+    AllReduceHooks().reduce(replica)
     assert pending == [0, 2]
     assert replica.pending == []
 

@@ -50,7 +50,6 @@ class Plan:
     """The run in steps, counted from 1.
 
     `save_every_s` is set if checkpoints are saved by the clock; then `due("save", ...)` holds for the last step only.
-    Events fall on multiples of `sync_every`, and on the last step.
     """
 
     examples: int
@@ -61,21 +60,19 @@ class Plan:
     eval_every: int
     save_every: int
     save_every_s: float | None = None
-    sync_every: int = 1
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
         """The steps of an epoch. The last global batch of an epoch may be short; it counts as a full step."""
         return math.ceil(self.examples / self.batch)
 
+    @functools.cached_property
+    def _periods(self) -> dict[Event, int]:
+        return {"log": self.log_every, "eval": self.eval_every, "save": self.save_every}
+
     def due(self, event: Event, step: int) -> bool:
         """Whether `event` falls on `step`. Everything falls on the last step."""
-        every: int = getattr(self, f"{event}_every")
-        return step == self.total_steps or step % every == 0
-
-    def in_sync(self, step: int) -> bool:
-        """Whether all ranks have the same state after `step`, so that the run may be stopped, saved or evaluated."""
-        return step == self.total_steps or step % self.sync_every == 0
+        return step == self.total_steps or step % self._periods[event] == 0
 
     def in_steps(self, key: str, value: int | str) -> int:
         """The duration `value` of the config key `key`, in steps of this run. Raises InputError."""
@@ -100,7 +97,6 @@ def make_plan(
     log_every: int | str,
     eval_every: int | str,
     save_every: int | str,
-    sync_every: int = 1,
 ) -> Plan:
     """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
 
@@ -120,8 +116,7 @@ def make_plan(
     total = total_steps if total_steps is not None else epochs * per_epoch
 
     def every(key: str, value: int | str) -> int:
-        period = max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
-        return math.ceil(period / sync_every) * sync_every
+        return max(1, steps(key, value, steps_per_epoch=per_epoch, total_steps=total))
 
     timed = is_timed(save_every)
     return Plan(
@@ -133,5 +128,4 @@ def make_plan(
         eval_every=every("train.eval_every", eval_every),
         save_every=total if timed else every("checkpoint.every", save_every),
         save_every_s=seconds("checkpoint.every", save_every) if timed else None,
-        sync_every=sync_every,
     )

@@ -5,7 +5,7 @@ The protocols of the data path are in `lockstep.core.data_protocols`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from lockstep.core.component import Component
 from lockstep.core.observer import Observer, RunInfo
@@ -29,10 +28,6 @@ M = TypeVar("M")  # a micro-batch, which a strategy only passes on
 
 class Strategy(Component, Protocol):
     """How the gradients of several ranks or devices become one update. Holds no state of a run."""
-
-    @property
-    def sync_every(self) -> int:
-        """All ranks have the same state after every step whose number is a multiple of this."""
 
     def ranks(self, gpus: int) -> int:
         """The default number of ranks on a machine with `gpus` GPUs."""
@@ -71,7 +66,7 @@ class Strategy(Component, Protocol):
     def run_micro_batches(
         self,
         replica: nn.Module,
-        micro_batches: Iterator[tuple[M, bool]],
+        micro_batches: Iterable[tuple[M, bool]],
         world: World,
         *,
         forward: Callable[[M], Tensor],
@@ -84,30 +79,11 @@ class Strategy(Component, Protocol):
         may call `between` between two micro-batches; it may raise.
         """
 
-    def reduce(self, replica: nn.Module, step: int) -> None:
+    def reduce(self, replica: nn.Module) -> None:
         """Called after the last backward. Afterwards gradients are the sum over the ranks, over `grad_divisor`."""
-
-    def end_step(self, trained: Trained, step: int, plan: Plan) -> None:
-        """Called after the optimizer's step. If `plan.in_sync(step)`, all ranks have the same state afterwards."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: limits of reproducibility, reasons for a low speed."""
-
-
-class Trained(Protocol):
-    """The objects that a training step changes."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def replica(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    @property
-    def ema(self) -> AveragedModel | None: ...
 
 
 class Precision(Component, Protocol):

@@ -123,7 +123,7 @@ def evaluate_split(
     labels = split.labels.clone()
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     criterion = components.build("loss", predictor.card.loss).build(predictor.card.classes, split.labels)
-    loss = SummedLoss(criterion, tolerates_broken=True).to(predictor.device).eval()
+    loss = SummedLoss(criterion.to(predictor.device).eval(), tolerates_broken=True)
     summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
     for block, images in _blocks(predictor, split, labels):
         block_labels = labels[block.start : block.stop].to(predictor.device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -18,6 +16,7 @@ from lockstep.core.head import head_parameters
 from lockstep.core.rules import Options, Text
 from lockstep.core.sharding import is_sharded, norm_over_stages, whole
 from lockstep.core.update_scope import UpdateScope
+from lockstep.optim.fused import fused
 from lockstep.optim.usual_rate import FINE_TUNING, OF_ADAM, OF_SGD, UsualRate
 
 ParamGroups = list[dict[str, Any]]
@@ -153,7 +152,7 @@ class SGD(OptimizerOption):
         options = {"lr": self.rate, "momentum": self.momentum, "nesterov": self.nesterov}
         # The fused kernel does not take tensors that are cut over the ranks; the foreach kernels do.
         options["foreach" if is_sharded(groups[0]["params"][0]) else "fused"] = True
-        optimizer = without_wrappers(torch.optim.SGD)(groups, **options)
+        optimizer = fused(torch.optim.SGD)(groups, **options)
         if self.momentum:
             # torch allocates the momenta at the first step, and leaves them uninitialised if a loss scaler skips that
             # step. Zeros give the same first step: the momentum becomes the gradient.
@@ -179,7 +178,7 @@ class Adam(OptimizerOption):
         return {"lr": self.rate, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return without_wrappers(torch.optim.Adam)(groups, **self._options())
+        return fused(torch.optim.Adam)(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +188,7 @@ class AdamW(Adam):
     weight_decay: float = 0.01
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return without_wrappers(torch.optim.AdamW)(groups, **self._options())
+        return fused(torch.optim.AdamW)(groups, **self._options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,28 +239,6 @@ class Timm(OptimizerOption):
             groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options
         )
         return built
-
-
-@functools.cache
-def without_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """One of torch's optimizers without the wrappers around its methods.
-
-    The wrappers for torch.compile import torch's compiler at the first call, which takes 0.8 to 1.2 s; no optimizer
-    is compiled here. The wrappers for the profiler and for hooks take a quarter of the time of a small step.
-    """
-    names = ("add_param_group", "state_dict", "load_state_dict")
-    methods = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
-    step = torch.no_grad()(inspect.unwrap(optimizer.step))  # the wrapper's `no_grad` is needed
-    step.hooked = True  # tells torch that the step has its hooks already
-    return type(optimizer.__name__, (optimizer,), {**methods, "step": step, "zero_grad": _clear_gradients})
-
-
-def _clear_gradients(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """`zero_grad` with its default arguments, without a profiler's range around it: 1 instead of 14 us."""
-    assert set_to_none
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -27,7 +27,7 @@ class Constant:
         warmup = plan.in_steps("schedule.warmup", self.warmup)
         if step <= warmup:
             return step / warmup
-        return self.after(step - warmup, max(1, plan.total_steps - warmup), plan)
+        return self.after(step - warmup, plan.total_steps - warmup, plan)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         """The factor at `step` (from 1) of the `total` steps after the warm-up."""

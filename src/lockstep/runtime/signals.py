@@ -84,7 +84,7 @@ class StopRequest:
         if (self.force or (first and self.immediate)) and not importing(frame):
             raise StopNow
 
-    def begin(self) -> None:
+    def step_done(self) -> None:
         """Record that a step was finished: from now on, a stop waits until the state can be saved."""
         self.begun, self.immediate = True, False
 

@@ -63,14 +63,27 @@ class ForwardDraws:
             reseed(self.device, generator_seed(self.seed, micro.step, micro.number))
         return forward_keys(self.seed, micro) if self.keys.draws else None
 
-    def begin(self, micro: MicroBatch) -> None:
+    def inputs(self, images: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """The inputs of a forward pass: the images, and the keys of a micro-batch if the model draws by them."""
+        if not self.keys.draws and not self.unknown:
+            return (images,)
+        keys = self.of(micro)
+        return (images,) if keys is None else (images, keys)
+
+    def set_keys(self, micro: MicroBatch) -> None:
         """Set the keys of a micro-batch for the next forward pass of a model that is called without keys."""
         if (keys := self.of(micro)) is not None:
-            self.keys.begin(keys)
+            self.keys.set(keys)
 
-    def blank(self, examples: int) -> Tensor | None:
-        """Keys for a pass over blank images."""
-        return torch.zeros((examples, 2), dtype=torch.int64, device=self.device) if self.keys.draws else None
+    def blank_inputs(self, images: Tensor) -> tuple[Tensor, ...]:
+        """The inputs of a pass over blank images."""
+        if not self.keys.draws:
+            return (images,)
+        return images, torch.zeros((images.shape[0], 2), dtype=torch.int64, device=self.device)
+
+    def keyed(self, model: nn.Module) -> nn.Module:
+        """A module that takes these inputs, for the model itself."""
+        return KeyedModel(model, self) if self.keys.draws else model
 
     @property
     def notes(self) -> list[str]:
@@ -92,9 +105,8 @@ class KeyedModel(nn.Module):
         self.keys = draws.keys
         self.drawing = [module for module in model.modules() if hasattr(module, "_draw_sites")]
 
-    def forward(self, images: Tensor, keys: Tensor | None) -> Any:
-        if keys is not None:
-            self.keys.begin(keys)
+    def forward(self, images: Tensor, keys: Tensor) -> Any:
+        self.keys.set(keys)
         for module in self.drawing:  # the last pass may not have reached all draws, as in a stage of a pipeline
             module._draw_next = 0  # type: ignore[assignment]
         return self.model(images)
@@ -112,7 +124,7 @@ def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
     observer = _Observer(keys, {module: name for name, module in model.named_modules()})
     with torch.no_grad(), _untouched(model, image.device), observer.watch():
         keys.draws = MOST_DRAWS
-        keys.begin(torch.zeros((EXAMPLES, 2), dtype=torch.int64, device=image.device))
+        keys.set(torch.zeros((EXAMPLES, 2), dtype=torch.int64, device=image.device))
         model(image.expand(EXAMPLES, *image.shape[1:]).contiguous())
     keys.draws = observer.draws
     for module, sites in observer.sites.items():

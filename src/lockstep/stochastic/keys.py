@@ -31,7 +31,7 @@ class ForwardKeys:
         self._examples: dict[int, Tensor] = {}
         self._batch: dict[int, Tensor] = {}
 
-    def begin(self, keys: Tensor) -> None:
+    def set(self, keys: Tensor) -> None:
         """Start a forward pass over the examples with these keys, int64 (b, 2)."""
         numbers = torch.arange(self.draws, device=keys.device)
         shared = keys[:1, 1:] if len(keys) else keys.new_zeros((1, 1))

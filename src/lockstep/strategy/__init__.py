@@ -9,7 +9,6 @@ from lockstep.strategy.allreduce import AllReduce, AllReduceHooks
 from lockstep.strategy.base import Auto, DataParallel, Single
 from lockstep.strategy.ddp import DDP
 from lockstep.strategy.fsdp import FSDP
-from lockstep.strategy.local_sgd import LocalSGD
 from lockstep.strategy.pipeline import Pipeline
 from lockstep.strategy.strict import Strict
 from lockstep.strategy.zero import ZeRO
@@ -22,7 +21,6 @@ __all__ = [
     "AllReduceHooks",
     "Auto",
     "DataParallel",
-    "LocalSGD",
     "Pipeline",
     "Single",
     "Strict",

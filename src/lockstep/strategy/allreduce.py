@@ -28,7 +28,7 @@ class AllReduce(Distributed):
     def grad_divisor(self, world: World) -> int:
         return 1
 
-    def reduce(self, replica: nn.Module, step: int) -> None:
+    def reduce(self, replica: nn.Module) -> None:
         if not dist.is_initialized():
             return
         gradients = [parameter.grad for parameter in replica.parameters() if parameter.grad is not None]
@@ -82,7 +82,7 @@ class AllReduceHooks(Distributed):
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         return _syncing(replica, last) if isinstance(replica, HookedReplica) else nullcontext()
 
-    def reduce(self, replica: nn.Module, step: int) -> None:
+    def reduce(self, replica: nn.Module) -> None:
         if isinstance(replica, HookedReplica):
             replica.finish()
 

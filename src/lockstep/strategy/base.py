@@ -14,18 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import M, Optimizer, Precision, Trained
+from lockstep.core.protocols import M, Optimizer, Precision
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
+
+NO_CONTEXT = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Single:
     """One rank on one device. The base class of the others, which override only what differs."""
-
-    @property
-    def sync_every(self) -> int:
-        return 1
 
     def ranks(self, gpus: int) -> int:
         return 1
@@ -55,12 +53,12 @@ class Single:
         return world.size
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        return NO_CONTEXT
 
     def run_micro_batches(
         self,
         replica: nn.Module,
-        micro_batches: Iterator[tuple[M, bool]],
+        micro_batches: Iterable[tuple[M, bool]],
         world: World,
         *,
         forward: Callable[[M], Tensor],
@@ -73,11 +71,8 @@ class Single:
             if not last:
                 between()
 
-    def reduce(self, replica: nn.Module, step: int) -> None:
-        """Nothing to do: there is only one gradient."""
-
-    def end_step(self, trained: Trained, step: int, plan: Plan) -> None:
-        """Nothing to do: every step leaves all ranks the same state."""
+    def reduce(self, replica: nn.Module) -> None:
+        """Nothing to do: there is one gradient, or backward has reduced it, as under DDP and `fully_shard`."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if plan.micro_batches > 1 and has_batchnorm(model):
@@ -167,7 +162,7 @@ class Distributed(Single):
         return model
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
+        return NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,7 +107,7 @@ class Pipeline(Single):
     def run_micro_batches(
         self,
         replica: nn.Module,
-        micro_batches: Iterator[tuple[M, bool]],
+        micro_batches: Iterable[tuple[M, bool]],
         world: World,
         *,
         forward: Callable[[M], Tensor],

@@ -129,7 +129,7 @@ class Strict(Single):
         assert isinstance(replica, TreeReplica)
         return _adding_shard(replica)
 
-    def reduce(self, replica: nn.Module, step: int) -> None:
+    def reduce(self, replica: nn.Module) -> None:
         assert isinstance(replica, TreeReplica)
         replica.finish()
 

@@ -28,12 +28,13 @@ class TrainingClock:
 
     def start(self) -> None:
         """Start the open window now."""
-        self.mark = time.perf_counter()
-        self.waited = self.paused = 0.0
+        self.mark = self.requested = time.perf_counter()
+        self.waited = self.waited_before = self.paused = 0.0
 
-    def add_wait(self, seconds: float) -> None:
-        """Count seconds of the open window as waiting for data."""
-        self.waited += seconds
+    def add_wait(self, requested: float, received: float) -> None:
+        """Count the time from the request of a step's data to its arrival as waiting."""
+        self.requested, self.waited_before = requested, self.waited
+        self.waited += received - requested
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -47,6 +48,11 @@ class TrainingClock:
         """All seconds up to now; up to the pause under way, if there is one."""
         now = time.perf_counter() if self.pausing is None else self.pausing
         return Seconds(self.total.busy + now - self.mark - self.paused, self.total.waited + self.waited)
+
+    def before_step(self) -> Seconds:
+        """All seconds up to the request of the last step's data, in whose window no pause or end has come since."""
+        busy = self.total.busy + self.requested - self.mark - self.paused
+        return Seconds(busy, self.total.waited + self.waited_before)
 
     def end_window(self) -> Seconds:
         """End the open window, whose seconds are returned, and start the next one."""

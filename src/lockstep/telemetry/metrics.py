@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.core.closing import closing
 from lockstep.core.data_protocols import MicroBatch, Stepped
@@ -47,6 +47,7 @@ class Telemetry:
         flops: floating-point operations of one example's forward and backward pass; 0 if there should be no figure.
         peak: floating-point operations per second of all devices; 0 if unknown.
         loss_limit: a mean loss above it counts as diverged.
+        comparable: whether all ranks do the same work in a step, so that a slow one can be named.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Telemetry:
         flops: float,
         peak: float,
         loss_limit: float = math.inf,
+        comparable: bool = True,
     ) -> None:
         self.world, self.plan, self.observer, self.display, self.samples = world, plan, observer, display, samples
         self.outcome: Outcome = "failed"  # until it is known
@@ -79,12 +81,11 @@ class Telemetry:
         self.epoch = Epoch(earlier_hits=torch.zeros_like(self.hits))
         if window is not None:
             self._restore_window(window)
-        self.stragglers = Stragglers(world)
+        self.stragglers = Stragglers(world, comparable=comparable)
         # A GPU may still be computing a window that has ended. It is read at the log point after it.
         self.late = world.device.type == "cuda"
         self.ended: deque[EndedWindow] = deque()
         self.clock = TrainingClock()
-        self.before_step = self.clock.total  # the seconds before the step under way
         self.examples = 0
 
     def open_window(self) -> WindowState:
@@ -121,28 +122,26 @@ class Telemetry:
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, and time the wait for each."""
         self.clock.start()
-        while True:
-            self.stragglers.begin()
-            began = time.perf_counter()
-            self.before_step = self.clock.so_far()
-            shard = next(shards, None)
-            if shard is None:
-                return
-            self.clock.add_wait(time.perf_counter() - began)
+        requested = self.stragglers.start()
+        for shard in shards:
+            self.clock.add_wait(requested, time.perf_counter())
             self.step = shard.step
             yield shard
-            self.stragglers.end()
+            requested = self.stragglers.next_step()
             self.display.advance(shard.step)
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
         """Record the summed loss (a scalar) and the hits of one micro-batch, without a device sync."""
         if logits.is_cuda:
             logits = logits.clone()  # a CUDA graph overwrites its output when it runs again
-        many = len(self.uncounted) * logits.numel() >= UNCOUNTED or len(self.uncounted) >= UNCOUNTED_MICRO_BATCHES
+        if self.world.size > 1:
+            self.stragglers.forward_done()
+        number = len(self.uncounted)
+        many = number * logits.numel() >= UNCOUNTED or number >= UNCOUNTED_MICRO_BATCHES
         if many and self.uncounted[-1][0] < micro.step:  # `forget` may still drop an unfinished step
             self._count()
-        if self.plan.epoch(micro.step) != self.epoch.number:
-            self._begin_epoch(self.plan.epoch(micro.step))
+        if micro.epoch != self.epoch.number:
+            self._begin_epoch(micro.epoch)
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         self.samples.record(micro, images)
 
@@ -226,11 +225,12 @@ class Telemetry:
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
         self._count()
-        self.epoch = Epoch(number, earlier_hits=self.hits.clone(), before=self.before_step)
+        self.epoch = Epoch(number, earlier_hits=self.hits.clone(), before=self.clock.before_step())
 
     def _of_epoch(self, steps: list[int]) -> list[bool]:
         """Which steps are of the epoch under way."""
-        return [self.plan.epoch(step) == self.epoch.number for step in steps]
+        before = self.epoch.number * self.plan.steps_per_epoch
+        return [before < step <= before + self.plan.steps_per_epoch for step in steps]
 
     def _sums_of_epoch(self) -> Tensor:
         """What this rank's open window has of the epoch: summed loss, hits and examples, float64 (3,)."""
@@ -283,11 +283,6 @@ class Telemetry:
     def pause(self) -> AbstractContextManager[None]:
         """A context whose time does not count in the rates: evaluations and saves."""
         return self.clock.pause()
-
-    def time_forward(self, replica: nn.Module) -> None:
-        """Time the forward passes, if there are other ranks. Not for a compiled model: it would be slower."""
-        if self.world.size > 1:
-            self.stragglers.watch(replica)
 
     def totals_of_run(self) -> dict[str, float]:
         """Images per second, and percent of the time waiting for data, over this process's part of the run."""

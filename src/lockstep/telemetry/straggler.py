@@ -6,9 +6,8 @@ import time
 from collections import deque
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 
 STEPS = 10  # the last steps before a log point: they are judged together
@@ -22,38 +21,37 @@ class Stragglers:
     rank waits for another one; in backward all do. (With synchronised batch norm they wait in the forward pass
     already, so only slow data can be found.) Times are those of the host.
 
-    The stages of a pipeline wait for each other in the forward pass by design; none of them is named.
+    The stages of a pipeline wait for each other in the forward pass by design: their times are not `comparable`.
 
     A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
     a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only, so a
     step costs the same on any number of them.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, comparable: bool = True) -> None:
         self.world = world
+        self.comparable = comparable and world.size > 1
         self.busy = 0.0
-        self.requested = self.step_began = time.perf_counter()
+        self.requested = time.perf_counter()
         self.history: deque[tuple[float, float]] = deque(maxlen=STEPS)
         self.named: set[int] = set()
-        self.comparable = world.size > 1
 
-    def watch(self, replica: nn.Module) -> None:
-        """Time the forward passes of `replica`."""
-        replica.register_forward_hook(self._forward_done)
-        self.comparable = self.world.size > 1 and not has_stages(replica)
-
-    def begin(self) -> None:
-        """Note the start of a step, when its shard is requested."""
+    def start(self) -> float:
+        """Note that the first step's shard is requested; returns the time."""
         self.requested = time.perf_counter()
+        return self.requested
 
-    def _forward_done(self, *_: object) -> None:
+    def forward_done(self) -> None:
+        """Note the end of a forward pass."""
         self.busy = time.perf_counter() - self.requested
 
-    def end(self) -> None:
-        """Note the end of a step."""
+    def next_step(self) -> float:
+        """Note the end of a step, after which the next step's shard is requested; returns the time."""
         now = time.perf_counter()
-        self.history.append((now - self.step_began, self.busy))
-        self.step_began = now
+        if self.comparable:
+            self.history.append((now - self.requested, self.busy))
+        self.requested = now
+        return now
 
     def find(self) -> str:
         """A sentence that names a slow rank, or "". Collective."""

@@ -22,7 +22,7 @@ from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
-from lockstep.stochastic import KeyedModel, key_draws
+from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
@@ -59,7 +59,7 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
     if until is None:
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
-    replica = strategy.wrap(KeyedModel(model, draws), world, plan, (blank, draws.blank(len(blank))))
+    replica = strategy.wrap(draws.keyed(model), world, plan, draws.blank_inputs(blank))
     strategy.shard(model, world, precision, blank)
     ema = None
     if average is not None and job.train.ema is not None:
@@ -67,12 +67,12 @@ def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Te
         ema = EMA(model, job.train.ema, average)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)
-    freezing.begin(step=1)
+    freezing.freeze_for(step=1)
     return Network(
         model=model,
         replica=replica,
-        forward_keys=draws.of,
-        begin_forward=draws.begin,
+        inputs=draws.inputs,
+        set_keys=draws.set_keys,
         optimizer=optimizer,
         freezing=freezing,
         scaler=precision.scaler(world.device),

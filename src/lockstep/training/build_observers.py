@@ -11,6 +11,7 @@ from lockstep.config.schema import Job
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
+from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
@@ -41,6 +42,7 @@ def build_observers(
         flops=network.flops,
         peak=network.peak,
         loss_limit=MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes)),
+        comparable=not has_stages(network.model),
     )
     gpu_monitor = monitor(
         enabled=job.telemetry.gpu and world.is_main,

@@ -46,7 +46,7 @@ def evaluate(
     world.share_buffers(model)
     training = model.training
     model.eval()
-    loss.eval()
+    loss.loss.eval()
     summed = torch.zeros(1, dtype=torch.float64, device=world.device)
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     rounds = loader.eval_rounds
@@ -65,7 +65,7 @@ def evaluate(
         scores.update_without()
         between(idle + 1, rounds)
     model.train(training)
-    loss.train()
+    loss.loss.train()
     world.sum(summed)
     top1, top5, count, broken = world.sum(counts).tolist()
     assert count + broken == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"

@@ -50,7 +50,6 @@ def plan_of(job: Job, examples: int) -> Plan:
         log_every=job.telemetry.interval,
         eval_every=job.train.eval_every,
         save_every=job.checkpoint.every,
-        sync_every=job.strategy.sync_every,
     )
 
 

@@ -54,8 +54,10 @@ class Freezing:
         """Whether the layers are frozen in a step, counted from 1."""
         return self.until is None or step <= self.until
 
-    def begin(self, step: int) -> None:
-        """Freeze or thaw for a step, counted from 1."""
+    def freeze_for(self, step: int) -> None:
+        """Freeze or thaw the layers for a step, counted from 1."""
+        if not self.switched and not self.norms:
+            return
         frozen = self.frozen(step)
         for parameter in self.switched:
             parameter.requires_grad_(not frozen)

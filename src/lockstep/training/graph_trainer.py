@@ -55,23 +55,18 @@ class CudaGraph:
 class Inputs:
     """The inputs of a micro-batch's forward pass and loss, as `Trainer.loss_and_logits` takes them."""
 
-    images: Tensor
+    of_replica: tuple[Tensor, ...]
     targets: Tensor
-    keys: Tensor | None
     labels: Tensor
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.images, self.targets, self.keys, self.labels) if tensor is not None]
+        return [*self.of_replica, self.targets, self.labels]
 
     def clone(self) -> Inputs:
         """A copy in memory of its own."""
-        return Inputs(
-            self.images.clone(),
-            self.targets.clone(),
-            None if self.keys is None else self.keys.clone(),
-            self.labels.clone(),
-        )
+        of_replica = tuple(tensor.clone() for tensor in self.of_replica)
+        return Inputs(of_replica, self.targets.clone(), self.labels.clone())
 
     def copy_(self, other: Inputs) -> None:
         """Copy the values of `other`, which has the same shapes."""
@@ -127,13 +122,13 @@ class GraphTrainer(Trainer):
             rate.fill_(group["lr"])
         recording.graph.replay()
         for micro, values, (loss, logits) in zip(micro_batches, inputs, recording.outputs, strict=True):
-            self.telemetry.record(loss.clone(), logits.clone(), micro, values.images)
+            self.telemetry.record(loss.clone(), logits.clone(), micro, values.of_replica[0])
         return recording.grad_norm
 
     def inputs(self, micro: Shard) -> Inputs:
         """The inputs of a micro-batch's forward pass. Not recorded, because they depend on step and epoch."""
         images, targets = self.pipeline.mixed(micro)
-        return Inputs(images, targets, self.network.forward_keys(micro), micro.labels)
+        return Inputs(self.network.inputs(images, micro), targets, micro.labels)
 
     def record(self, shard: Shard, inputs: list[Inputs]) -> None:
         """Record the update of a shard as `recording`. The weights and the optimizer's state do not change.
@@ -174,7 +169,7 @@ class GraphTrainer(Trainer):
             return super().forward(micro)
         assert self.recording is not None
         values = next(self.pending)
-        loss, logits = self.loss_and_logits(values.images, values.targets, values.keys, values.labels)
+        loss, logits = self.loss_and_logits(values.of_replica, values.targets, values.labels)
         self.recording.outputs.append((loss.detach(), logits.detach()))
         return loss
 

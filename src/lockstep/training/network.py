@@ -20,9 +20,9 @@ class Network:
     Fields:
         model: the raw module, which is evaluated and saved.
         replica: the wrapped module, which is called in training.
-        forward_keys: returns the keys of a micro-batch's examples, from which the forward pass draws its random
-            numbers; None if the model draws none.
-        begin_forward: prepares a forward pass of `model` itself, instead of the replica, to draw these numbers.
+        inputs: returns the inputs of the replica: the images of a micro-batch and, if the model draws random numbers,
+            the keys of its examples.
+        set_keys: prepares a forward pass of `model` itself, instead of the replica, to draw these numbers.
         freezing: the layers that are frozen, and in which steps.
         scaler: the scaler of the loss; disabled if the number format needs none.
         ema: the average of the weights, if the job keeps one.
@@ -33,8 +33,8 @@ class Network:
 
     model: nn.Module
     replica: nn.Module
-    forward_keys: Callable[[MicroBatch], Tensor | None]
-    begin_forward: Callable[[MicroBatch], None]
+    inputs: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
+    set_keys: Callable[[MicroBatch], None]
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     freezing: Freezing = field(default_factory=Freezing)

@@ -30,7 +30,7 @@ class Parts:
         plan: the plan in steps.
         model: the model, on the device.
         optimizer: the optimizer of the model's parameters, at the base learning rate.
-        begin_forward: has to be called before a forward pass over examples that are not a whole batch of `batches`,
+        set_keys: has to be called before a forward pass over examples that are not a whole batch of `batches`,
             so that the model's random layers draw the numbers of these examples.
         freezing: the layers that are frozen, and in which steps.
         criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
@@ -42,7 +42,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     criterion: nn.Module
     freezing: Freezing
-    begin_forward: Callable[[MicroBatch], None]
+    set_keys: Callable[[MicroBatch], None]
     loader: Loader
     pipeline: Pipeline
 
@@ -54,7 +54,7 @@ class Parts:
         """
         for shard in self.pipeline.train(self.loader.train(after=after)):
             images, targets = self.pipeline.mixed(shard)
-            self.begin_forward(shard)
+            self.set_keys(shard)
             yield shard.step, images, targets
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -64,7 +64,7 @@ class Parts:
 
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
-        self.freezing.begin(step)
+        self.freezing.freeze_for(step)
         set_learning_rate(self.optimizer, float(self.job.optimizer.lr) * self.job.schedule.factor(step, self.plan))
 
 
@@ -86,7 +86,7 @@ def build_parts(job: Job) -> Parts:
         optimizer=network.optimizer,
         criterion=build_loss(job, data, world).loss,
         freezing=network.freezing,
-        begin_forward=network.begin_forward,
+        set_keys=network.set_keys,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
     )

@@ -56,12 +56,12 @@ def range_test(
     parts.model.train()
     for shard in parts.pipeline.train(parts.loader.train(after=0)):
         rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
-        parts.freezing.begin(shard.step)
+        parts.freezing.freeze_for(shard.step)
         set_learning_rate(parts.optimizer, rate)
         loss = 0.0
         for micro, _ in shard.micro_batches(parts.plan.micro_batches):
             images, targets = parts.pipeline.mixed(micro)
-            parts.begin_forward(micro)
+            parts.set_keys(micro)
             with job.precision.autocast(images.device):
                 logits = parts.model(images).to(job.precision.sums)
                 share = parts.criterion(logits, targets).sum() / shard.count

@@ -26,12 +26,12 @@ from lockstep.training.trainer import Trainer
 
 
 class NoRecord:
-    """The record of a rank other than main: it does nothing."""
+    """The record of a rank other than main: it writes nothing, and joins the collectives of main."""
 
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
         """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
 
-    def begin(self, job: Job, progress: Progress, *, run: str) -> None:
+    def write_start(self, job: Job, progress: Progress, *, run: str) -> None:
         """Write the config and the environment of a run, and mark it as begun.
 
         `run` is its name in its checkpoints.
@@ -95,7 +95,7 @@ class RunRecord(NoRecord):
             )
         return notes
 
-    def begin(self, job: Job, progress: Progress, *, run: str) -> None:
+    def write_start(self, job: Job, progress: Progress, *, run: str) -> None:
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -34,8 +34,7 @@ class Trainer:
     """Trains a network by a plan.
 
     All ranks act on a stop at the same place: between two steps, micro-batches or evaluation blocks. `cuts_steps`
-    says whether that may be within a step, which is then undone. `stopping` is set once a stop was asked for, and
-    acted on where the plan has the ranks in sync.
+    says whether that may be within a step, which is then undone.
     """
 
     world: World
@@ -57,11 +56,12 @@ class Trainer:
     clip_norm: float | None = None
     cuts_steps: bool = False
     progress: Progress = field(default_factory=Progress)
-    stopping: bool = False
     consensus: StopConsensus = field(init=False)
+    autocast: AbstractContextManager[None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.consensus = StopConsensus(self.world)
+        self.autocast = self.precision.autocast(self.world.device)
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -70,14 +70,12 @@ class Trainer:
             Stopped: a rank was asked to stop; the state is saved.
             NumericalError: a loss is not finite.
         """
-        self.telemetry.time_forward(self.network.replica)
         try:
             self.make_up_evaluation()
             for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
-                with self.all_or_nothing():
-                    scalars = self.step(shard)
+                scalars = self.step_or_undo(shard) if self.cuts_steps else self.step(shard)
                 step = self.progress.step = shard.step
-                self.stop.begin()
+                self.stop.step_done()
                 self.heartbeat()
                 self.progress.score = None
                 if self.plan.due("log", step):
@@ -86,11 +84,9 @@ class Trainer:
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                self.stopping |= stop
-                in_sync = self.plan.in_sync(step)
-                if self.stopping and in_sync and step < self.plan.total_steps:
+                if stop and step < self.plan.total_steps:
                     raise StopNow
-                if improved or (overdue and in_sync) or self.plan.due("save", step):
+                if improved or overdue or self.plan.due("save", step):
                     self.save()
         except StopNow:
             if self.stop.force or not self.stop.begun:
@@ -102,7 +98,7 @@ class Trainer:
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch; returns figures for a log point."""
         network = self.network
-        network.freezing.begin(shard.step)
+        network.freezing.freeze_for(shard.step)
         set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
         scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
         grad_norm = self.update(shard, measures_norm=self.plan.due("log", shard.step))
@@ -110,7 +106,6 @@ class Trainer:
             scalars["optim/grad_norm"] = grad_norm
         if network.ema is not None:
             network.ema.update_parameters(network.model)
-        self.strategy.end_step(network, shard.step, self.plan)
         return scalars
 
     def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
@@ -126,11 +121,11 @@ class Trainer:
             network.replica,
             shard.micro_batches(self.plan.micro_batches),
             self.world,
-            forward=lambda micro: self.forward(micro) * scale,
-            backward=lambda loss: network.scaler.scale(loss).backward(),
+            forward=self.forward,
+            backward=lambda loss: network.scaler.scale(loss * scale).backward(),
             between=self.between_micro_batches,
         )
-        self.strategy.reduce(network.replica, shard.step)
+        self.strategy.reduce(network.replica)
         network.scaler.unscale_(network.optimizer)
         grad_norm = None
         if self.clip_norm is not None:
@@ -145,18 +140,16 @@ class Trainer:
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
         images, targets = self.pipeline.mixed(micro)
-        loss, logits = self.loss_and_logits(images, targets, self.network.forward_keys(micro), micro.labels)
-        scored = micro.first(len(logits))  # of a model that is cut into stages, the last one has the logits
-        self.telemetry.record(loss.detach(), logits.detach(), scored, images[: len(logits)])
+        loss, logits = self.loss_and_logits(self.network.inputs(images, micro), targets, micro.labels)
+        scored = micro.first(logits.shape[0])  # of a model that is cut into stages, the last one has the logits
+        self.telemetry.record(loss.detach(), logits.detach(), scored, images)
         return loss
 
-    def loss_and_logits(
-        self, images: Tensor, targets: Tensor, keys: Tensor | None, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def loss_and_logits(self, inputs: tuple[Tensor, ...], targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The summed loss of a micro-batch, a scalar, and its logits (b, classes)."""
-        with self.precision.autocast(self.world.device):
-            logits: Tensor = self.network.replica(images, keys).to(self.precision.sums)
-            loss: Tensor = self.loss(logits, targets[: len(logits)], labels[: len(logits)])
+        with self.autocast:
+            logits: Tensor = self.network.replica(*inputs).to(self.precision.sums)
+            loss: Tensor = self.loss(logits, targets, labels)
         return loss, logits
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
@@ -242,17 +235,16 @@ class Trainer:
             StopNow: on every rank, if one was asked to stop.
         """
         self.heartbeat()
-        if self.world.any(self.stop.requested) and self.plan.in_sync(self.progress.step):
+        if self.world.any(self.stop.requested):
             raise StopNow
 
-    @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Restore the buffers (running statistics, counts) if a stop comes within the step."""
-        before = [buffer.clone() for buffer in self.network.model.buffers()] if self.cuts_steps else []
+    def step_or_undo(self, shard: Shard) -> dict[str, Any]:
+        """Take a step, and restore the buffers (running statistics, counts) if a stop comes within it."""
+        before = [buffer.clone() for buffer in self.network.model.buffers()]
         try:
-            yield
+            return self.step(shard)
         except StopNow:
-            for buffer, value in zip(self.network.model.buffers(), before, strict=self.cuts_steps):
+            for buffer, value in zip(self.network.model.buffers(), before, strict=True):
                 buffer.copy_(value)
             self.telemetry.forget(after=self.progress.step)
             raise

@@ -55,7 +55,8 @@ def shard_indices(
             order = order_of(epoch).to(device) if order_of else permutation(seed, epoch, plan.examples, device)
         start = plan.position(step) * plan.batch
         global_batch = order[start : start + plan.batch]
-        own, count = share(len(global_batch), ranks, rank), len(global_batch)
+        count = global_batch.shape[0]
+        own = share(count, ranks, rank)
         if mix_partners and own.start < own.stop:
             own, global_batch = slice(own.start, own.stop + 1), torch.cat([global_batch, global_batch[:1]])
         yield ShardIndices(step, epoch, global_batch[own], count)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +37,7 @@ class Shard:
         pieces: the number of pieces.
         mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
             false for a piece without examples.
+        labels: those of the piece's own examples.
     """
 
     step: int
@@ -48,11 +49,10 @@ class Shard:
     number: int
     pieces: int
     mix_partner: bool = False
+    labels: Tensor = field(init=False)
 
-    @property
-    def labels(self) -> Tensor:
-        """The labels of the piece's own examples."""
-        return self.known_labels[:-1] if self.mix_partner else self.known_labels
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.known_labels[:-1] if self.mix_partner else self.known_labels)
 
     @property
     def _span(self) -> slice:
@@ -61,7 +61,7 @@ class Shard:
 
     def first(self, examples: int) -> Shard:
         """The first `examples` of the piece's own examples; for all of them, the piece itself."""
-        if examples == len(self.labels):
+        if examples == self.labels.shape[0]:
             return self
         return self._with_rows(slice(examples), mix_partner=False)
 
@@ -69,19 +69,21 @@ class Shard:
         images, labels, indices = self.images[rows], self.known_labels[rows], self.indices[rows]
         return replace(self, images=images, known_labels=labels, indices=indices, mix_partner=mix_partner)
 
-    def micro_batches(self, parts: int) -> Iterator[tuple[Shard, bool]]:
-        """Cut the shard into `parts` pieces, which may be empty. Yields each piece, and whether it is the last one.
+    def micro_batches(self, parts: int) -> Sequence[tuple[Shard, bool]]:
+        """The shard cut into `parts` pieces, which may be empty: each piece, and whether it is the last one.
 
         The cuts are those of the global batch: two ranks with two pieces each have the four pieces of one rank.
         """
         if parts == 1:
-            yield self, True
-            return
+            return ((self, True),)
+        pieces = []
         for part in range(parts):
             piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
             start, stop = piece._span.start - self._span.start, piece._span.stop - self._span.start
             mix_partner = self.mix_partner and start < stop
-            yield piece._with_rows(slice(start, stop + mix_partner), mix_partner=mix_partner), part == parts - 1
+            rows = slice(start, stop + mix_partner)
+            pieces.append((piece._with_rows(rows, mix_partner=mix_partner), part == parts - 1))
+        return pieces
 
 
 @dataclass(frozen=True)
