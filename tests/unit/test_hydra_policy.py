@@ -10,6 +10,7 @@ from typing import Any
 
 import hydra
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -158,3 +159,53 @@ def test_the_configs_of_hydra_in_a_job_are_as_hydra_alone_composes_them() -> Non
     named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRA_CONFIGS} - {("hydra", "config")}
     chosen = {key[-1]: value for key, value in alone.items() if key[:2] == ("runtime", "choices")}
     assert named == {item for item in chosen.items() if item[1] is not None}
+
+
+def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
+    """Hydra's config, composed with a file of someone else."""
+    (folder / "experiment").mkdir(exist_ok=True)
+    (folder / "experiment" / "sent.yaml").write_text("# @package _global_\n" + yaml.safe_dump(content))
+    return composed(f"hydra.searchpath=[{folder}]", "experiment=sent", *words)
+
+
+FOLDERS = [".".join(key) for key in hydra_keys.FOLDERS]
+
+
+@pytest.mark.parametrize("key", [*FOLDERS, "output_subdir"])
+@pytest.mark.parametrize(
+    "folder", ["../x", "a/../../x", "/x", "${name}", "a/${hydra.job.name}", "${now:..}/x", ".${now:.}/x", "a${name}"]
+)
+def test_a_file_places_no_run_outside(tmp_path: Path, key: str, folder: str) -> None:
+    with pytest.raises(InputError, match=f"hydra.{key} is "):
+        sent(tmp_path, {"hydra": OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={folder}"]), resolve=False)})
+
+
+@pytest.mark.parametrize("key", FOLDERS)
+def test_a_file_names_folders_inside_and_the_command_line_any(tmp_path: Path, key: str) -> None:
+    node = OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}=a/${{now:%Y}}-${{hydra.job.num}}"]), resolve=False)
+    assert OmegaConf.to_container(sent(tmp_path, {"hydra": node}).run, resolve=False)
+    composed(f"hydra.{key}=../x", "hydra.verbose=true")
+
+
+@pytest.mark.parametrize("where", ["file", "command line", "reference"])
+def test_no_refusal_prints_a_variable_that_hydra_would_copy(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST_SECRET", "hunter2")
+    copies: dict[str, Any] = {"job": {"env_copy": ["LOCKSTEP_TEST_SECRET"]}}
+    words = ["hydra.job.env_copy=[LOCKSTEP_TEST_SECRET]"] if where == "command line" else []
+    content = {"file": {"hydra": copies}, "reference": {"hydra": {"job": "${name}"}, "name": copies["job"]}}
+    with pytest.raises((InputError, HydraException)) as raised:
+        sent(tmp_path, content.get(where, {}), *words)
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("group", ["launcher", "sweeper"])
+def test_a_file_in_place_of_one_of_hydras_own_gets_one_sentence(tmp_path: Path, group: str) -> None:
+    (tmp_path / "hydra" / group).mkdir(parents=True)
+    (tmp_path / "hydra" / group / "basic.yaml").write_text("_target_: shutil.copyfile\n")
+    with (
+        pytest.raises(InputError, match=r"shutil\.copyfile"),
+        initialize_config_dir(str(tmp_path), version_base="1.3"),
+    ):
+        compose(overrides=[], return_hydra_config=True)

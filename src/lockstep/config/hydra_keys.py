@@ -14,11 +14,13 @@ OURS: Mapping[Key, object] = {
     ("output_subdir",): None,
     ("job", "chdir"): False,
 }
+# The folders of runs. A config file may only name one below `output_root` or the current folder.
+FOLDERS: tuple[Key, ...] = (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"))
+# The references in such a name whose values a config file cannot choose.
+_REFERENCES = re.compile(r"\$\{(now:[%\w:-]*|stamp_hex:|hydra[.:]job\.num)\}")
 # The keys that any config file may set below `hydra`, with everything below them.
 FREE: tuple[Key, ...] = (
-    ("run", "dir"),
-    ("sweep", "dir"),
-    ("sweep", "subdir"),
+    *FOLDERS,
     ("sweeper", "params"),
     ("mode",),
     ("searchpath",),
@@ -58,7 +60,16 @@ def names_code(key: Key, value: object) -> bool:
 
 def may_set(key: Key, value: object) -> bool:
     """Whether any config file may set this key to this value."""
+    if key in FOLDERS:
+        return _is_inside(key, str(value))
     return (key in OURS and OURS[key] == value) or (is_free(key) and not names_code(key, value))
+
+
+def _is_inside(key: Key, folder: str) -> bool:
+    """Whether a folder in a config file is relative to the current one or `output_root`, or to its sweep."""
+    root = "" if key == ("sweep", "subdir") else "${output_root}"
+    below = _REFERENCES.sub("x", folder if not root else re.sub(rf"^{re.escape(root)}(?=/|$)", "x", folder))
+    return "${" not in below and not below.startswith("/") and ".." not in below
 
 
 def is_free(key: Key) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.hydra_keys import (
     CLOSED,
+    FOLDERS,
     FREE,
     LOGGING,
     OBJECTS,
@@ -51,6 +53,10 @@ from lockstep.core.fields import shown
 
 EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 
+COPIES = (
+    "hydra.job.env_copy copies environment variables into the config, and so, with their secrets, into files; "
+    "leave it out: the job inherits the variables"
+)
 # Hydra's own configs in the composition of a job, each with its package, in order.
 HYDRA_CONFIGS = [
     ("hydra/output/default", "hydra"),
@@ -121,7 +127,7 @@ class CheckedLoader(ConfigLoaderImpl):
         except (OmegaConfBaseException, HydraException):  # some of them are also KeyErrors
             raise
         except KeyError as error:  # from os.environ: Hydra copies variables while it composes
-            raise InputError(f"hydra.job.env_copy names {error}, which is no variable here; leave it out") from error
+            raise InputError(COPIES) from error
         except (AssertionError, AttributeError, TypeError, RecursionError) as error:
             raise InputError(
                 f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error))}); "
@@ -132,7 +138,10 @@ class CheckedLoader(ConfigLoaderImpl):
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         """Record the values that each config has below `hydra`."""
-        loaded = super()._load_single_config(default, repo)
+        with warnings.catch_warnings():
+            if str(default.config_path).startswith("hydra/"):  # Hydra warns at length of a file in place of its own
+                warnings.simplefilter("ignore")
+            loaded = super()._load_single_config(default, repo)
         if loaded.provider == "hydra":
             self._hydra_configs.append((default.config_path, default.package))
         else:
@@ -174,13 +183,17 @@ class CheckedLoader(ConfigLoaderImpl):
         command_leaves = (
             leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
         )
-        if self._hydra_configs == HYDRA_CONFIGS and all(
-            may_set(*leaf) for leaf in (*self._file_leaves, *command_leaves)
+        if (
+            self._hydra_configs == HYDRA_CONFIGS
+            and all(may_set(*leaf) for leaf in self._file_leaves)
+            and all(is_free(key) and not names_code(key, value) for key, value in command_leaves)
         ):
             return
         hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
+        if any(is_below(key, [("job", "env_copy")]) for key, _ in values):
+            raise InputError(COPIES)
         choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_without_code(hydra_overrides))
         sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
         expected = _without_files(tuple(source for source in sources if not _is_from_user(source[0])), choices)
@@ -191,6 +204,11 @@ class CheckedLoader(ConfigLoaderImpl):
         for key, value in values:
             unchanged = key in expected and expected[key] == value
             if not (unchanged or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
+                if key in FOLDERS:
+                    raise InputError(
+                        f"{dotted(key)} is {shown(value)} in a config file, expected a folder below ${{output_root}} "
+                        f"or the current one; name others on the command line: {dotted(key)}=FOLDER"
+                    )
                 raise InputError(
                     f"{dotted(key)} is {shown(value)} in a config file, which may set only "
                     f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
@@ -231,7 +249,7 @@ def _without_code(overrides: Iterable[Override]) -> Iterator[str]:
     """
     for override in overrides:
         key = _key(override)
-        if override.is_delete() or is_free(key):
+        if override.is_delete() or (is_free(key) and key not in FOLDERS):
             continue
         if not key:  # a group: the name of an option, not the path of a file
             fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
