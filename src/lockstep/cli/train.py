@@ -14,10 +14,12 @@ from omegaconf import DictConfig
 from lockstep.config import completion, composition, extensions
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
-from lockstep.config.schema import CONF
+from lockstep.config.schema import CONF, SweepBlock
+from lockstep.core.errors import InputError
 from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun
 from lockstep.runtime import program
+from lockstep.sweep.devices import Needs
 
 
 def main(packages: Sequence[str] = ()) -> None:
@@ -34,12 +36,10 @@ def main(packages: Sequence[str] = ()) -> None:
             train()
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def train(composed: DictConfig) -> float | None:
+def train_job(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
     from lockstep.config.invocation import Invocation
-    from lockstep.sweep.jobs import run_sweep_job
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
@@ -47,4 +47,17 @@ def train(composed: DictConfig) -> float | None:
         if submits(job, invocation):
             submit_job(job, invocation)
             return None
-    return run_sweep_job(lambda: run_job(job, invocation), invocation)
+        if not invocation.sweep and job["sweep"] != vars(SweepBlock()):
+            raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
+        return run_job(job, invocation)
+
+
+def plan_job(composed: DictConfig) -> Needs | None:
+    """What the pool asks about a job of a sweep before it starts any; see `lockstep.sweep.plan`."""
+    from lockstep.sweep.plan import plan
+
+    return plan(composed)
+
+
+train_job.plan = plan_job  # type: ignore[attr-defined]
+train = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(train_job)

@@ -54,7 +54,7 @@ EXTENSION = "extension"  # the first part of the provider name of an extension's
 # Hydra's own configs in the composition of a job, each with its package, in order.
 HYDRA_CONFIGS = [
     ("hydra/output/default", "hydra"),
-    ("hydra/launcher/basic", "hydra.launcher"),
+    ("hydra/launcher/pool", "hydra.launcher"),
     ("hydra/sweeper/basic", "hydra.sweeper"),
     ("hydra/help/default", "hydra.help"),
     ("hydra/hydra_help/default", "hydra.hydra_help"),
@@ -181,7 +181,9 @@ class CheckedLoader(ConfigLoaderImpl):
         hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
-        choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_without_code(hydra_overrides))
+        chooses = any(override.key_or_group == "hydra/launcher" for override in hydra_overrides)
+        choices: tuple[str, ...] = () if chooses else ("hydra/launcher=pool",)
+        choices += tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_without_code(hydra_overrides))
         sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
         expected = _without_files(tuple(source for source in sources if not _is_from_user(source[0])), choices)
         lines: dict[str, list[str | None]] = {"hydra": [], "task": []}

@@ -19,7 +19,7 @@ from lockstep.config.program_words import program_words
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
+from lockstep.job.run_folder import continued, lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
@@ -71,8 +71,6 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
         components.build_job(job)
     overrides = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
     resume = [override("resume", resumed_folder or Path(job["resume"]).absolute())] if job["resume"] else []
-    if invocation.sweep:
-        folder = sweep_job_folder(invocation)
     return Submission(
         launcher=launcher,
         name=str(job["name"]),
