@@ -7,17 +7,23 @@ job starts, may raise an error for a wrong one, and returns what the job needs (
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
-from lockstep.core.errors import LockstepError
+from lockstep.config.program_words import command_of_program
+from lockstep.core.errors import Interrupted, LockstepError, Stopped, StorageError
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
+from lockstep.job.run_lock import Lock
+from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger, Record
 
@@ -43,41 +49,56 @@ class PoolLauncher(Launcher):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from lockstep.sweep.pool import Pool, Task, to_run  # needs torch
-        from lockstep.sweep.view import Screen, show_table, swept_keys, varied
-
         setup_globals()
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
             ledger.create(Identity(base={}, swept=(), words=()))
+        with closing(Lock()) as lock:
+            lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
+            try:
+                records = self._launch(ledger, job_overrides, initial_job_idx)
+            except (Stopped, Interrupted, StorageError) as error:
+                say(error)
+                sys.exit(error.exit_code)
+        return [self._returned(record) for record in records]
+
+    def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
+        """Run the jobs that are not done yet; returns the records of all."""
+        configure_native_threads()  # jobs are forked from this process, which imports torch once for all
+        from lockstep.sweep.pool import Pool, Task, start, to_run
+        from lockstep.sweep.view import Screen, show_table, swept_keys, varied
+
         plan = getattr(self.task_function, "plan", self._needs)
         drafts = [Record(number=0, overrides=tuple(words), folder="") for words in job_overrides]
         swept = swept_keys(drafts)
         names = [slug(",".join(varied(draft, swept)) or "defaults") for draft in drafts]
         configs, needs = [], []
-        for number, words in enumerate(job_overrides, initial_job_idx):
+        for number, words in enumerate(job_overrides, first):
             try:
                 configs.append(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))
                 needs.append(plan(configs[-1]))
             except LockstepError as error:
-                raise type(error)(f"job {number} ({' '.join(filter_overrides(words))}): {error}") from error
+                shown = " ".join(varied(drafts[number - first], swept))
+                raise type(error)(f"job {number} ({shown}): {error}") from error
         records = ledger.enter(zip(job_overrides, names, strict=True))
         chosen = to_run(records, retry=self.retry)
+        program = command_of_program()
         tasks = []
-        for record, need, config in zip(records, needs, configs, strict=True):
+        for record, need, config, words in zip(records, needs, configs, job_overrides, strict=True):
             if record not in chosen:
                 continue
             if need is None:  # it only submits itself to a cluster
                 self._run(config, record)
             else:
-                tasks.append(Task(record, need, functools.partial(self._run, config, record)))
+                command = (*program, *words)
+                tasks.append(Task(record, need, functools.partial(self._run, config, record), command))
         if tasks or None not in needs:
             try:
                 with Screen(ledger, records) as screen:
-                    Pool(ledger, Devices.of_machine(), screen, most=self.jobs).run(tasks)
+                    Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start).run(tasks)
             finally:
                 show_table(ledger, [ledger.read(record) for record in records])
-        return [self._returned(ledger.read(record)) for record in records]
+        return [ledger.read(record) for record in records]
 
     def _needs(self, config: DictConfig) -> Needs | None:
         return Needs(self.gpus, self.cores)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -19,7 +20,9 @@ from lockstep.core.errors import InputError
 from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun
 from lockstep.runtime import program
-from lockstep.sweep.devices import Needs
+
+if TYPE_CHECKING:
+    from lockstep.sweep.devices import Needs
 
 
 def main(packages: Sequence[str] = ()) -> None:

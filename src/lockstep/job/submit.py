@@ -6,7 +6,6 @@ import importlib.util
 import math
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from lockstep.config import components, messages
 from lockstep.config.commands import override
 from lockstep.config.invocation import Invocation
-from lockstep.config.program_words import program_words
+from lockstep.config.program_words import command_of_program
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
@@ -74,18 +73,11 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
     return Submission(
         launcher=launcher,
         name=str(job["name"]),
-        command=(*_program(), *invocation.configs.words, *overrides, *resume),
+        command=(*command_of_program(), *invocation.configs.words, *overrides, *resume),
         folder=folder,
         root=Path(job["output_root"]).expanduser().absolute(),
         resumes=resumed_folder is not None,
     )
-
-
-def _program() -> list[str]:
-    """The words that start this program on another machine."""
-    if program_words()[0] == "python":
-        return [sys.executable, str(Path(sys.argv[0]).absolute())]
-    return [sys.executable, "-m", "lockstep", "train"]
 
 
 def script(submissions: Sequence[Submission]) -> str:

@@ -7,10 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import pynvml
-
-from lockstep.runtime.host import cores
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -44,6 +40,8 @@ class Devices:
     @classmethod
     def of_machine(cls) -> Self:
         """The devices that this process may use. Asks NVML and not CUDA, after which no process could be forked."""
+        from lockstep.runtime.host import cores  # imports torch
+
         return cls(visible_gpus(), cores())
 
     def take(self, needs: Needs) -> Share | None:
@@ -74,6 +72,8 @@ def visible_gpus() -> Sequence[str]:
         return [
             name.strip() for name in os.environ[VISIBLE].split(",") if name.strip() not in ("", "-1", "NoDevFiles")
         ]
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # there is no driver, so there is no GPU

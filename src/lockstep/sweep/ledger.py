@@ -82,7 +82,7 @@ class Identity:
     Fields:
         base: the config that all jobs share, as composed without the swept keys.
         swept: the keys that differ from job to job, sorted.
-        words: the command line of the first call, without the program.
+        words: the command line of the newest call, without the program.
     """
 
     base: Mapping[str, Any]
@@ -150,7 +150,7 @@ class Ledger:
         Raises:
             InputError: a record is damaged.
         """
-        return [self._record(path) for path in sorted((self.folder / JOBS).glob("[0-9]*.json"))]
+        return [self.record(path) for path in sorted((self.folder / JOBS).glob("[0-9]*.json"))]
 
     def enter(self, jobs: Iterable[tuple[Sequence[str], str]]) -> list[Record]:
         """The records of jobs, by their overrides in any order; each that the ledger does not have gets a number.
@@ -204,9 +204,10 @@ class Ledger:
 
     def read(self, record: Record) -> Record:
         """The present record of a job."""
-        return self._record(self.folder / JOBS / f"{record.number:03}.json")
+        return self.record(self.folder / JOBS / f"{record.number:03}.json")
 
-    def _record(self, path: Path) -> Record:
+    def record(self, path: Path) -> Record:
+        """The record in a file."""
         facts = self._read(path)
         try:
             record = Record(
@@ -228,13 +229,18 @@ class Ledger:
         return facts
 
 
+def output_of(ledger: Ledger, record: Record) -> Path:
+    """The file with everything that a job of the pool prints."""
+    return ledger.folder / JOBS / f"{record.number:03}.log"
+
+
 def record_of(folder: Path) -> tuple[Ledger, Record] | None:
     """The record of the job in a run folder; None if the folder is not of a sweep."""
     ledger, number = Ledger(folder.parent), folder.name.partition("-")[0]
     path = ledger.folder / JOBS / f"{number}.json"
     if not number.isdigit() or not path.is_file():
         return None
-    record = ledger._record(path)
+    record = ledger.record(path)
     return (ledger, record) if record.folder == folder.name else None
 
 

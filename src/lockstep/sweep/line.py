@@ -47,18 +47,17 @@ def choose_folder(config: DictConfig) -> Ledger:
         stored = ledger.identity()
         if block.resume == "new":
             raise InputError(
-                f"sweep.resume=new, but {ledger.folder} has a sweep; name another with hydra.sweep.dir=FOLDER"
+                f"sweep.resume=new, but {ledger.folder} has a sweep; name another folder with hydra.sweep.dir=FOLDER"
             )
-        if not words:
-            words = [*stored.words]
+        if all(key_of(word) in ELSEWHERE for word in words):
+            identity, words = stored, [*stored.words]
         elif difference := stored.difference(identity):
             raise InputError(
                 f"{ledger.folder} has another sweep: {difference}; type its line ({typed(stored.words)}), or start "
                 "anew with sweep.resume=new"
             )
         _say_what_goes_on(ledger)
-    else:
-        ledger.create(identity)
+    ledger.create(identity)
     with read_write(config), open_dict(config):
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words

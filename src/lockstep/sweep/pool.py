@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,25 +19,34 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.config.messages import translate
-from lockstep.core.errors import Interrupted, LockstepError, Stopped, as_known
+from lockstep.config.commands import override
+from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.launcher.processes import Forwarding
 from lockstep.runtime import signals
-from lockstep.runtime.program import JobError
-from lockstep.runtime.signals import STOP_SIGNALS, StopNow, leave, stop_signals
+from lockstep.runtime.program import say
+from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave, stop_signals
 from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.sweep.ledger import Ledger, Record, State, output_of
+from lockstep.sweep.recording import recorded
 
 REFRESH_S = 0.5
 
 
 @dataclass(frozen=True)
 class Task:
-    """A job to run: its record, what it needs, and the function that does it and returns its score."""
+    """A job to run.
+
+    Fields:
+        record: its record.
+        needs: the devices that it takes.
+        function: does the job, and returns its score.
+        command: the words that do the same in a fresh interpreter, without its folder.
+    """
 
     record: Record
     needs: Needs
     function: Callable[[], float | None]
+    command: tuple[str, ...]
 
 
 class Process(Protocol):
@@ -85,11 +95,11 @@ class Pool:
         view: View,
         *,
         most: int | None = None,
-        start: Callable[[Ledger, Task, Share], Process] | None = None,
+        start: Callable[[Ledger, Task, Share], Process],
         wait: Callable[[list[int], float], object] = multiprocessing.connection.wait,
     ) -> None:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
-        self.start, self.wait = start or forked, wait
+        self.start, self.wait = start, wait
         self.running: list[tuple[Task, Share, Process]] = []
 
     def run(self, tasks: Sequence[Task]) -> None:
@@ -132,11 +142,13 @@ class Pool:
             self.devices.give_back(share)
             record = self.ledger.read(task.record)
             if record.state in (State.running, State.waiting):
-                record = self._died(record, process.exitcode or 0)
+                record = self._without_record(record, process.exitcode or 0)
             self.view.ended(record)
 
-    def _died(self, record: Record, code: int) -> Record:
-        """Record a job whose process left no record: a kill, or a stop before its first step."""
+    def _without_record(self, record: Record, code: int) -> Record:
+        """Record a job whose process did not: it was killed, or stopped before its first step."""
+        if code == 0:  # a fresh interpreter of an app that knows no ledger
+            return self.ledger.end(record, State.done)
         if code == Stopped.exit_code:
             return self.ledger.end(record, State.stopped, exit_code=code, error=signals.NOT_BEGUN)
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
@@ -171,11 +183,6 @@ class Pool:
             self.send(signal.SIGKILL)
 
 
-def output_of(ledger: Ledger, record: Record) -> Path:
-    """The file with everything that a job prints."""
-    return ledger.folder / "jobs" / f"{record.number:03}.log"
-
-
 def forked(ledger: Ledger, task: Task, share: Share) -> BaseProcess:
     """The process of a task as a fork of this one, which takes milliseconds: everything is imported already."""
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(os.getpid(), ledger, task, share))
@@ -199,33 +206,48 @@ def _serve(parent: int, ledger: Ledger, task: Task, share: Share) -> None:
     try:
         recorded(ledger, task.record, task.function)
     except LockstepError as error:
+        say(error)
         code = error.exit_code
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+    except Exception:
+        traceback.print_exc()
+        code = LockstepError.exit_code
     leave(code)
 
 
-def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None]) -> float | None:
-    """Run a job in this process, and keep its record.
+class Interpreter:
+    """The process of a task as a fresh interpreter with the job's command line, which takes seconds.
 
-    Raises:
-        LockstepError: the job failed or was stopped; its cause is the error that it raised, if that is another.
+    For where this process cannot be forked: it has several threads, as libraries start them, or is no Linux.
     """
-    record = ledger.start(record)
-    try:
-        objective = function()
-    except BaseException as raised:
-        error = raised.error if isinstance(raised, JobError) else raised
-        if isinstance(error, StopNow | KeyboardInterrupt):
-            error = Stopped(signals.NOT_BEGUN)
-        known = (translate(error) if isinstance(error, Exception) else None) or as_known(error)
-        state = State.stopped if isinstance(known, Stopped | Interrupted) else State.failed
-        ledger.end(record, state, exit_code=known.exit_code, error=str(known))
-        if known is error:
-            raise known from None
-        raise known from error
-    ledger.end(record, State.done, objective=objective)
-    return objective
+
+    def __init__(self, ledger: Ledger, task: Task, share: Share) -> None:
+        self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
+        words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
+        with output_of(ledger, task.record).open("a") as output:
+            self.process = subprocess.Popen(
+                words,
+                env={**os.environ, **share.environment, PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[lives],
+            )
+        os.close(lives)
+        self.pid = self.process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.poll()
+
+    def join(self) -> None:
+        self.process.wait()
+        os.close(self.sentinel)
+
+
+def start(ledger: Ledger, task: Task, share: Share) -> Process:
+    """Start the process of a task."""
+    alone = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
+    return forked(ledger, task, share) if alone else Interpreter(ledger, task, share)
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:

@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from lockstep.config.program_words import program_name
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, started_by
-from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import program
 from lockstep.sweep import array
 from lockstep.sweep.ledger import Ledger
@@ -56,8 +55,8 @@ class Report(Callback):
         folder = Path(config.hydra.sweep.dir).absolute()
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         atexit.register(_remove_folders, os.getpid(), folder, new_folders)
-        choose_folder(config)
-        configure_native_threads()  # jobs are forked from this process, which imports torch once
+        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
+            choose_folder(config)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)

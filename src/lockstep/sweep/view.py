@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, escaped
-from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.core.errors import InputError, Stopped, escaped
+from lockstep.sweep.ledger import Ledger, Record, State, output_of
 from lockstep.telemetry.columns import ALWAYS, Column, clock, fitting
 
 SEED = "seed"
@@ -143,6 +143,8 @@ def show_table(ledger: Ledger, records: Sequence[Record]) -> None:
     for record in records:
         if record.error:
             log.console.print(f"job {record.number}: {record.error}", soft_wrap=True)
+            if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
+                log.console.print(f"    what it printed: {output_of(ledger, record)}", soft_wrap=True)
 
 
 def seeds_together(records: Sequence[Record], swept: Sequence[str]) -> list[str]:
