@@ -31,14 +31,14 @@ class FakeLedger(Ledger):
 
     def __init__(self) -> None:
         super().__init__(Path())
-        self.kept: dict[int, Record] = {}
+        self.by_number: dict[int, Record] = {}
 
     def write(self, record: Record) -> Record:
-        self.kept[record.number] = record
+        self.by_number[record.number] = record
         return record
 
     def read(self, record: Record) -> Record:
-        return self.kept.get(record.number, record)
+        return self.by_number.get(record.number, record)
 
 
 class FakeProcess:

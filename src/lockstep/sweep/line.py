@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,9 @@ def _same(root: Path, identity: Identity) -> Ledger | None:
     """The newest sweep that this line began, or one with other values of the same keys; None if there is none."""
     for path in sorted((root / SWEEPS).glob("*/sweep.json"), reverse=True):
         ledger = Ledger(path.parent.absolute())
-        if (
-            f'"hash": "{identity.hash}"' in path.read_text(errors="replace")
-            and ledger.identity().hash == identity.hash
-        ):
-            return ledger
+        with suppress(InputError):  # a damaged ledger is that of another sweep
+            if ledger.identity().hash == identity.hash:
+                return ledger
     return None
 
 
