@@ -1,4 +1,4 @@
-"""Sweeps as the command runs them: one folder per job, a table, nothing left alive."""
+"""Sweeps as the command runs them: a pool of jobs, a folder and a record for each, and a line that goes on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,36 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from helpers import Done
+from helpers import Done, losses, train_here, weights
+from lockstep.sweep.ledger import Ledger, Record, State
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
+SHORT = ("steps=3", "telemetry.interval=1", "device=cpu", "logger=jsonl", "launcher.threads=1")
+LONG = (
+    "device=cpu",
+    "epochs=1000",
+    "schedule=constant",
+    "telemetry.interval=1",
+    "checkpoint.every=5",
+    "model=linear",
+)
 
-def jobs(root: Path) -> list[str]:
-    """The names of the run folders of the one sweep in an output root."""
-    (sweep,) = (root / "sweeps").iterdir()
-    return sorted(path.name for path in sweep.iterdir() if path.is_dir())
+
+def ledger(root: Path) -> Ledger:
+    """The ledger of the one sweep in an output root."""
+    (folder,) = (root / "sweeps").iterdir()
+    return Ledger(folder)
 
 
-def sweep(root: Path, *overrides: str) -> Done:
-    words = ("-m", *overrides, "steps=3", "device=cpu", "logger=jsonl", f"output_root={root}")
-    process = background(root, sys.executable, "train.py", *words)
+def states(root: Path) -> list[str]:
+    return [record.state for record in ledger(root).records()]
+
+
+def sweep(root: Path, *overrides: str, program: tuple[str, ...] = ("train.py",), **environment: str) -> Done:
+    words = (*program, "-m", *overrides, f"output_root={root}")
+    process = background(root, sys.executable, *words, **environment)
     try:
         out, err = process.communicate(timeout=PATIENCE)
         return Done(process.wait(), out, err)
@@ -32,29 +48,40 @@ def sweep(root: Path, *overrides: str) -> Done:
         close([process])
 
 
+def files(folder: Path) -> dict[Path, int]:
+    """The files below a folder, with the times of their last change."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     root = tmp_path_factory.mktemp("seeds")
-    return root, sweep(root, "model=digitnet,basicnet", "seed=1,2", "strategy=ddp")
+    return root, sweep(root, "model=digitnet,basicnet", "seed=1,2", "strategy=ddp", *SHORT)
 
 
-def test_each_job_of_a_sweep_has_a_folder_that_says_what_it_is(seeds: tuple[Path, Done]) -> None:
+def test_each_job_of_a_sweep_has_a_folder_named_by_what_it_varies(seeds: tuple[Path, Done]) -> None:
     root, done = seeds
     assert done.code == 0, done.err
-    common = "strategy=ddp,steps=3,device=cpu,logger=jsonl"
-    four = [f"model={model},seed={seed}" for model in ("digitnet", "basicnet") for seed in (1, 2)]
-    assert jobs(root) == [f"{number:03}-{varied},{common}" for number, varied in enumerate(four)]
-    for summary in root.glob("sweeps/*/*/summary.json"):
-        assert json.loads(summary.read_text())["status"] == "completed"
+    names = [f"model={model},seed={seed}" for model in ("digitnet", "basicnet") for seed in (1, 2)]
+    assert [record.folder for record in ledger(root).records()] == [f"{n:03}-{name}" for n, name in enumerate(names)]
+    for record in ledger(root).records():
+        summary = json.loads((ledger(root).folder / record.folder / "summary.json").read_text())
+        assert (summary["status"], summary["objective"]) == ("completed", record.objective)
+        assert re.fullmatch(r"[\w.,=+-]+", record.folder), "a shell takes the name without quotes"
 
 
-def test_a_sweep_ends_with_a_table_of_its_jobs(seeds: tuple[Path, Done]) -> None:
+def test_a_sweep_ends_with_a_table_of_its_jobs_and_its_seeds_together(seeds: tuple[Path, Done]) -> None:
     root, done = seeds
-    (folder,) = (root / "sweeps").iterdir()
+    folder = ledger(root).folder
     assert f"sweep in {folder}\n" in done.out
     table = done.out[done.out.index("sweep in") :]
     for number in range(4):
-        assert re.search(rf"^│ {number} +│ .*seed={number % 2 + 1} .*│ +\d+\.\d\d +│ done +│$", table, re.MULTILINE)
+        assert re.search(
+            rf"^│ {number} +│ model=\w+ seed={number % 2 + 1} +│ \d+\.\d\d │ done +│$", table, re.MULTILINE
+        )
+    assert re.search(r"^model=digitnet: \d+\.\d\d ± \d+\.\d\d over 2 seeds$", table, re.MULTILINE)
+    best = max(ledger(root).records(), key=lambda record: record.objective or 0)
+    assert f"best: job {best.number} with {best.objective:.2f}, {folder / best.folder}\n" in done.out
 
 
 def test_ranks_are_told_the_run_folder_and_parse_no_command_line(seeds: tuple[Path, Done]) -> None:
@@ -70,40 +97,142 @@ def test_no_process_of_a_sweep_stays_alive(seeds: tuple[Path, Done]) -> None:
     assert processes(seeds[0]) == set()
 
 
-def test_a_failing_job_is_reported_and_does_not_end_the_sweep(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "precision=fp16,fp32", "strategy=single")
+def test_the_same_line_runs_only_what_is_new_and_a_job_is_the_run_that_it_is_alone(tmp_path: Path) -> None:
+    first = sweep(tmp_path, "seed=1,2", "model=linear", *SHORT)
+    assert first.code == 0, first.err
+    before = files(ledger(tmp_path).folder / "000-seed=1")
+    again = sweep(tmp_path, "seed=2,1", "model=linear", *SHORT)
+    assert (again.code, "started" in again.out) == (0, False)
+    assert "goes on: 2 of 2 jobs are done" in again.out
+    assert files(ledger(tmp_path).folder / "000-seed=1") == before
+    more = sweep(tmp_path, "seed=1,2,3", "model=linear", *SHORT)
+    assert more.out.count("started") == 1
+    assert [record.folder for record in ledger(tmp_path).records()] == ["000-seed=1", "001-seed=2", "002-seed=3"]
+    alone = train_here(tmp_path / "alone", "seed=3", "model=linear", *SHORT)
+    swept = ledger(tmp_path).folder / "002-seed=3"
+    assert losses(swept) == losses(alone)
+    assert all(torch.equal(tensor, weights(swept)[name]) for name, tensor in weights(alone).items())
+
+
+def test_a_wrong_job_is_named_before_any_starts_and_nothing_is_left(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "batch=64,32", "optimizer.lr=0.1,-1", *SHORT)
+    assert done.code == 2
+    assert done.err.startswith("lockstep: job 1 (batch=64 optimizer.lr=-1): optimizer.lr is -1, expected auto or")
+    assert not (tmp_path / "sweeps").exists()
+
+
+def test_a_failed_job_ends_no_sweep_and_is_tried_again_on_request(tmp_path: Path) -> None:
+    words = ("precision=fp16,fp32", "strategy=single", *SHORT)
+    done = sweep(tmp_path, *words)
     sentence = "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16 or precision=fp32"
     assert done.code == 2
     assert done.err == f"lockstep: job 0: {sentence}\n"
-    (folder,) = jobs(tmp_path)
-    assert folder.startswith("001-precision=fp32")
-    assert re.search(r"^│ 0 +│ .*precision=fp16 .*│ +│ failed \(2\) +│$", done.out, re.MULTILINE)
-    assert re.search(r"^│ 1 +│ .*precision=fp32 .*│ done +│$", done.out, re.MULTILINE)
+    assert states(tmp_path) == ["failed", "done"]
+    assert re.search(r"^│ 0 +│ precision=fp16 │ +│ failed \(2\) │$", done.out, re.MULTILINE)
     assert done.out.endswith(f"job 0: {sentence}\n")
-    (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
-    assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [2, 0]
+    assert not (ledger(tmp_path).folder / "000-precision=fp16").exists()
+    again = sweep(tmp_path, *words)
+    assert (again.code, "started" in again.out) == (2, False)
+    assert "1 failed (sweep.retry=true tries them again)" in again.out
+    assert sweep(tmp_path, *words, "sweep.retry=true").out.count("started") == 1
     assert processes(tmp_path) == set()
 
 
-def begun(root: Path, number: int) -> bool:
-    """Whether a job of the sweep has finished a step."""
-    return any(path.read_text() for path in root.glob(f"sweeps/*/{number:03}*/metrics.jsonl"))
+def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "seed=1,2", "model=linear", *SHORT).code == 0
+    folder = ledger(tmp_path).folder
+    refused = sweep(tmp_path, "seed=1,2", "model=linear", "batch=32", *SHORT, f"sweep.resume={folder}")
+    assert refused.code == 2
+    assert f"{folder} has another sweep: batch is 64 there and 32 here; type its line (" in refused.err
+    without_its_line = sweep(tmp_path, "sweep.resume=latest")
+    assert (without_its_line.code, "started" in without_its_line.out) == (0, False)
+    assert "│ 1   │ seed=2 " in without_its_line.out
+    assert sweep(tmp_path, "seed=1,2", "model=linear", *SHORT, "sweep.resume=new").code == 0
+    assert len(list((tmp_path / "sweeps").iterdir())) == 2
 
 
-def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_job_and_ends_it(tmp_path: Path) -> None:
-    words = ("-m", "seed=1,2,3", "device=cpu", "epochs=1000", "schedule=constant", "telemetry.interval=1")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("-m", "sweep.resume=latest"), "sweep.resume=latest: no sweep has been started in"),
+        (("-m", "seed=1,2", "sweep.resume=/nowhere"), "sweep.resume: /nowhere is no folder of a sweep"),
+        (("sweep.retry=true",), "sweep.* says how a sweep goes on, and this is one job; add -m"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
     process = background(tmp_path, sys.executable, "train.py", *words, f"output_root={tmp_path}")
+    code, err = ended(process)
+    assert (code, sentence in err) == (2, True), err
+    assert not list(tmp_path.iterdir())
+
+
+def started(root: Path, number: int) -> Record | None:
+    """The record of a job of the sweep that has saved a checkpoint."""
+    for record in ledger(root).records() if list(root.glob("sweeps/*/sweep.json")) else ():
+        if record.number == number and (ledger(root).folder / record.folder / "checkpoints" / "last").exists():
+            return record
+    return None
+
+
+def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_jobs_and_ends_it(tmp_path: Path) -> None:
+    process = background(tmp_path, sys.executable, "train.py", "-m", "seed=1,2,3", *LONG, f"output_root={tmp_path}")
     for number, name in enumerate((signal.SIGKILL, signal.SIGINT)):
-        wait_for(functools.partial(begun, tmp_path, number))
-        (rank,) = ranks(tmp_path, process)
-        commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in (rank, process.pid)}
+        wait_for(functools.partial(started, tmp_path, number))
+        (job,) = ranks(tmp_path, process)
+        commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in (job, process.pid)}
         assert (len(commands) == 1) == FORKS
-        os.kill(rank if name is signal.SIGKILL else process.pid, name)
+        os.kill(job if name is signal.SIGKILL else process.pid, name)
     code, err = ended(process)
     assert code == 75, err
-    (ledger,) = tmp_path.glob("sweeps/*/jobs.jsonl")
-    assert [json.loads(line)["exit_code"] for line in ledger.read_text().splitlines()] == [70, 75]
-    states = [json.loads(path.read_text())["status"] for path in sorted(tmp_path.glob("sweeps/*/00*/summary.json"))]
-    assert states == ["failed", "stopped"]
-    assert list(tmp_path.glob("sweeps/*/001*/checkpoints/last"))
+    assert "stopped, and saved what ran; the same line goes on" in err
+    assert states(tmp_path) == ["failed", "stopped", "waiting"]
+    assert "was killed (SIGKILL)" in ledger(tmp_path).records()[0].error
     assert processes(tmp_path) == set()
+
+
+def test_a_killed_sweep_leaves_nothing_alive_and_its_line_goes_on_where_each_job_was(tmp_path: Path) -> None:
+    words = ("-m", "seed=1,2", *LONG, "model=linear", "steps=150", "launcher.threads=1", f"output_root={tmp_path}")
+    process = background(tmp_path, sys.executable, "train.py", *words)
+    wait_for(functools.partial(started, tmp_path, 0))
+    os.kill(process.pid, signal.SIGKILL)
+    ended(process)
+    wait_for(lambda: processes(tmp_path) == set())
+    assert State.running in states(tmp_path)
+    done = sweep(tmp_path, *words[1:-1])
+    assert done.code == 0, done.err
+    assert states(tmp_path) == ["done", "done"]
+    steps = losses(ledger(tmp_path).folder / "000-seed=1")
+    assert len(steps) == 150, "each step is in the log once"
+
+
+APP = """
+import os, sys
+import hydra
+
+@hydra.main(version_base="1.3", config_path=None)
+def app(config):
+    print(f"x is {config.x}")
+    if config.x == 2:
+        os.kill(os.getpid(), 9)
+    return config.x * 10.0
+
+app()
+"""
+
+
+def test_any_hydra_app_can_use_the_pool(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    words = ("-m", "+x=1,2,3", "hydra/launcher=pool", "hydra.output_subdir=null", f"hydra.sweep.dir={tmp_path}/sweep")
+    process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path, afresh=True)
+    process.communicate(timeout=PATIENCE)
+    records = Ledger(tmp_path / "sweep").records()
+    assert [record.objective for record in records] == [10.0, None, 30.0]
+    assert "was killed (SIGKILL)" in records[1].error
+    assert (tmp_path / "sweep" / "jobs" / "002.log").read_text() == "x is 3\n"
+
+
+def test_a_strict_job_leaves_its_deterministic_kernels_to_itself(tmp_path: Path) -> None:
+    train_here(tmp_path / "strict", "repro=strict", "steps=1", "launcher.ranks=1")
+    assert torch.are_deterministic_algorithms_enabled()
+    train_here(tmp_path / "exact", "steps=1")
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -154,7 +154,7 @@ def test_a_usual_command_line_is_composed_once(words: list[str], monkeypatch: py
 
 
 def test_the_configs_of_hydra_in_a_job_are_as_hydra_alone_composes_them() -> None:
-    words = tuple(f"hydra/{group}=none" for group in hydra_keys.LOGGING)
+    words = (*(f"hydra/{group}=none" for group in hydra_keys.LOGGING), "hydra/launcher=pool")
     alone = hydra_policy._without_files((("hydra", "pkg://hydra.conf"), ("schema", "structured://")), words)
     named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRA_CONFIGS} - {("hydra", "config")}
     chosen = {key[-1]: value for key, value in alone.items() if key[:2] == ("runtime", "choices")}

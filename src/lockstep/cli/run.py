@@ -10,8 +10,10 @@ from lockstep.core.launched import is_launched
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import launcher_node
-from lockstep.job.run_folder import job_lock, lock_run_folder
+from lockstep.job.run_folder import continued, job_lock, lock_run_folder
 from lockstep.runtime import program
+from lockstep.sweep.ledger import State, record_of
+from lockstep.sweep.recording import recorded
 
 if TYPE_CHECKING:
     from lockstep.launcher import Machines
@@ -25,6 +27,14 @@ def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
     Raises:
         LockstepError: the job was refused, was stopped or failed.
     """
+    folder = continued(job, invocation) or invocation.folder
+    entry = record_of(folder) if folder is not None and not invocation.sweep and not is_launched() else None
+    if entry is None or entry[1].state is State.done:
+        return _run_job(job, invocation)
+    return recorded(*entry, lambda: _run_job(job, invocation))  # a job of a sweep, which goes on alone
+
+
+def _run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
     launcher = launcher_node(job, invocation)
     if is_launched() or str(launcher.get("nodes", 1)) in ("1", "1:1"):
         return _lead(job, invocation)

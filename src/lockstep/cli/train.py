@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
@@ -14,11 +15,15 @@ from omegaconf import DictConfig
 from lockstep.config import completion, composition, extensions
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
-from lockstep.config.schema import CONF
+from lockstep.config.schema import CONF, SweepBlock
+from lockstep.core.errors import InputError
 from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun
 from lockstep.core.terminal import forgive_output
 from lockstep.runtime import program
+
+if TYPE_CHECKING:
+    from lockstep.sweep.devices import Needs
 
 
 def main(packages: Sequence[str] = ()) -> None:
@@ -35,12 +40,10 @@ def main(packages: Sequence[str] = ()) -> None:
             train()
 
 
-@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def train(composed: DictConfig) -> float | None:
+def train_job(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
     from lockstep.config.invocation import Invocation
-    from lockstep.sweep.jobs import run_sweep_job
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
@@ -48,6 +51,19 @@ def train(composed: DictConfig) -> float | None:
         if submits(job, invocation):
             submit_job(job, invocation)
             return None
-    objective = run_sweep_job(lambda: run_job(job, invocation), invocation)
+        if not invocation.sweep and job["sweep"] != vars(SweepBlock()):
+            raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
+        objective = run_job(job, invocation)
     forgive_output()  # train.log has the lines of the run
     return objective
+
+
+def plan_job(composed: DictConfig) -> Needs | None:
+    """What the pool asks about a job of a sweep before it starts any; see `lockstep.sweep.plan`."""
+    from lockstep.sweep.plan import plan
+
+    return plan(composed)
+
+
+train_job.plan = plan_job  # type: ignore[attr-defined]
+train = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(train_job)

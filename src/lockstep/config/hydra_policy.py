@@ -60,7 +60,7 @@ COPIES = (
 # Hydra's own configs in the composition of a job, each with its package, in order.
 HYDRA_CONFIGS = [
     ("hydra/output/default", "hydra"),
-    ("hydra/launcher/basic", "hydra.launcher"),
+    ("hydra/launcher/pool", "hydra.launcher"),
     ("hydra/sweeper/basic", "hydra.sweeper"),
     ("hydra/help/default", "hydra.help"),
     ("hydra/hydra_help/default", "hydra.hydra_help"),
@@ -194,7 +194,7 @@ class CheckedLoader(ConfigLoaderImpl):
         values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
         if any(is_below(key, [("job", "env_copy")]) for key, _ in values):
             raise InputError(COPIES)
-        choices = tuple(_chosen_logging(dict(values), hydra_overrides)) + tuple(_without_code(hydra_overrides))
+        choices = (*_chosen(dict(values), hydra_overrides), *_without_code(hydra_overrides))
         sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
         expected = _without_files(tuple(source for source in sources if not _is_from_user(source[0])), choices)
         lines: dict[str, list[str | None]] = {"hydra": [], "task": []}
@@ -232,10 +232,11 @@ def _check_folders(search_path: ConfigSearchPath) -> None:
             )
 
 
-def _chosen_logging(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
-    """Overrides that repeat a file's choice of Hydra's logging configs, unless the command line chooses others."""
-    for group in LOGGING:
-        options = {file.stem for file in Path(hydra.conf.__file__).with_name("hydra").joinpath(group).glob("*.yaml")}
+def _chosen(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
+    """Overrides that repeat a file's choice of a logging config or of our pool, unless the command line chooses."""
+    for group in (*LOGGING, "launcher"):
+        folder = Path(hydra.conf.__file__).with_name("hydra").joinpath(group)
+        options = {"pool"} if group == "launcher" else {file.stem for file in folder.glob("*.yaml")}
         choice = values.get(("runtime", "choices", f"hydra/{group}"))
         if choice in options and not any(override.key_or_group == f"hydra/{group}" for override in overrides):
             yield f"hydra/{group}={choice}"

@@ -60,7 +60,7 @@ class Invocation:
         command: the whole command, quoted for a shell.
         sweep: whether the job is part of a sweep.
         number: the number of the job in its sweep; 0 without a sweep.
-        folder: the folder of the sweep, or the run folder that the command names; None if it names none.
+        folder: the run folder, if the sweep or the command names it.
         hydra: Hydra's own config as YAML.
         configs: the config files that the command names.
     """

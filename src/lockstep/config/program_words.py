@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 
 _WORDS = ["lockstep", "train"]
@@ -23,6 +24,13 @@ def program_words() -> list[str]:
 def program_name() -> str:
     """The two words before the overrides, as one text."""
     return " ".join(_WORDS)
+
+
+def command_of_program() -> list[str]:
+    """The words that start this program in a fresh interpreter."""
+    if Path(sys.argv[0]).suffix == ".py" and Path(sys.argv[0]).name != "__main__.py":
+        return [sys.executable, str(Path(sys.argv[0]).absolute())]
+    return [sys.executable, "-m", "lockstep", "train"]
 
 
 def words_of(command: str) -> list[str]:

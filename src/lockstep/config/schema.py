@@ -103,6 +103,14 @@ class TelemetryBlock:
     samples: bool = False
 
 
+@dataclass(frozen=True)
+class SweepBlock:
+    """`sweep.*`: how the line of a sweep goes on with what it did before."""
+
+    resume: str = pathname("auto")
+    retry: bool = False
+
+
 def _group() -> Any:
     """A config group: any node in the schema; in a job, the component that `components.build_job` builds from it."""
     return field(default=None)
@@ -132,6 +140,7 @@ class Job:
     input: InputBlock = field(default_factory=InputBlock)
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
+    sweep: SweepBlock = field(default_factory=SweepBlock)
     model: Model = _group()
     dataset: Source = _group()
     loader: ImageLoader = _group()

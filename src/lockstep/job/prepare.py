@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.job.preparation import Preparation
 from lockstep.job.resolve import named_checkpoint, resolve
 from lockstep.job.resume import check_kept_config, resumed_job
-from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
+from lockstep.job.run_folder import continued, lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run, checkpoint_to_resume
 from lockstep.launcher import Spawn
@@ -41,23 +42,20 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
         job["output_root"] = current["output_root"]
     built = components.build_job(_without_auto_batch(job, overrides, invocation.configs))
     resumed = checkpoint_to_resume(folder, named_checkpoint(built.resume))
-    built = resolve(built, sweep=invocation.sweep, resumed=resumed)
+    # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
+    shares_process = invocation.sweep and multiprocessing.parent_process() is None
+    built = resolve(built, sweep=shares_process, resumed=resumed)
     if job["repro"] == "exact" and "repro=exact" in overrides and isinstance(built.strategy, Strict):
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
     check_job(built)
     if resumed_folder is not None:
         check_kept_config(RunDir(resumed_folder), job, invocation)
     check_run(built, folder, resumed, fetch=job["dataset"].get("root") in (None, current["data_root"]))
-    if folder is not None:
-        run_dir = RunDir.at(folder)
-    elif invocation.sweep and invocation.folder is not None:
-        run_dir = RunDir.at(sweep_job_folder(invocation))
-    else:
-        run_dir = RunDir.create(Path(built.output_root), built.name)
+    run_dir = RunDir.at(folder) if folder is not None else RunDir.create(Path(built.output_root), built.name)
     if folder is None:
         lock.take(run_dir.lock)
     if isinstance(built.launcher, Spawn) and built.launcher.can_fork():
-        _import_for_ranks(built)
+        import_for_ranks(built)
     return Preparation.write(
         run_dir,
         {
@@ -70,7 +68,7 @@ def prepare(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Preparat
     )
 
 
-def _import_for_ranks(job: Job) -> None:
+def import_for_ranks(job: Job) -> None:
     """Import what each rank would import, before the ranks are forked from this process."""
     modules = {
         "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),

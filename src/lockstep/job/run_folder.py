@@ -14,7 +14,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
-from lockstep.core.run_dir import MANIFEST, RunDir, latest, slug
+from lockstep.core.run_dir import MANIFEST, RunDir, latest
 from lockstep.core.safe_read import kind
 from lockstep.job.run_lock import Lock
 
@@ -37,7 +37,7 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
             yield lock
         except (InputError, SystemExit):
             lock.close()
-            if invocation.folder is not None and not invocation.sweep:
+            if invocation.folder is not None:
                 with suppress(OSError):  # the folder is not empty: it existed before
                     invocation.folder.rmdir()
             raise
@@ -49,7 +49,7 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
     Raises:
         InputError: the job cannot run in the folder, or another job does; nothing was changed.
     """
-    resumed, named = continued(job, invocation), None if invocation.sweep else invocation.folder
+    resumed, named = continued(job, invocation), invocation.folder
     if resumed is not None and named is not None and named.resolve() != resumed:
         raise InputError(f"resume continues in {resumed}, but hydra.run.dir names {named}; leave out one of them")
     if job["resume"] is not None and job["init_from"] is not None:
@@ -68,13 +68,6 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
         )
     _check_kinds(run_dir)
     return folder
-
-
-def sweep_job_folder(invocation: Invocation) -> Path:
-    """The run folder of a job of a sweep. Its name is the job's number and its overrides."""
-    assert invocation.folder is not None
-    overrides = [word for word in invocation.overrides if not word.startswith(("output_root=", "data_root="))]
-    return invocation.folder / f"{invocation.number:03}-{slug(','.join(overrides) or 'defaults')}"
 
 
 def _check_kinds(run_dir: RunDir) -> None:

@@ -25,8 +25,13 @@ class Lock:
         self.path = Path()
         self.file: int | None = None
 
-    def take(self, path: Path) -> None:
+    def take(self, path: Path, *, user: str = "job", remedy: str = "hydra.run.dir=FOLDER") -> None:
         """Lock the file at `path`, and write into it who holds the lock. No effect if this object already holds it.
+
+        Args:
+            path: a file in the folder to lock.
+            user: what uses the folder.
+            remedy: the override that names another folder.
 
         Raises:
             InputError: another job holds the lock, or the file cannot be written.
@@ -40,8 +45,8 @@ class Lock:
                 continue
         except BlockingIOError:
             raise InputError(
-                f"{path.parent} is in use by another job ({_holder(path)}); wait for its end, or name another folder "
-                "with hydra.run.dir=FOLDER"
+                f"{path.parent} is in use by another {user} ({_holder(path)}); wait for its end, or name another "
+                f"folder with {remedy}"
             ) from None
         except OSError as error:
             safe_write.fail_if_full(path, error)

@@ -16,14 +16,14 @@ from typing import Any
 from lockstep.config import components, messages
 from lockstep.config.commands import override, parsed
 from lockstep.config.invocation import Invocation
-from lockstep.config.program_words import program_words
+from lockstep.config.program_words import command_of_program
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
-from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
+from lockstep.job.run_folder import continued, lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.launcher import Slurm
 
@@ -71,23 +71,14 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
         components.build_job(job)
     overrides = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
     resume = [override("resume", resumed_folder or Path(job["resume"]).absolute())] if job["resume"] else []
-    if invocation.sweep:
-        folder = sweep_job_folder(invocation)
     return Submission(
         launcher=launcher,
         name=str(job["name"]),
-        command=(*_program(), *invocation.configs.words, *overrides, *resume),
+        command=(*command_of_program(), *invocation.configs.words, *overrides, *resume),
         folder=folder,
         root=Path(job["output_root"]).expanduser().absolute(),
         resumes=resumed_folder is not None,
     )
-
-
-def _program() -> list[str]:
-    """The words that start this program on another machine."""
-    if program_words()[0] == "python":
-        return [sys.executable, str(Path(sys.argv[0]).absolute())]
-    return [sys.executable, "-m", "lockstep", "train"]
 
 
 def _check_setup(setup: list[str]) -> None:

@@ -68,7 +68,7 @@ def run(
 
     record.announce(job, data, network, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
-    record.write_start(job, progress, run=checkpointer.run)
+    record.write_start(job, data.plan, progress, run=checkpointer.run)
     telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
     checkpointer.on_saved = telemetry.observer.saved
     trainer = trainer_class(job, world)(

@@ -14,6 +14,7 @@ from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, NumericalError, StorageError
+from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
@@ -31,7 +32,7 @@ class NoRecord:
     def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
         """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
 
-    def write_start(self, job: Job, progress: Progress, *, run: str) -> None:
+    def write_start(self, job: Job, plan: Plan, progress: Progress, *, run: str) -> None:
         """Write the config and the environment of a run, and mark it as begun.
 
         `run` is its name in its checkpoints.
@@ -95,12 +96,12 @@ class RunRecord(NoRecord):
             )
         return notes
 
-    def write_start(self, job: Job, progress: Progress, *, run: str) -> None:
+    def write_start(self, job: Job, plan: Plan, progress: Progress, *, run: str) -> None:
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
-        self.run_dir.start_summary(run=run, started=self.started, step=progress.step)
+        self.run_dir.start_summary(run=run, started=self.started, step=progress.step, steps=plan.total_steps)
 
     def keep_progress(self, progress: Progress) -> None:
         with suppress(StorageError):  # the error that ends the run is more important

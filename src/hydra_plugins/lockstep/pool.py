@@ -1,0 +1,127 @@
+"""`hydra/launcher=pool`: the jobs of a sweep in processes of their own, as many at once as fit, and resumable.
+
+Any Hydra app can use it. A task function may have an attribute `plan`: a function that gets a job's config before any
+job starts, may raise an error for a wrong one, and returns what the job needs (`lockstep.sweep.devices.Needs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict, read_write
+
+from lockstep.config.program_words import command_of_program
+from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
+from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.run_dir import slug
+from lockstep.job.run_lock import Lock
+from lockstep.runtime.program import say
+from lockstep.sweep.devices import Devices, Needs
+from lockstep.sweep.ledger import Identity, Ledger, Record
+
+# The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
+# and whether failed jobs run again.
+CONFIG = {
+    "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
+    "jobs": None,
+    "gpus": 1,
+    "cores": 1,
+    "retry": False,
+}
+ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra")
+
+
+class PoolLauncher(Launcher):
+    """Hydra's interface to the pool."""
+
+    def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool) -> None:
+        self.jobs, self.gpus, self.cores, self.retry = jobs, gpus, cores, retry
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
+        if not ledger.exists:
+            ledger.create(Identity(base={}, swept=(), words=()))
+        with closing(Lock()) as lock:
+            lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
+            try:
+                records = self._launch(ledger, job_overrides, initial_job_idx)
+            except (Stopped, Interrupted, StorageError) as error:
+                say(error)
+                sys.exit(error.exit_code)
+        return [self._returned(record) for record in records]
+
+    def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
+        """Run the jobs that are not done yet; returns the records of all."""
+        configure_native_threads()  # jobs are forked from this process, which imports torch once for all
+        from lockstep.sweep.pool import Pool, Task, start, to_run
+        from lockstep.sweep.view import Screen, show_table, swept_keys, varied
+
+        plan = getattr(self.task_function, "plan", self._needs)
+        drafts = [Record(number=0, overrides=tuple(words), folder="") for words in job_overrides]
+        swept = swept_keys(drafts)
+        names = [slug(",".join(varied(draft, swept)) or "defaults") for draft in drafts]
+        configs, needs = [], []
+        for number, words in enumerate(job_overrides, first):
+            try:
+                configs.append(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))
+                needs.append(plan(configs[-1]))
+            except InputError as error:
+                shown = " ".join(varied(drafts[number - first], swept))
+                lines = str(error).split("\n")
+                raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
+        records = ledger.enter(zip(job_overrides, names, strict=True))
+        chosen = to_run(records, retry=self.retry)
+        program = command_of_program()
+        tasks = []
+        for record, need, config, words in zip(records, needs, configs, job_overrides, strict=True):
+            if record not in chosen:
+                continue
+            if need is None:  # it only submits itself to a cluster
+                self._run(config, record)
+            else:
+                command = (*program, *words)
+                tasks.append(Task(record, need, functools.partial(self._run, config, record), command))
+        if tasks or None not in needs:
+            try:
+                with Screen(ledger, records) as screen:
+                    Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start).run(tasks)
+            finally:
+                show_table(ledger, [ledger.read(record) for record in records])
+        return [ledger.read(record) for record in records]
+
+    def _needs(self, config: DictConfig) -> Needs | None:
+        return Needs(self.gpus, self.cores)
+
+    def _run(self, config: DictConfig, record: Record) -> float | None:
+        """Run a job, in its own process."""
+        with read_write(config.hydra), open_dict(config.hydra):
+            config.hydra.job.id = config.hydra.job.num = record.number
+            config.hydra.sweep.dir = self.config.hydra.sweep.dir
+            config.hydra.sweep.subdir = record.folder
+        done = run_job(
+            task_function=self.task_function,
+            config=config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+            hydra_context=self.hydra_context,
+        )
+        value = done.return_value
+        return float(value) if isinstance(value, int | float) else None
+
+    def _returned(self, record: Record) -> JobReturn:
+        """What a sweeper gets for a job: its score, or NaN if it has none, so that the sweep goes on."""
+        returned = JobReturn(overrides=record.overrides, status=JobStatus.COMPLETED)
+        returned.return_value = float("nan") if record.objective is None else record.objective
+        return returned

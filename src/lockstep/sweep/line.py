@@ -1,0 +1,121 @@
+"""From the line of a sweep to its folder: a new one, or that of the same sweep, which then goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from lockstep.config.commands import relative, typed
+from lockstep.config.messages import key_of
+from lockstep.config.schema import SweepBlock
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.fields import problems
+from lockstep.sweep.ledger import Identity, Ledger, State
+
+SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
+# What does not decide what a sweep is: where it is, and how its line goes on.
+ELSEWHERE = ("hydra", "sweep", "output_root")
+
+
+def choose_folder(config: DictConfig) -> Ledger:
+    """Set the folder and the jobs' overrides of a sweep in Hydra's config, from its `sweep.*` keys.
+
+    Raises:
+        InputError: the sweep to go on with does not exist, or is another one.
+    """
+    block = config.sweep
+    for problem in problems(SweepBlock, {"resume": block.resume}, "sweep."):
+        raise InputError(problem)
+    words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
+    identity = Identity(base=_base(config), swept=_swept(words), words=tuple(words))
+    named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
+    if block.resume in ("auto", "new"):
+        ledger = Ledger(Path(config.hydra.sweep.dir).absolute())
+        if block.resume == "auto" and not named:
+            ledger = _same(Path(config.output_root), identity) or ledger
+    else:
+        ledger = _resumed(Path(config.output_root), str(block.resume))
+        if named:
+            raise InputError("sweep.resume names a sweep, and hydra.sweep.dir a folder; leave out one of them")
+    if ledger.exists:
+        stored = ledger.identity()
+        if block.resume == "new":
+            raise InputError(
+                f"sweep.resume=new, but {ledger.folder} has a sweep; name another folder with hydra.sweep.dir=FOLDER"
+            )
+        if all(key_of(word) in ELSEWHERE for word in words):
+            identity, words = stored, [*stored.words]
+        elif difference := stored.difference(identity):
+            raise InputError(
+                f"{ledger.folder} has another sweep: {difference}; type its line ({typed(stored.words)}), or start "
+                "anew with sweep.resume=new"
+            )
+        _say_what_goes_on(ledger)
+    ledger.create(identity)
+    with read_write(config), open_dict(config):
+        config.hydra.sweep.dir = str(ledger.folder)
+        config.hydra.overrides.task = words
+        if "retry" in config.hydra.launcher:
+            config.hydra.launcher.retry = bool(block.retry)
+    return ledger
+
+
+def _base(config: DictConfig) -> dict[str, Any]:
+    """What all jobs of a sweep share: its config as composed, without interpolations resolved."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, Mapping)
+    values = {str(key): value for key, value in plain.items() if key not in ELSEWHERE}
+    return dict(json.loads(json.dumps(values, default=str)))
+
+
+def _swept(words: list[str]) -> tuple[str, ...]:
+    parsed = OverridesParser.create().parse_overrides(words)
+    return tuple(sorted(override.get_key_element() for override in parsed if override.is_sweep_override()))
+
+
+def _same(root: Path, identity: Identity) -> Ledger | None:
+    """The newest sweep that this line began, or one with other values of the same keys; None if there is none."""
+    for path in sorted((root / SWEEPS).glob("*/sweep.json"), reverse=True):
+        ledger = Ledger(path.parent.absolute())
+        with suppress(InputError):  # a damaged ledger is that of another sweep
+            if ledger.identity().hash == identity.hash:
+                return ledger
+    return None
+
+
+def _resumed(root: Path, named: str) -> Ledger:
+    """The sweep that `sweep.resume` names.
+
+    Raises:
+        InputError: there is none.
+    """
+    if named == "latest":
+        newest = max((root / SWEEPS).glob("*/sweep.json"), default=None)
+        if newest is None:
+            raise InputError(f"sweep.resume=latest: no sweep has been started in {root / SWEEPS} yet")
+        return Ledger(newest.parent.absolute())
+    ledger = Ledger(Path(named).expanduser().absolute())
+    if not ledger.exists:
+        raise InputError(
+            f"sweep.resume: {named} is no folder of a sweep; name one with sweep.resume=FOLDER, or the newest with "
+            "sweep.resume=latest"
+        )
+    return ledger
+
+
+def _say_what_goes_on(ledger: Ledger) -> None:
+    records = ledger.records()
+    done = sum(record.state is State.done for record in records)
+    failed = sum(record.state is State.failed for record in records)
+    retries = f", {failed} failed (sweep.retry=true tries them again)" if failed else ""
+    log.show(
+        f"the sweep in {relative(ledger.folder)} goes on: {done} of {len(records)} jobs are done{retries}; "
+        "sweep.resume=new starts all again"
+    )

@@ -1,0 +1,41 @@
+"""What the pool asks about a job of ours before any job starts: whether its config is right, and what it needs."""
+
+from __future__ import annotations
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.config import components, composition
+from lockstep.core.errors import InputError
+from lockstep.job.prepare import import_for_ranks
+from lockstep.launcher import Slurm
+from lockstep.runtime.host import cores
+from lockstep.strategy import Auto
+from lockstep.sweep.devices import Needs, visible_gpus
+
+
+def plan(config: DictConfig) -> Needs | None:
+    """The devices of a job; None for one that only submits itself to SLURM.
+
+    On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
+    With fewer threads (`launcher.threads=1`), more jobs run at once.
+
+    Raises:
+        InputError: the config of the job is wrong.
+    """
+    HydraConfig.instance().set_config(config)  # the name of a job refers to Hydra's choices
+    keys = [str(key) for key in config if key != "hydra"]
+    job = components.build_job(composition.to_dict(OmegaConf.masked_copy(config, keys)))
+    if job.resume is not None:
+        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
+    launcher = job.launcher
+    if isinstance(launcher, Slurm):
+        return None
+    import_for_ranks(job)
+    gpus = 0 if job.device == "cpu" else len(visible_gpus())
+    # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
+    ranks = 1 if isinstance(job.strategy, Auto) else job.strategy.ranks(gpus)
+    ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
+    if gpus:
+        return Needs(gpus=ranks)
+    return Needs(cores=cores() if launcher.threads == "auto" else ranks * int(launcher.threads))

@@ -1,0 +1,256 @@
+"""Runs the jobs of a sweep on this machine: as many at once as its devices allow, each in a process of its own.
+
+Knows no trainer and no Hydra: a job is a function, and what it needs. The ledger says how each ended.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Protocol
+
+from lockstep.config.commands import override
+from lockstep.core.errors import Interrupted, LockstepError, Stopped
+from lockstep.launcher.processes import Forwarding
+from lockstep.runtime import signals
+from lockstep.runtime.program import say
+from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave, stop_signals
+from lockstep.sweep.devices import Devices, Needs, Share
+from lockstep.sweep.ledger import Ledger, Record, State, output_of
+from lockstep.sweep.recording import recorded
+
+REFRESH_S = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job to run.
+
+    Fields:
+        record: its record.
+        needs: the devices that it takes.
+        function: does the job, and returns its score.
+        command: the words that do the same in a fresh interpreter, without its folder.
+    """
+
+    record: Record
+    needs: Needs
+    function: Callable[[], float | None]
+    command: tuple[str, ...]
+
+
+class Process(Protocol):
+    """The process of a job: what the pool needs of `multiprocessing.Process`."""
+
+    @property
+    def sentinel(self) -> int: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def join(self) -> None: ...
+
+
+class View(Protocol):
+    """Shows a sweep while it runs."""
+
+    def started(self, record: Record) -> None:
+        """A job has begun."""
+
+    def ended(self, record: Record) -> None:
+        """A job has ended."""
+
+    def refresh(self) -> None:
+        """Called every `REFRESH_S` seconds."""
+
+
+class Pool:
+    """The jobs of one call that wait and that run.
+
+    Args:
+        ledger: where each job keeps its record.
+        devices: the devices to share out.
+        view: shows the jobs.
+        most: the most jobs at once; None is as many as fit.
+        start: starts the process of a task on its share of the devices.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        devices: Devices,
+        view: View,
+        *,
+        most: int | None = None,
+        start: Callable[[Ledger, Task, Share], Process],
+        wait: Callable[[list[int], float], object] = multiprocessing.connection.wait,
+    ) -> None:
+        self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
+        self.start, self.wait = start, wait
+        self.running: list[tuple[Task, Share, Process]] = []
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run all tasks. One that fails or dies ends no other.
+
+        Raises:
+            Stopped: a signal asked for it; every running job has saved its state and ended.
+            Interrupted: a second SIGINT ended them at once.
+        """
+        waiting, stopping = list(tasks), False
+        with self._ended_with_this_process(), stop_signals(request := Forwarding(self)):
+            while waiting or self.running:
+                if request.requested and not stopping:
+                    stopping = True
+                    waiting.clear()
+                    request.repeat()  # for a job that began while the stop arrived
+                self._start_what_fits(waiting)
+                self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
+                self._collect()
+                self.view.refresh()
+            if request.requested:
+                raise Interrupted if request.force else Stopped("stopped, and saved what ran; the same line goes on")
+
+    def _start_what_fits(self, waiting: list[Task]) -> None:
+        """Start tasks in their order, and later ones where an earlier one has to wait for more devices."""
+        for task in list(waiting):
+            if self.most is not None and len(self.running) >= self.most:
+                return
+            if (share := self.devices.take(task.needs)) is not None:
+                waiting.remove(task)
+                self.running.append((task, share, self.start(self.ledger, task, share)))
+                self.view.started(task.record)
+
+    def _collect(self) -> None:
+        """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
+        for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
+            task, share, process = entry
+            process.join()
+            self.running.remove(entry)
+            self.devices.give_back(share)
+            record = self.ledger.read(task.record)
+            if record.state in (State.running, State.waiting):
+                record = self._without_record(record, process.exitcode or 0)
+            self.view.ended(record)
+
+    def _without_record(self, record: Record, code: int) -> Record:
+        """Record a job whose process did not: it was killed, or stopped before its first step."""
+        if code == 0:  # a fresh interpreter of an app that knows no ledger
+            return self.ledger.end(record, State.done)
+        if code == Stopped.exit_code:
+            return self.ledger.end(record, State.stopped, exit_code=code, error=signals.NOT_BEGUN)
+        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        error = f"the process {how}, and nothing says why; its output is in {output_of(self.ledger, record)}"
+        return self.ledger.end(record, State.failed, exit_code=LockstepError.exit_code, error=error)
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit codes of the running jobs, as a launcher has them of its ranks."""
+        return {number: process.exitcode for number, (_, _, process) in enumerate(self.running)}
+
+    def send(self, number: int) -> None:
+        """Send a signal to the jobs that run."""
+        for _, _, process in self.running:
+            if process.exitcode is None and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    @contextmanager
+    def _ended_with_this_process(self) -> Iterator[None]:
+        """Leave no job alive when the context ends by an error. Ctrl-Z suspends the jobs with this process."""
+
+        def suspend(number: int, frame: object) -> None:
+            self.send(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self.send(signal.SIGCONT)
+
+        before = signal.signal(signal.SIGTSTP, suspend)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTSTP, before)
+            self.send(signal.SIGKILL)
+
+
+def forked(ledger: Ledger, task: Task, share: Share) -> BaseProcess:
+    """The process of a task as a fork of this one, which takes milliseconds: everything is imported already."""
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(os.getpid(), ledger, task, share))
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child unblocks them when it can act on them
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return process
+
+
+def _serve(parent: int, ledger: Ledger, task: Task, share: Share) -> None:
+    """Be the process of a task."""
+    signals.begin(parent)
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    with output_of(ledger, task.record).open("a") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    os.environ.update(share.environment)
+    code = 0
+    try:
+        recorded(ledger, task.record, task.function)
+    except LockstepError as error:
+        say(error)
+        code = error.exit_code
+    except Exception:
+        traceback.print_exc()
+        code = LockstepError.exit_code
+    leave(code)
+
+
+class Interpreter:
+    """The process of a task as a fresh interpreter with the job's command line, which takes seconds.
+
+    For where this process cannot be forked: it has several threads, as libraries start them, or is no Linux.
+    """
+
+    def __init__(self, ledger: Ledger, task: Task, share: Share) -> None:
+        self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
+        words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
+        with output_of(ledger, task.record).open("a") as output:
+            self.process = subprocess.Popen(
+                words,
+                env={**os.environ, **share.environment, PARENT: str(os.getpid())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[lives],
+            )
+        os.close(lives)
+        self.pid = self.process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.poll()
+
+    def join(self) -> None:
+        self.process.wait()
+        os.close(self.sentinel)
+
+
+def start(ledger: Ledger, task: Task, share: Share) -> Process:
+    """Start the process of a task."""
+    alone = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
+    return forked(ledger, task, share) if alone else Interpreter(ledger, task, share)
+
+
+def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:
+    """The records of the jobs that a call runs: all but those that are done, run elsewhere, or failed before."""
+    skipped = {State.done} if retry else {State.done, State.failed}
+    return [record for record in records if record.state not in skipped and not record.runs_here]

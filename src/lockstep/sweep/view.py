@@ -1,0 +1,183 @@
+"""Shows a sweep: its running jobs on a terminal, a line for each job elsewhere, and the table at its end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.core import log, safe_read
+from lockstep.core.errors import InputError, LockstepError, Stopped, escaped
+from lockstep.runtime.program import say
+from lockstep.sweep.ledger import Ledger, Record, State, output_of
+from lockstep.telemetry.columns import ALWAYS, Column, clock, fitting
+
+SEED = "seed"
+TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
+
+
+class Screen:
+    """The jobs of one call. `records` are those of its line, also those that were done before."""
+
+    def __init__(self, ledger: Ledger, records: Sequence[Record]) -> None:
+        self.ledger = ledger
+        self.records = {record.number: record for record in records}
+        self.swept = swept_keys(records)
+        self.began = time.monotonic()
+        self.before = self._count(State.done, State.failed)
+        # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
+        self.live = Live(
+            console=log.Terminal(highlight=False),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> Screen:
+        if log.has_terminal():
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def started(self, record: Record) -> None:
+        self.records[record.number] = self.ledger.read(record)
+        if not self.live.is_started:
+            self._print(f"{self._name(record)}  started")
+
+    def ended(self, record: Record) -> None:
+        self.records[record.number] = record
+        ending = f"done {score(record)}" if record.state is State.done else f"{record.state}: {record.error}"
+        position = f"{self._count(State.done, State.failed)} of {len(self.records)}"
+        self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
+        if record.state is State.failed:
+            say(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
+
+    def refresh(self) -> None:
+        """Draw what runs, and how far the sweep is."""
+        if self.live.is_started:
+            running = [record for record in self.records.values() if record.state in (State.running, State.waiting)]
+            lines = [self._progress(record) for record in running if progress_of(self.ledger, record)]
+            self.live.update(Group(*lines, self._summary()), refresh=True)
+
+    def _progress(self, record: Record) -> Text:
+        progress = progress_of(self.ledger, record)
+        step, total, rate = (progress.get(key, 0.0) for key in ("step", "steps", "rate"))
+        columns = [Column("", self._name(record), "", ALWAYS), Column("step", f"{step:,.0f}", f"/{total:,.0f}", 5)]
+        if rate:
+            columns.append(Column("", f"{rate:,.0f}", " img/s", 4))
+        if step:
+            passed = time.time() - record.started
+            columns.append(Column("left", clock(passed / step * (total - step)), "", ALWAYS))
+        return fitting(columns, self.live.console.width)
+
+    def _summary(self) -> Text:
+        count = Counter(record.state for record in self.records.values())
+        ended = self._count(State.done, State.failed) - self.before
+        columns = [
+            Column(state, f"{count[state]}", "", ALWAYS if state is State.done else 5)
+            for state in State
+            if count[state]
+        ]
+        if best := best_of([*self.records.values()]):
+            columns.append(Column("best", score(best), f" (job {best.number})", 6, "green"))
+        if ended:
+            left = len(self.records) - self.before - ended
+            columns.append(Column("left", clock((time.monotonic() - self.began) / ended * left), "", ALWAYS))
+        return fitting(columns, self.live.console.width)
+
+    def _name(self, record: Record) -> str:
+        words = " ".join(varied(record, self.swept)) or "as configured"
+        return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
+
+    def _count(self, *states: State) -> int:
+        return sum(record.state in states for record in self.records.values())
+
+    def _print(self, text: str) -> None:
+        self.live.console.print(Text(escaped(text, keep="")), soft_wrap=True)
+
+
+def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
+    """How far a job is, if it writes `summary.json` with `steps`, and `metrics.jsonl` with `step`; else empty."""
+    folder = ledger.folder / record.folder
+    try:
+        facts = safe_read.read_json(folder / "summary.json")
+        with safe_read.opened(folder / "metrics.jsonl") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+        last = safe_read.parsed_json(lines[-1]) if lines else {}
+        return {
+            "step": float(last.get("step", 0)),
+            "steps": float(facts["steps"]),
+            "rate": float(last.get("perf/img_per_s", 0)),
+        }
+    except (InputError, LookupError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def show_table(ledger: Ledger, records: Sequence[Record]) -> None:
+    """Print the table of a sweep: each job with its score, the seeds together, and why jobs failed."""
+    swept = swept_keys(records)
+    table = Table("job", "overrides", "score", "ended")
+    for record in records:
+        ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
+        table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), ending)
+    # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
+    log.console.print(f"sweep in {ledger.folder}", soft_wrap=True)
+    log.console.print(table)
+    for line in seeds_together(records, swept):
+        log.console.print(line, soft_wrap=True)
+    if best := best_of(records):
+        log.console.print(
+            f"best: job {best.number} with {score(best)}, {ledger.folder / best.folder}", soft_wrap=True
+        )
+    for record in records:
+        if record.error:
+            for line in record.error.split("\n"):
+                log.console.print(f"job {record.number}: {line}", soft_wrap=True)
+            if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
+                log.console.print(f"    what it printed: {output_of(ledger, record)}", soft_wrap=True)
+
+
+def seeds_together(records: Sequence[Record], swept: Sequence[str]) -> list[str]:
+    """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if record.objective is not None and SEED in swept:
+            others = [key for key in swept if key != SEED]
+            scores[" ".join(varied(record, others)) or "all"].append(record.objective)
+    return [
+        f"{words}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} over {len(values)} seeds"
+        for words, values in sorted(scores.items(), key=lambda item: -statistics.mean(item[1]))
+        if len(values) > 1
+    ]
+
+
+def best_of(records: Sequence[Record]) -> Record | None:
+    """The job with the highest score, the first of equal ones; None without any."""
+    scores = {record.number: record.objective for record in records if record.objective is not None}
+    return next((record for record in records if record.objective == max(scores.values())), None) if scores else None
+
+
+def score(record: Record) -> str:
+    return "" if record.objective is None else f"{record.objective:.2f}"
+
+
+def swept_keys(records: Sequence[Record]) -> tuple[str, ...]:
+    """The keys in which the overrides of jobs differ, in the order of the first job's."""
+    words = [dict(word.partition("=")[::2] for word in record.overrides) for record in records]
+    keys = dict.fromkeys(key for overrides in words for key in overrides)
+    return tuple(key for key in keys if len({overrides.get(key) for overrides in words}) > 1)
+
+
+def varied(record: Record, keys: Sequence[str]) -> list[str]:
+    """The overrides of a job whose keys are among `keys`."""
+    return [word for word in record.overrides if word.partition("=")[0] in keys]

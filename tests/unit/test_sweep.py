@@ -1,0 +1,258 @@
+"""The ledger of a sweep, the devices of its jobs, and its table, without Hydra and without a trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.core.errors import InputError, NumericalError, Stopped
+from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
+from lockstep.sweep.ledger import Identity, Ledger, Record, State, born, record_of
+from lockstep.sweep.pool import Pool, Task, to_run
+from lockstep.sweep.recording import recorded
+from lockstep.sweep.view import Screen, best_of, seeds_together, swept_keys
+
+GPUS = [f"GPU-{number}" for number in range(8)]
+ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
+
+
+class FakeLedger(Ledger):
+    """Keeps the records in memory: a thousand schedules would write a hundred thousand files."""
+
+    def __init__(self) -> None:
+        super().__init__(Path())
+        self.by_number: dict[int, Record] = {}
+
+    def write(self, record: Record) -> Record:
+        self.by_number[record.number] = record
+        return record
+
+    def read(self, record: Record) -> Record:
+        return self.by_number.get(record.number, record)
+
+
+class FakeProcess:
+    """A job that ends when it is told."""
+
+    pid = None
+
+    def __init__(self, number: int, share: Share) -> None:
+        self.sentinel, self.share = number, share
+        self.exitcode: int | None = None
+
+    def join(self) -> None:
+        assert self.exitcode is not None
+
+
+class Blank:
+    """A view that shows nothing."""
+
+    def started(self, record: Record) -> None: ...
+
+    def ended(self, record: Record) -> None: ...
+
+    def refresh(self) -> None: ...
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.integers(1, 10), max_size=24), st.randoms(use_true_random=False), st.sampled_from([None, 1, 3]))
+def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
+    needs: list[int], random: Any, most: int | None
+) -> None:
+    ledger, running, started = FakeLedger(), dict[int, FakeProcess](), list[int]()
+    devices = Devices(GPUS, cores=4)
+
+    def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
+        number = task.record.number
+        started.append(number)
+        running[number] = FakeProcess(number, share)
+        assert len(share.gpus) == min(needs[number], len(GPUS))
+        held = [gpu for process in running.values() for gpu in process.share.gpus]
+        assert len(held) == len(set(held)), "a device was given twice"
+        return running[number]
+
+    def wait(sentinels: list[int], seconds: float) -> None:
+        idle = len(GPUS) - sum(len(process.share.gpus) for process in running.values())
+        waiting = [number for number in range(len(needs)) if number not in started]
+        if most is None or len(running) < most:
+            assert not [number for number in waiting if min(needs[number], len(GPUS)) <= idle], "a device was idle"
+        assert most is None or len(running) <= most
+        ended = running.pop(random.choice(sentinels))
+        ledger.end(task_of[ended.sentinel].record, State.done, objective=1.0)
+        ended.exitcode = 0
+
+    tasks = [Task(job(number), Needs(gpus=gpus), lambda: None, ()) for number, gpus in enumerate(needs)]
+    task_of = dict(enumerate(tasks))
+    Pool(ledger, devices, Blank(), most=most, start=start, wait=wait).run(tasks)
+    assert sorted(started) == list(range(len(needs)))
+    assert sorted(devices.gpus) == GPUS
+
+
+def job(number: int, *overrides: str, **facts: Any) -> Record:
+    return Record(number=number, overrides=overrides, folder=f"{number:03}-job", **facts)
+
+
+def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are() -> None:
+    devices = Devices([], cores=4)
+    assert devices.take(Needs(gpus=1, cores=3)) == Share(cores=3)
+    assert devices.take(Needs(cores=2)) is None
+    assert devices.take(Needs(cores=1)) == Share(cores=1)
+    devices.give_back(Share(cores=4))
+    assert devices.take(Needs(cores=99)) == Share(cores=4)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("3,5", ["3", "5"]), ("GPU-a", ["GPU-a"]), ("", []), ("-1", [])])
+def test_only_visible_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, value: str, expected: list[str]) -> None:
+    monkeypatch.setenv(VISIBLE, value)
+    assert visible_gpus() == expected
+
+
+def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new_numbers(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    first = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
+    again = ledger.enter([(["batch=8", "seed=2"], "x"), (["seed=3", "batch=8"], "seed=3")])
+    assert [record.folder for record in (*first, *again)] == ["000-seed=1", "001-seed=2", "001-seed=2", "002-seed=3"]
+    assert ledger.records() == [*first, again[1]]
+
+
+def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+
+    def seen() -> float:
+        running = ledger.read(record)
+        assert (running.state, running.host, running.pid) == (State.running, socket.gethostname(), os.getpid())
+        assert running.runs_here
+        return 90.0
+
+    assert recorded(ledger, record, seen) == 90.0
+    assert (ledger.read(record).state, ledger.read(record).objective) == (State.done, 90.0)
+    for error, state, code in (
+        (NumericalError("the loss is nan"), State.failed, 76),
+        (Stopped("stopped"), State.stopped, 75),
+        (KeyError("x"), State.failed, 70),
+        (KeyboardInterrupt(), State.stopped, 75),
+    ):
+
+        def fails(error: BaseException = error) -> float:
+            raise error
+
+        with pytest.raises((NumericalError, Stopped, KeyError)):
+            recorded(ledger, record, fails)
+        assert (ledger.read(record).state, ledger.read(record).exit_code) == (state, code)
+    assert record_of(tmp_path / record.folder) == (ledger_equal(tmp_path), ledger.read(record))
+    assert record_of(tmp_path / "001-other") is None
+    assert record_of(tmp_path / "jobs") is None
+
+
+def ledger_equal(folder: Path) -> Any:
+    class Same:
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Ledger) and other.folder == folder
+
+        __hash__ = None  # type: ignore[assignment]
+
+    return Same()
+
+
+def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        facts = {"state": State.running, "host": socket.gethostname(), "pid": process.pid, "born": born(process.pid)}
+        assert job(0, **facts).runs_here
+        assert not job(0, **{**facts, "host": "elsewhere"}).runs_here
+        assert not job(0, **{**facts, "born": "1"}).runs_here
+        process.kill()
+    assert not job(0, **facts).runs_here
+
+
+def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
+    records = [job(number, state=state) for number, state in enumerate(State)]
+    names = [record.state for record in to_run(records, retry=False)]
+    assert names == [State.waiting, State.running, State.stopped]
+    assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, State.stopped]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"number": 0}', json.dumps({**dataclasses.asdict(job(0)), "state": "sleeping"})]
+    + [json.dumps({**dataclasses.asdict(job(0)), "folder": name}) for name in ("../000-job", "001-job", "000/x")]
+    + [json.dumps(dataclasses.asdict(job(1)))],
+)
+def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (tmp_path / "jobs" / "000.json").write_text(text)
+    with pytest.raises(InputError, match=r"jobs/000\.json .*sweep\.resume=new"):
+        ledger.records()
+
+
+def test_the_half_written_file_of_a_kill_is_no_record(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (tmp_path / "jobs" / ".000.json.77.tmp").write_text("{")
+    assert ledger.records() == []
+    assert ledger.identity() == ONE
+
+
+def test_a_ledger_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (tmp_path / "sweep.json").write_text(
+        (tmp_path / "sweep.json").read_text().replace('"version": 1', '"version": 2')
+    )
+    with pytest.raises(InputError, match="is of version 2 of the ledger, and this Lockstep has 1"):
+        ledger.identity()
+
+
+def test_a_sweep_is_its_base_config_and_the_keys_that_it_varies() -> None:
+    more = dataclasses.replace(ONE, words=("seed=1,2,3",))
+    assert ONE.hash == more.hash
+    assert ONE.difference(more) == ""
+    other = dataclasses.replace(ONE, base={"batch": 128, "train": {"ema": 0.9}})
+    assert other.hash != ONE.hash
+    assert ONE.difference(other) == "batch is 64 there and 128 here, train.ema is None there and 0.9 here"
+    assert ONE.difference(dataclasses.replace(ONE, swept=())) == "it sweeps seed, and this line nothing"
+
+
+def test_the_table_puts_seeds_together_and_names_the_best() -> None:
+    scores = [90.0, 92.0, 80.0, None]
+    records = [
+        job(number, f"lr={lr}", f"seed={seed}", "batch=8", objective=scores[number])
+        for number, (lr, seed) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)])
+    ]
+    assert swept_keys(records) == ("lr", "seed")
+    assert seeds_together(records, swept_keys(records)) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
+    assert best_of(records) == records[1]
+    assert best_of([records[3]]) is None
+
+
+def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    records = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
+    with Screen(ledger, records) as screen:
+        screen.started(ledger.start(records[0]))
+        screen.refresh()
+        screen.ended(ledger.end(ledger.read(records[0]), State.done, objective=90.0))
+        screen.ended(ledger.end(ledger.start(records[1]), State.failed, exit_code=2, error="no"))
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        "job 0  seed=1  started",
+        "1 of 2  job 0  seed=1  done 90.00  in 0:00",
+        "2 of 2  job 1  seed=2  failed: no  in 0:00",
+    ]
+    assert shown.err == "lockstep: job 1: no\n"
