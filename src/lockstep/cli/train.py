@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -39,12 +40,13 @@ def train(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
     from lockstep.config.invocation import Invocation
+    from lockstep.job.resume import decide_resume
     from lockstep.sweep.jobs import run_sweep_job
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
-        job = composition.to_dict(composed)
-        if submits(job, invocation):
-            submit_job(job, invocation)
+        decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
+        if submits(decide):
+            submit_job(decide, invocation)
             return None
-    return run_sweep_job(lambda: run_job(job, invocation), invocation)
+    return run_sweep_job(lambda: run_job(decide, invocation), invocation)

@@ -7,7 +7,7 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from lockstep.config.program_words import program_words
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.job.run_folder import continued, lock_run_folder, sweep_job_folder
+from lockstep.job.resume import Resume, named_checkpoint
+from lockstep.job.run_folder import lock_run_folder, sweep_job_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
@@ -56,7 +57,7 @@ class Submission:
         return Task([*self.command, *words], str(folder))
 
 
-def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
+def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
     """The submission for a composed job.
 
     Checks that depend on the machine, such as its devices and data, happen on the machine that runs the job.
@@ -64,22 +65,24 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
     Raises:
         InputError: a value of the job is wrong, or its folder is in use.
     """
-    folder = lock_run_folder(dict(job), invocation, lock)
-    lock.close()  # the job takes the lock when it starts
-    resumed_folder = continued(dict(job), invocation)
-    if resumed_folder is None:
-        components.build_job(job)
+    folder = resume.folder
+    if folder is not None:
+        lock_run_folder(folder, lock)
+        lock.close()  # the job takes the lock when it starts
+    if resume.run is None:
+        components.build_job(resume.values)
     overrides = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
-    resume = [override("resume", resumed_folder or Path(job["resume"]).absolute())] if job["resume"] else []
+    source = resume.run or named_checkpoint(resume.values["resume"])
+    words = [override("resume", source)] if source is not None else []
     if invocation.sweep:
         folder = sweep_job_folder(invocation)
     return Submission(
         launcher=launcher,
-        name=str(job["name"]),
-        command=(*_program(), *invocation.configs.words, *overrides, *resume),
+        name=str(resume.values["name"]),
+        command=(*_program(), *invocation.configs.words, *overrides, *words),
         folder=folder,
-        root=Path(job["output_root"]).expanduser().absolute(),
-        resumes=resumed_folder is not None,
+        root=Path(resume.values["output_root"]).expanduser().absolute(),
+        resumes=resume.run is not None,
     )
 
 
