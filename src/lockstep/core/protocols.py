@@ -34,6 +34,10 @@ class Strategy(Component, Protocol):
     def sync_every(self) -> int:
         """All ranks have the same state after every step whose number is a multiple of this."""
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a step can be recorded as one CUDA graph."""
+
     def ranks(self, gpus: int) -> int:
         """The default number of ranks on a machine with `gpus` GPUs."""
 
@@ -129,6 +133,10 @@ class Precision(Component, Protocol):
 
     @property
     def matmul(self) -> str: ...
+
+    @property
+    def needs_loss_scaler(self) -> bool:
+        """Whether small gradients are lost without a loss scaler."""
 
     def convert(self, model: nn.Module) -> nn.Module:
         """`model` with its parameters in the dtype `storage`."""

@@ -25,9 +25,7 @@ from lockstep.job.run_folder import lock_run_folder, sweep_job_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run
 from lockstep.launcher import Spawn
-from lockstep.models import ResNet34, Timm
-from lockstep.strategy import DDP, Strict
-from lockstep.telemetry.loggers import TensorBoard
+from lockstep.strategy import Strict
 
 
 def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
@@ -69,15 +67,12 @@ def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
 
 def _import_for_ranks(job: Job) -> None:
     """Import what each rank would import, before the ranks are forked from this process."""
-    modules = {
-        "torch._dynamo": job.model.compile or isinstance(job.strategy, DDP),
-        "timm": isinstance(job.model, (ResNet34, Timm)),
-        "torch.utils.tensorboard": any(isinstance(logger, TensorBoard) for logger in job.logger.values()),
-        "torchmetrics.classification": bool(job.metric),
-    }
-    for name, needed in modules.items():
-        if needed:
-            importlib.import_module(name)
+    parts = (job.model, job.strategy, *job.logger.values())
+    modules = {name for part in parts for name in getattr(part, "imports", ())}
+    modules |= {"torch._dynamo"} if job.model.compile else set()
+    modules |= {"torchmetrics.classification"} if job.metric else set()
+    for name in sorted(modules):
+        importlib.import_module(name)
 
 
 def _without_auto_batch(resume: Resume, configs: ConfigFiles) -> Mapping[str, Any]:

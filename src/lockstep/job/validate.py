@@ -24,8 +24,8 @@ from lockstep.job.machine_limits import check_data_memory, check_memory, check_t
 from lockstep.job.resume import check_resumable
 from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
-from lockstep.precision import FP16, BF16Pure
-from lockstep.strategy import DDP, DataParallel, Pipeline, Single, Strict
+from lockstep.precision import BF16Pure
+from lockstep.strategy import DDP, DataParallel, Pipeline, Strict
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.freezing import freeze_until
 
@@ -206,11 +206,11 @@ def _check_graph(job: Job) -> None:
     mode = job.model.compile_mode
     obstacles = [
         (
-            type(job.strategy) is not Single,
+            not job.strategy.recordable,
             f"under strategy={strategy} a step is more than the work of one device; use strategy=single",
         ),
         (
-            isinstance(job.precision, FP16),
+            job.precision.needs_loss_scaler,
             "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16",
         ),
         (

@@ -6,7 +6,7 @@ import enum
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ class Timm(Network):
             can name files and addresses to read weights from, and folders to write to.
     """
 
+    imports: ClassVar[tuple[str, ...]] = ("timm",)
     name: str = "resnet50d"
     pretrained: bool = False
     drop_rate: float = ranged(0.0, least=0, below=1)
@@ -169,6 +170,7 @@ class Stem(enum.Enum):
 class ResNet34(Network):
     """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images."""
 
+    imports: ClassVar[tuple[str, ...]] = ("timm",)
     stem: Stem = Stem.imagenet
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
