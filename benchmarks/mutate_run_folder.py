@@ -51,6 +51,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job import prepare
 from lockstep.job.launch import launch
+from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.job.run_lock import Lock
 from lockstep.runtime import program
@@ -165,7 +166,7 @@ def stopped_halfway(folder: Path) -> None:
     folder.mkdir()
     with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
-        with suppress(Stopped), prepare.prepare(job, called, lock) as run_dir:
+        with suppress(Stopped), prepare.prepare(decide_resume(job, called), called, lock) as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
 
@@ -184,7 +185,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.bypass_hydra_errors(),
             initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
             job_lock(called) as lock,
-            prepare.prepare(job, called, lock) as run_dir,
+            prepare.prepare(decide_resume(job, called), called, lock) as run_dir,
         ):
             launch(run_dir)
 

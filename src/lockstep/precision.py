@@ -26,6 +26,8 @@ class FP32:
     matmul: ClassVar[str] = "highest"
     """torch's name for the precision of float32 products on CUDA: `highest`, or `high` for TF32."""
 
+    needs_loss_scaler: ClassVar[bool] = False
+
     def check(self, device: str) -> None:
         """Every device supports float32."""
 
@@ -43,7 +45,7 @@ class FP32:
         return torch.autocast(device.type, dtype=self.dtype)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(device.type, enabled=False)
+        return torch.amp.GradScaler(device.type, enabled=self.needs_loss_scaler)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +103,10 @@ class FP16(FP32):
     """float16 autocast with a loss scaler (Micikevicius et al. 2018)."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
+    needs_loss_scaler: ClassVar[bool] = True
 
     def check(self, device: str) -> None:
         if device != "cuda":
             raise InputError(
                 f"precision=fp16 needs a CUDA GPU, but device is {device}; use precision=bf16 or precision=fp32"
             )
-
-    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(device.type)

@@ -22,6 +22,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job import prepare
+from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 
 
@@ -31,7 +32,7 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
         job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
         with job_lock(called) as lock:
-            return prepare.prepare(job, called, lock).run_dir
+            return prepare.prepare(decide_resume(job, called), called, lock).run_dir
 
 
 def refusal(output_root: Path, *overrides: str) -> str:

@@ -27,6 +27,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir, latest
 from lockstep.core.world import World
 from lockstep.job import prepare
+from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.training import experiment
 from processes import Process, background, close, wait_for
@@ -40,7 +41,7 @@ def refusal(root: Path, *overrides: str) -> str:
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
         job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with job_lock(called) as lock:
-            prepare.prepare(job, called, lock)
+            prepare.prepare(decide_resume(job, called), called, lock)
     error = messages.translate(raised.value)
     assert isinstance(error, InputError), repr(raised.value)
     assert not root.exists()

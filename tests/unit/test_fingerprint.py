@@ -65,4 +65,13 @@ def test_the_plan_of_a_job_is_in_steps() -> None:
 def test_a_job_that_was_given_steps_is_lengthened_by_steps_also_where_they_are_whole_epochs() -> None:
     assert train_longer(built("epochs=20")) == "epochs=40"
     assert train_longer(built("epochs=20", "steps=46")) == "steps=92"
+
+
+@pytest.mark.parametrize("words", [("steps=5",), ("steps=10",), ("epochs=1",), ("epochs=5",)])
+@pytest.mark.parametrize("step", [4, 10, 11, 1000])
+def test_the_override_that_a_run_is_told_takes_it_further(words: tuple[str, ...], step: int) -> None:
+    job = built(*words, "batch=16")
+    plan = plan_of(job, 64)
+    longer = plan_of(built(*words, "batch=16", train_longer(job, plan, step)), 64)
+    assert longer.total_steps > step
     assert plan_of(built("steps=46", "epochs=40"), 1442).total_steps == 46

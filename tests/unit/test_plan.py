@@ -96,6 +96,7 @@ def test_a_step_is_at_one_place_of_one_epoch(examples: int, batch: int, step: in
     [
         ({"micro_batches": 31}, "use train.micro_batches=30 or less"),
         ({"batch": 101}, "use batch=100 or less"),
+        ({"examples": 0}, "the training split has no examples"),
         ({"log_every": "often"}, "telemetry.interval is 'often'"),
     ],
 )

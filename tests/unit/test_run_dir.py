@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
 from lockstep.core.safe_write import write_atomic
@@ -178,6 +180,29 @@ def test_a_run_that_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     again.close(InputError("nothing is left to do"))
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
     assert run.read_summary() == {"status": "completed"}
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_path: Path, logged: bool) -> None:
+    run = begun(tmp_path / "run")
+    run.metrics.write_text("")
+    if logged:
+        run.log.write_text("trained\n")
+        run.rank_log(0).write_text("trained\n")
+        run.rank_error(0).write_text("a longer, older error")
+    else:
+        for folder in (run.logs, run.checkpoints):
+            shutil.rmtree(folder)
+    before = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
+    again = Preparation.write(RunDir.at(run.path), {run.config: "other", run.composed: "other"})
+    for rank in (0, 1):
+        with log.rank_logging(run, rank, separate=False):
+            log.logger.info("the parts of the run")
+        run.rank_error(rank).write_text("an error")
+    again.close(InputError("the checkpoint does not fit"))
+    after = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
+    assert after == {path: content for path, content in before.items() if path in after}
+    assert {path for path in before if path not in after} <= {run.checkpoints, run.logs}  # empty ones
 
 
 def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -104,6 +105,19 @@ def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: 
     assert accepts(precision=FP16()) == ("`fp16`" not in precisions)
     assert all(accepts(precision=precision) for precision in (FP64(), BF16(), FP32(), BF16Pure()))
     assert accepts(micro_batches="auto") == ("auto" not in accumulation)
+
+
+@pytest.mark.parametrize("name", ["single", "dp", "strict", *(sorted({*table_of_compositions()} - {"local_sgd"}))])
+@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16(), BF16Pure(), FP16()], ids=repr)
+@pytest.mark.parametrize("micro_batches", [1, "auto"])
+def test_a_strategy_refuses_what_its_properties_say_and_no_more(
+    name: str, precision: FP32, micro_batches: int | str
+) -> None:
+    strategy: Single = components.build_option("strategy", name)
+    fits = not (precision.needs_loss_scaler and strategy.no_scaler) and (strategy.whole_model or micro_batches == 1)
+    with nullcontext() if fits else pytest.raises(InputError, match="use "):
+        strategy.check_parts(SGD(), precision, micro_batches)
+    assert strategy.recordable == (name == "single")
 
 
 def test_low_precision_needs_a_format_of_16_bits() -> None:

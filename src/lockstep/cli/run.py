@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lockstep.config.invocation import Invocation
 from lockstep.core.launched import is_launched
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import is_submitted
-from lockstep.job.resume import launcher_node
-from lockstep.job.run_folder import continued, job_lock, lock_run_folder
+from lockstep.job.resume import Resume
+from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
 from lockstep.sweep.ledger import State, record_of
 from lockstep.sweep.recording import recorded
@@ -18,26 +18,27 @@ from lockstep.sweep.recording import recorded
 if TYPE_CHECKING:
     from lockstep.launcher import Machines
 
+# What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
+Decide = Callable[[], Resume]
 SLURM = "lockstep.launcher.Slurm"
 
 
-def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
+def run_job(decide: Decide, invocation: Invocation) -> float | None:
     """Lock, check and launch one job; returns its objective, or None if main is on another machine.
 
     Raises:
         LockstepError: the job was refused, was stopped or failed.
     """
-    folder = continued(job, invocation) or invocation.folder
-    entry = record_of(folder) if folder is not None and not invocation.sweep and not is_launched() else None
+    folder = None if invocation.sweep or is_launched() else decide().folder
+    entry = record_of(folder) if folder is not None else None
     if entry is None or entry[1].state is State.done:
-        return _run_job(job, invocation)
-    return recorded(*entry, lambda: _run_job(job, invocation))  # a job of a sweep, which goes on alone
+        return _run_job(decide, invocation)
+    return recorded(*entry, lambda: _run_job(decide, invocation))  # a job of a sweep, which goes on alone
 
 
-def _run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
-    launcher = launcher_node(job, invocation)
-    if is_launched() or str(launcher.get("nodes", 1)) in ("1", "1:1"):
-        return _lead(job, invocation)
+def _run_job(decide: Decide, invocation: Invocation) -> float | None:
+    if is_launched() or str((launcher := decide().launcher).get("nodes", 1)) in ("1", "1:1"):
+        return _lead(decide, invocation)
     configure_native_threads()
     from lockstep.job import worker  # these need torch
     from lockstep.job.meeting import meeting
@@ -45,20 +46,19 @@ def _run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
 
     with meeting(launcher, invocation) as role:
         if not isinstance(role, Member):
-            return _lead(job, invocation, role)
+            return _lead(decide, invocation, role)
         role.run(worker.main)
     return None
 
 
-def submits(job: dict[str, Any], invocation: Invocation) -> bool:
+def submits(decide: Decide) -> bool:
     """Whether to submit a job to SLURM instead of running it in this process."""
     if is_submitted() or is_launched():  # for a rank that `srun` has started, `resolve` refuses launcher=slurm
         return False
-    node = job["launcher"] if invocation.sweep else launcher_node(job, invocation)
-    return isinstance(node, Mapping) and node.get("_target_") == SLURM
+    return decide().launcher.get("_target_") == SLURM
 
 
-def submit_job(job: dict[str, Any], invocation: Invocation) -> None:
+def submit_job(decide: Decide, invocation: Invocation) -> None:
     """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end.
 
     Raises:
@@ -70,21 +70,21 @@ def submit_job(job: dict[str, Any], invocation: Invocation) -> None:
     from lockstep.sweep import array
 
     with job_lock(invocation) as lock:
-        node = launcher_node(job, invocation)
-        array.WAITING.append(submission(job, components.build("launcher", node), invocation, lock))
+        launcher = components.build("launcher", decide().launcher)
+        array.WAITING.append(submission(decide(), launcher, invocation, lock))
     if not invocation.sweep:
         array.submit_all()
 
 
-def _lead(job: dict[str, Any], invocation: Invocation, machines: Machines | None = None) -> float | None:
+def _lead(decide: Decide, invocation: Invocation, machines: Machines | None = None) -> float | None:
     """Run a job whose main is on this machine; `machines` are the others of a job on several machines."""
     with job_lock(invocation) as lock:
-        if not is_launched():  # refuse a folder in use before torch is imported
-            lock_run_folder(job, invocation, lock)
+        if not is_launched() and (folder := decide().folder) is not None:
+            lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
         configure_native_threads()
         from lockstep.job.launch import launch  # these need torch
         from lockstep.job.prepare import prepare
         from lockstep.launcher import create_on_main
 
-        with create_on_main(lambda: prepare(job, invocation, lock), program.say) as run_dir:
+        with create_on_main(lambda: prepare(decide(), invocation, lock), program.say) as run_dir:
             return launch(run_dir, machines)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -44,16 +45,18 @@ def train_job(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
     from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
     from lockstep.config.invocation import Invocation
+    from lockstep.job.resume import decide_resume
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
-        job = composition.to_dict(composed)
-        if submits(job, invocation):
-            submit_job(job, invocation)
+        values = composition.to_dict(composed)
+        decide = functools.cache(functools.partial(decide_resume, values, invocation))
+        if submits(decide):
+            submit_job(decide, invocation)
             return None
-        if not invocation.sweep and job["sweep"] != vars(SweepBlock()):
+        if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
             raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
-        objective = run_job(job, invocation)
+        objective = run_job(decide, invocation)
     forgive_output()  # train.log has the lines of the run
     return objective
 

@@ -101,8 +101,10 @@ def make_plan(
     """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
 
     Raises:
-        InputError: the batch is larger than the data set, or cut into more pieces than it has examples.
+        InputError: there are no examples, fewer than a batch has, or fewer in a batch than it has micro-batches.
     """
+    if examples == 0:
+        raise InputError("the training split has no examples; use another data set, or other files of this one")
     if batch > examples:
         raise InputError(
             f"batch is {batch}, but the training split has {examples} examples; use batch={examples} or less"

@@ -29,6 +29,10 @@ M = TypeVar("M")  # a micro-batch, which a strategy only passes on
 class Strategy(Component, Protocol):
     """How the gradients of several ranks or devices become one update. Holds no state of a run."""
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a step can be recorded as one CUDA graph."""
+
     def ranks(self, gpus: int) -> int:
         """The default number of ranks on a machine with `gpus` GPUs."""
 
@@ -105,6 +109,10 @@ class Precision(Component, Protocol):
 
     @property
     def matmul(self) -> str: ...
+
+    @property
+    def needs_loss_scaler(self) -> bool:
+        """Whether small gradients are lost without a loss scaler."""
 
     def convert(self, model: nn.Module) -> nn.Module:
         """`model` with its parameters in the dtype `storage`."""

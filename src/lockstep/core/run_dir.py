@@ -180,9 +180,13 @@ class RunDir:
 
     def prepared_files(self) -> set[Path]:
         """The files that a job writes before training starts; some of them may not exist."""
-        written = {self.lock, self.config, self.command, self.environment, self.summary, self.log, self.none_yet}
+        written = {self.lock, self.config, self.command, self.environment, self.summary, self.none_yet}
         written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
-        return written | {path for name in PREPARED_LOGS for path in self.logs.glob(name)}
+        return written | self.log_files() | {self.log}
+
+    def log_files(self) -> set[Path]:
+        """The existing logs that a job can have written before training starts."""
+        return {path for name in PREPARED_LOGS for path in self.logs.glob(name)} | {*self.path.glob(self.log.name)}
 
     @property
     def only_prepared(self) -> bool:

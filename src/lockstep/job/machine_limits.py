@@ -16,7 +16,6 @@ from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.builtin import Fake
 from lockstep.data.loading.loaders import Streaming
-from lockstep.models import ResNet34, Timm
 from lockstep.models.nets import without_weights
 from lockstep.runtime.host import GB, available_memory, cores
 
@@ -87,8 +86,8 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
-    # timm takes seconds to import, and its own sizes are known to fit.
-    if not isinstance(job.model, ResNet34 | Timm) or getattr(job.model, "options", None):
+    # What takes seconds to import is timm's, whose own sizes are known to fit.
+    if not getattr(job.model, "imports", ()) or getattr(job.model, "options", None):
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             model = without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape)
             size = sum(parameter.numel() for parameter in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,11 +23,15 @@ class Preparation:
     Fields:
         run_dir: the run folder.
         before: the old content of each file; None for a file that did not exist.
+        logs_before: the size of each log, to which a job that was refused by a rank has added lines.
+        errors_before: the content of each rank's error file.
         summary_before: the identity of the summary's file (`_file_id`).
     """
 
     run_dir: RunDir
     before: Mapping[Path, bytes | None]
+    logs_before: Mapping[Path, int]
+    errors_before: Mapping[Path, bytes]
     summary_before: tuple[int, int] | None
 
     @classmethod
@@ -37,7 +42,13 @@ class Preparation:
             StorageError: a file cannot be written; all files are as they were.
         """
         before = {path: content_to_restore(path) for path in texts}
-        preparation = cls(run_dir=run_dir, before=before, summary_before=_file_id(run_dir.summary))
+        preparation = cls(
+            run_dir=run_dir,
+            before=before,
+            logs_before={path: path.stat().st_size for path in run_dir.log_files()},
+            errors_before={path: content_to_restore(path) or b"" for path in run_dir.logs.glob("rank*.error.json")},
+            summary_before=_file_id(run_dir.summary),
+        )
         try:
             # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
             # not leave it next to the overrides of another command.
@@ -50,7 +61,7 @@ class Preparation:
         return preparation
 
     def undo(self) -> None:
-        """Undo `write`: remove the files of a new job, and restore the files of an older one.
+        """Undo `write` and what ranks have logged: remove the files of a new job, and restore those of an older one.
 
         Raises:
             StorageError: a file cannot be written back.
@@ -63,6 +74,14 @@ class Preparation:
                 path.unlink(missing_ok=True)
             elif content != content_to_restore(path):
                 write_atomic(path, content)
+        for path in self.run_dir.log_files():
+            if path not in self.logs_before:
+                path.unlink()
+            else:
+                os.truncate(path, self.logs_before[path])
+        for path, content in self.errors_before.items():  # launchers remove these
+            write_atomic(path, content)
+        self._remove_empty_folders()
 
     def close(self, error: BaseException) -> None:
         """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""
@@ -77,6 +96,9 @@ class Preparation:
         """Remove the files of a job that never began, and the folders that are empty afterwards."""
         for file in self.run_dir.prepared_files():
             file.unlink(missing_ok=True)
+        self._remove_empty_folders()
+
+    def _remove_empty_folders(self) -> None:
         for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
             with suppress(OSError):  # not empty
                 folder.rmdir()

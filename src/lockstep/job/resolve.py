@@ -16,10 +16,10 @@ from lockstep.core.launched import Starter, is_launched, launched, local_size, s
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Optimizer, Strategy
-from lockstep.core.run_dir import MANIFEST
 from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.sizes import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
+from lockstep.job.resume import named_checkpoint
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Elastic, Inline, Slurm, Spawn
 from lockstep.optim.optimizers import OptimizerOption
@@ -105,12 +105,6 @@ def _with_absolute_paths(dataset: Source) -> Source:
     names = {"root", "path", "images"} & {field.name for field in fields(dataset)}
     paths = {name: getattr(dataset, name) for name in names}
     return replace(dataset, **{name: _absolute(path) for name, path in paths.items() if path is not None})
-
-
-def named_checkpoint(resume: str | None) -> str | None:
-    """The checkpoint that `resume` names; None if it names a run folder, which the job then continues."""
-    path = None if resume in (None, "latest") else _absolute(str(resume))
-    return path if path is not None and Path(path, MANIFEST).is_file() else None
 
 
 def _device(device: str) -> str:

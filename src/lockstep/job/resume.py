@@ -1,52 +1,186 @@
-"""The job of a resumed run: the overrides of its first command, then the overrides of the present command."""
+"""Decides what a command resumes, with which config, or says why it cannot.
+
+`decide_resume` reads the run folder, once for each command; it imports no torch, which takes seconds.
+`check_resumable` compares the checkpoint with the job when the data is known. `lockstep.checkpoint` says whether a
+checkpoint is damaged, and `lockstep.training.fingerprint` what makes a run the same run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import composition, extensions, messages, yaml_io
 from lockstep.config.invocation import Invocation
+from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
+from lockstep.core.fields import problems
+from lockstep.core.plan import Plan
+from lockstep.core.run_dir import MANIFEST, RunDir, latest
 from lockstep.core.safe_read import UnreadableFile, read_json
 from lockstep.job.preparation import content_to_restore
-from lockstep.job.run_folder import continued
 
 SHOWN = 4
 # Keys that are not compared: the run keeps its name, and the present command sets the output folder.
 NOT_KEPT = ("name", "output_root")
 
 
-def resumed_job(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], list[str]]:
-    """The composed config of a run with the overrides of the present command (`invocation`), and all overrides.
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """What a command continues, and the config of its job.
+
+    Fields:
+        values: the composed config: of the command, or of the run that it continues with the command's overrides.
+        overrides: the overrides that give `values`.
+        run: the folder of the run that `resume=` names; None if it names a checkpoint or nothing.
+        folder: the folder of the job, which this run has or the command names; None for a new one.
+        may_fetch: whether missing data may be downloaded. Not to a folder that only the run folder names, because
+            somebody else may have written the run folder.
+    """
+
+    values: Mapping[str, Any]
+    overrides: tuple[str, ...]
+    run: Path | None
+    folder: Path | None
+    may_fetch: bool = True
+
+    @property
+    def launcher(self) -> Mapping[str, Any]:
+        """The config node of the launcher.
+
+        Raises:
+            InputError: the config has no launcher.
+        """
+        node = self.values["launcher"]
+        if not isinstance(node, Mapping):
+            raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
+        return node
+
+    def checkpoint(self) -> Path | None:
+        """The checkpoint to continue from: the newest one of the folder, or the one that `resume=` names.
+
+        Raises:
+            InputError: the run has saved checkpoints, but all of them are damaged.
+        """
+        from lockstep import checkpoint  # needs torch
+
+        # No warning about damaged checkpoints here: the ranks search again later, when there is a log for it.
+        silent = {"say": lambda sentence: None}
+        newest = checkpoint.newest_of_run(RunDir(self.folder), **silent) if self.folder is not None else None
+        named = named_checkpoint(self.values["resume"])
+        return Path(named) if newest is None and named is not None else newest
+
+
+def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
+    """What the command with the composed config `values` continues. Nothing is written.
 
     Raises:
-        InputError: an override does not fit.
+        InputError: the run does not exist, its folder does not give its config, or an override does not fit.
     """
-    stored, added = yaml_io.load_list(run_dir.overrides), _added(invocation)
+    run, named = _run_to_continue(values, invocation), invocation.folder
+    if run is not None and named is not None and named.resolve() != run:
+        raise InputError(f"resume continues in {run}, but hydra.run.dir names {named}; leave out one of them")
+    if values["resume"] is not None and values["init_from"] is not None:
+        raise InputError(
+            "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
+        )
+    if run is None:
+        return Resume(values=values, overrides=invocation.overrides, run=None, folder=named)
+    own, overrides = _values_of_run(RunDir(run), invocation)
+    data_root = own["dataset"].get("root") if isinstance(own["dataset"], Mapping) else None
+    return Resume(
+        # Somebody else may have written the run folder, so only the present command may name another output folder.
+        values={**own, "output_root": values["output_root"]},
+        overrides=overrides,
+        run=run,
+        folder=run,
+        may_fetch=data_root in (None, values["data_root"]),
+    )
+
+
+def check_resumable(job: Job, plan: Plan, folder: Path | None, resumed: Path) -> None:
+    """Check that a job in `folder` can continue from the checkpoint `resumed`, and that steps are left to do.
+
+    Raises:
+        InputError: the checkpoint is of another run, or the run has ended.
+    """
+    from lockstep import checkpoint  # these need torch
+    from lockstep.training.fingerprint import fingerprint, train_longer
+
+    checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
+    step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
+    ended = folder is None or _ended(RunDir(folder))
+    if step > total:
+        raise InputError(
+            f"resume: {resumed} stands at step {step}, and this job would end at step {total}; train longer with "
+            f"{train_longer(job, plan, step)}"
+        )
+    if step == total and ended:
+        raise InputError(
+            f"resume: {resumed} has finished step {step} of {total}, so nothing is left to do; train longer with "
+            f"{train_longer(job, plan, step)}"
+        )
+
+
+def _ended(run_dir: RunDir) -> bool:
+    """Whether a run was completed, which takes more than its last step. A damaged summary is replaced later."""
     try:
-        job = composition.to_dict(composition.recompose(stored, added, invocation.configs))
+        return run_dir.read_summary().get("status") == "completed"
+    except UnreadableFile as error:
+        log.show_warning(f"{error}; it will be replaced")
+        return False
+
+
+def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path | None:
+    """The run folder that `resume=` names; None if it names a checkpoint or nothing."""
+    if values["resume"] is None:
+        return None
+    for problem in problems(Job, {key: values[key] for key in ("resume", "output_root")}):
+        raise InputError(problem)
+    if invocation.sweep:
+        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
+    path = Path(values["resume"]).expanduser()
+    if values["resume"] == "latest":
+        newest = latest(Path(values["output_root"]))
+        if newest is None:
+            raise InputError(f"resume=latest: no run has been started in {values['output_root']} yet")
+        path = newest.path
+    if (path / MANIFEST).is_file():
+        return None
+    if RunDir(path).overrides.is_file():
+        return path.resolve()
+    raise InputError(
+        f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH, or the newest run with "
+        "resume=latest"
+    )
+
+
+def named_checkpoint(resume: str | None) -> str | None:
+    """The checkpoint that `resume` names; None if it names a run folder, which the job then continues."""
+    path = None if resume in (None, "latest") else Path(str(resume)).expanduser().absolute()
+    return str(path) if path is not None and (path / MANIFEST).is_file() else None
+
+
+def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The config of a run with the overrides of the present command, and all overrides.
+
+    Raises:
+        InputError: an override does not fit, or the run's own overrides no longer give the config that it keeps.
+    """
+    stored = yaml_io.load_list(run_dir.overrides)
+    added = tuple(text for text in invocation.overrides if messages.key_of(text) != "resume")
+    try:
+        values = composition.to_dict(composition.recompose(stored, added, invocation.configs))
+        own = composition.to_dict(composition.recompose(stored, (), invocation.configs)) if added else {**values}
     except InputError as error:
         raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
     if "name" not in map(messages.key_of, added):
-        job["name"] = yaml_io.load(run_dir.config).get("name", job["name"])
-    return job, [*stored, *added]
-
-
-def launcher_node(job: dict[str, Any], invocation: Invocation) -> Mapping[str, Any]:
-    """The launcher's node in the config of a job, or of the run that the job resumes.
-
-    Raises:
-        InputError: the run does not exist, or has no launcher.
-    """
-    if (resumed_folder := continued(job, invocation)) is not None:
-        job, _ = resumed_job(RunDir(resumed_folder), invocation)
-    node = job["launcher"]
-    if not isinstance(node, Mapping):
-        raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
-    return node
+        values["name"] = yaml_io.load(run_dir.config).get("name", values["name"])
+    _check_kept_config(run_dir, own, values, [messages.key_of(text) for text in added])
+    return values, (*stored, *added)
 
 
 def _missing_extensions(run_dir: RunDir) -> str:
@@ -67,32 +201,22 @@ def _missing_extensions(run_dir: RunDir) -> str:
     return f" The run had extensions that are not here: {', '.join(missing)}; install them, or use its own program."
 
 
-def _added(invocation: Invocation) -> tuple[str, ...]:
-    return tuple(override for override in invocation.overrides if messages.key_of(override) != "resume")
+def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, Any], overridden: list[str]) -> None:
+    """Check that the config `own`, of the run's overrides alone, is the one that the run's folder keeps.
 
-
-def check_kept_config(run_dir: RunDir, job: dict[str, Any], invocation: Invocation) -> None:
-    """Check that the overrides of a run still give the config that its folder keeps.
-
-    `job` comes from `resumed_job` for the same command. Keys that the present command overrides are not compared.
+    What the command changes in `values`, by the keys `overridden`, is not compared.
 
     Raises:
         InputError: the configs differ, because a line of the overrides was lost or a recipe has changed; or the file
             of the kept config cannot be replaced.
     """
-    composed = run_dir.composed
     try:
-        stored_values = dict(_leaves(yaml_io.load(composed)))
+        stored_values = dict(_leaves(yaml_io.load(run_dir.composed)))
     except InputError as error:
-        content_to_restore(composed)  # raises if the file cannot be replaced
+        content_to_restore(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")
         return
-    added = _added(invocation)
-    stored = yaml_io.load_list(run_dir.overrides)
-    composed_values = dict(
-        _leaves(composition.to_dict(composition.recompose(stored, (), invocation.configs)) if added else job)
-    )
-    current_values, overridden = dict(_leaves(job)), [messages.key_of(override) for override in added]
+    composed_values, current_values = dict(_leaves(own)), dict(_leaves(values))
     different = [
         key
         for key in stored_values | composed_values

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.invocation import Invocation
-from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
-from lockstep.core.fields import problems
-from lockstep.core.run_dir import MANIFEST, RunDir, latest
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import kind
 from lockstep.job.run_lock import Lock
 
@@ -43,22 +40,12 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
             raise
 
 
-def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> Path | None:
-    """The folder that the command names, after locking it; None if the job will get a new folder.
+def lock_run_folder(folder: Path, lock: Lock) -> None:
+    """Lock the folder of a job.
 
     Raises:
         InputError: the job cannot run in the folder, or another job does; nothing was changed.
     """
-    resumed, named = continued(job, invocation), invocation.folder
-    if resumed is not None and named is not None and named.resolve() != resumed:
-        raise InputError(f"resume continues in {resumed}, but hydra.run.dir names {named}; leave out one of them")
-    if job["resume"] is not None and job["init_from"] is not None:
-        raise InputError(
-            "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
-        )
-    folder = resumed or named
-    if folder is None:
-        return None
     run_dir = RunDir(folder)
     lock.take(run_dir.lock)
     if not run_dir.overrides.is_file() and not run_dir.only_prepared:
@@ -67,7 +54,6 @@ def lock_run_folder(job: dict[str, Any], invocation: Invocation, lock: Lock) -> 
             "hydra.run.dir=FOLDER"
         )
     _check_kinds(run_dir)
-    return folder
 
 
 def _check_kinds(run_dir: RunDir) -> None:
@@ -94,32 +80,3 @@ def _check_kinds(run_dir: RunDir) -> None:
             raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
         if file_kind and path in texts:
             raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
-
-
-def continued(job: dict[str, Any], invocation: Invocation) -> Path | None:
-    """The run folder that `resume=` names; None if it names a checkpoint or nothing.
-
-    Raises:
-        InputError: the run does not exist.
-    """
-    if job["resume"] is None:
-        return None
-    for problem in problems(Job, {key: job[key] for key in ("resume", "output_root")}):
-        raise InputError(problem)
-    if invocation.sweep:
-        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
-    if job["resume"] == "latest":
-        newest = latest(Path(job["output_root"]))
-        if newest is None:
-            raise InputError(f"resume=latest: no run has been started in {job['output_root']} yet")
-        path = newest.path
-    else:
-        path = Path(job["resume"]).expanduser()
-    if (path / MANIFEST).is_file():
-        return None
-    if RunDir(path).overrides.is_file():
-        return path.resolve()
-    raise InputError(
-        f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH, or the newest run with "
-        "resume=latest"
-    )

@@ -8,10 +8,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import components, messages
 from lockstep.config.commands import override, parsed
@@ -23,7 +22,8 @@ from lockstep.core.fields import shown
 from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
-from lockstep.job.run_folder import continued, lock_run_folder
+from lockstep.job.resume import Resume, named_checkpoint
+from lockstep.job.run_folder import lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.launcher import Slurm
 
@@ -55,7 +55,7 @@ class Submission:
         return [*self.command, *(() if self.resumes else (override("hydra.run.dir", folder),))]
 
 
-def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
+def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
     """The submission for a composed job.
 
     Checks that depend on the machine, such as its devices and data, happen on the machine that runs the job.
@@ -63,21 +63,23 @@ def submission(job: Mapping[str, Any], launcher: Slurm, invocation: Invocation, 
     Raises:
         InputError: a value of the job is wrong, or its folder is in use.
     """
-    folder = lock_run_folder(dict(job), invocation, lock)
-    lock.close()  # the job takes the lock when it starts
+    folder = resume.folder
+    if folder is not None:
+        lock_run_folder(folder, lock)
+        lock.close()  # the job takes the lock when it starts
     _check_setup(launcher.setup)
-    resumed_folder = continued(dict(job), invocation)
-    if resumed_folder is None:
-        components.build_job(job)
+    if resume.run is None:
+        components.build_job(resume.values)
     overrides = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
-    resume = [override("resume", resumed_folder or Path(job["resume"]).absolute())] if job["resume"] else []
+    source = resume.run or named_checkpoint(resume.values["resume"])
+    words = [override("resume", source)] if source is not None else []
     return Submission(
         launcher=launcher,
-        name=str(job["name"]),
-        command=(*command_of_program(), *invocation.configs.words, *overrides, *resume),
+        name=str(resume.values["name"]),
+        command=(*command_of_program(), *invocation.configs.words, *overrides, *words),
         folder=folder,
-        root=Path(job["output_root"]).expanduser().absolute(),
-        resumes=resumed_folder is not None,
+        root=Path(resume.values["output_root"]).expanduser().absolute(),
+        resumes=resume.run is not None,
     )
 
 

@@ -15,20 +15,18 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.config.schema import Job
-from lockstep.core import log
 from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import UnreadableFile
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
+from lockstep.job.resume import check_resumable
 from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
-from lockstep.precision import FP16, BF16Pure
-from lockstep.strategy import DDP, DataParallel, Pipeline, Single, Strict
-from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
+from lockstep.precision import BF16Pure
+from lockstep.strategy import DDP, DataParallel, Pipeline, Strict
+from lockstep.training.fingerprint import plan_of
 from lockstep.training.freezing import freeze_until
 
 
@@ -208,11 +206,11 @@ def _check_graph(job: Job) -> None:
     mode = job.model.compile_mode
     obstacles = [
         (
-            type(job.strategy) is not Single,
+            not job.strategy.recordable,
             f"under strategy={strategy} a step is more than the work of one device; use strategy=single",
         ),
         (
-            isinstance(job.precision, FP16),
+            job.precision.needs_loss_scaler,
             "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16",
         ),
         (
@@ -228,17 +226,6 @@ def _check_graph(job: Job) -> None:
     problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]
     if problems:
         raise InputError(*problems)
-
-
-def checkpoint_to_resume(folder: Path | None, resume: str | None) -> Path | None:
-    """The checkpoint from which a job resumes: the newest one in its folder, or the one that `resume` names.
-
-    Raises:
-        InputError: the run has saved checkpoints, but all of them are damaged.
-    """
-    # No warning about damaged checkpoints here: the ranks search again later, when there is a log for the warning.
-    newest = checkpoint.newest_of_run(RunDir(folder), say=lambda sentence: None) if folder is not None else None
-    return Path(resume) if newest is None and resume is not None else newest
 
 
 def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: bool) -> None:
@@ -262,23 +249,7 @@ def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: boo
     if resumed is None:
         job.model.prepare()
     else:
-        checkpoint.check_fingerprint(fingerprint(job, examples), resumed)
-        step = checkpoint.read_facts(resumed)["progress"]["step"]
-        ended = folder is None or _ended(RunDir(folder))
-        if step > plan.total_steps or (step == plan.total_steps and ended):
-            raise InputError(
-                f"resume: {resumed} has finished step {step} of {plan.total_steps}, so nothing is left to do; "
-                f"train longer with {train_longer(job)}"
-            )
-
-
-def _ended(run_dir: RunDir) -> bool:
-    """Whether a run was completed, which takes more than its last step. A damaged summary is replaced later."""
-    try:
-        return run_dir.read_summary().get("status") == "completed"
-    except UnreadableFile as error:
-        log.show_warning(f"{error}; it will be replaced")
-        return False
+        check_resumable(job, plan, folder, resumed)
 
 
 def _check_data(dataset: Source) -> None:

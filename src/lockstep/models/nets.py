@@ -7,7 +7,7 @@ import itertools
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class Network(Model):
     channels_last: bool = False
     compile: bool = False
     compile_mode: CompileMode = CompileMode.default
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules that building it imports and that take seconds."""
 
     @property
     def memory_format(self) -> torch.memory_format:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -48,6 +48,7 @@ class Timm(Network):
             can name files and addresses to read weights from, and folders to write to.
     """
 
+    imports: ClassVar[tuple[str, ...]] = ("timm",)
     name: str = ruled("resnet50d", Text())
     pretrained: bool = False
     drop_rate: float = ranged(0.0, least=0, below=1)
@@ -198,6 +199,7 @@ class Stem(enum.Enum):
 class ResNet34(Network):
     """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images."""
 
+    imports: ClassVar[tuple[str, ...]] = ("timm",)
     stem: Stem = Stem.imagenet
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

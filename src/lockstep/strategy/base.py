@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,13 @@ NO_CONTEXT = nullcontext()
 class Single:
     """One rank on one device. The base class of the others, which override only what differs."""
 
+    recordable: ClassVar[bool] = True
+    """Whether a step can be recorded as one CUDA graph."""
+    whole_model: ClassVar[bool] = True
+    """Whether each rank has the whole model."""
+    no_scaler: ClassVar[str] = ""
+    """Why the strategy cannot work with a loss scaler; empty if it can."""
+
     def ranks(self, gpus: int) -> int:
         return 1
 
@@ -38,7 +45,17 @@ class Single:
         return model
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
-        """Every optimizer works, in any number format."""
+        if precision.needs_loss_scaler and self.no_scaler:
+            raise InputError(
+                f"precision={type(precision).__name__.lower()} has a loss scaler, {self.no_scaler}; "
+                "use precision=bf16, or strategy=ddp"
+            )
+        if micro_batches == "auto" and not self.whole_model:
+            name = type(self).__name__.lower()
+            raise InputError(
+                f"train.micro_batches=auto tries the whole model on each rank, and strategy={name} is for models "
+                "that need not fit there; use a number, such as train.micro_batches=8"
+            )
 
     def data_world(self, world: World) -> World:
         return world
@@ -116,6 +133,8 @@ class Autocasting(nn.Module):
 class DataParallel(Single):
     """`torch.nn.DataParallel`: one process runs all visible GPUs with threads."""
 
+    recordable: ClassVar[bool] = False
+
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return ThreadedReplica(model)
 
@@ -138,6 +157,7 @@ class Distributed(Single):
     """
 
     sync_batchnorm: bool = True
+    recordable: ClassVar[bool] = False
 
     def ranks(self, gpus: int) -> int:
         return gpus or 2

@@ -6,7 +6,7 @@ import enum
 import inspect
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -54,6 +54,7 @@ class DDP(Distributed):
     find_unused_parameters: bool = False
     bucket_mb: float | None = ranged(None, least=0.001, most=100_000)
     comm_hook: CommHook = CommHook.none
+    imports: ClassVar[tuple[str, ...]] = ("torch._dynamo",)
 
     def with_changing_graph(self) -> Self:
         # Otherwise DDP waits for gradients that never come, or does not send those that come later. If the user

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,25 +36,20 @@ class FSDP(Distributed):
 
     cpu_offload: bool = False
     low_precision: bool = False
+    whole_model: ClassVar[bool] = False
+    no_scaler: ClassVar[str] = (
+        "which looks for overflows in whole gradients, but strategy=fsdp cuts them over the ranks"
+    )
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         refuse_wider(
             optimizer, UpdateScope.element, "fsdp", remedy="use optimizer=adamw, adam or sgd, or strategy=ddp"
         )
-        if precision.dtype is torch.float16:
-            raise InputError(
-                "precision=fp16 has a loss scaler, which looks for overflows in whole gradients, but strategy=fsdp "
-                "cuts them over the ranks; use precision=bf16, or strategy=ddp"
-            )
+        super().check_parts(optimizer, precision, micro_batches)
         if self.low_precision and precision.dtype is precision.storage:
             raise InputError(
                 f"strategy.low_precision is true, but precision computes in {str(precision.dtype)[6:]}, in which the "
                 "parameters are stored; use precision=bf16, or leave out strategy.low_precision"
-            )
-        if micro_batches == "auto":
-            raise InputError(
-                "train.micro_batches=auto tries the whole model on each rank, and strategy=fsdp is for models that "
-                "need not fit there; use a number, such as train.micro_batches=1"
             )
 
     def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:

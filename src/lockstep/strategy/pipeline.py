@@ -10,7 +10,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,9 @@ class Pipeline(Single):
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)
     cuts: list[str] | None = ruled(None, Text())
     schedule: Schedule = Schedule["1f1b"]
+    recordable: ClassVar[bool] = False
+    whole_model: ClassVar[bool] = False
+    no_scaler: ClassVar[str] = "and under strategy=pipeline each stage would skip other steps"
 
     def ranks(self, gpus: int) -> int:
         return self.stages or gpus or 2
@@ -68,16 +71,7 @@ class Pipeline(Single):
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         remedy = "use optimizer=adamw, adam, sgd or muon, or strategy=ddp"
         refuse_wider(optimizer, UpdateScope.parameter, "pipeline", remedy=remedy)
-        if precision.dtype is torch.float16:
-            raise InputError(
-                "precision=fp16 has a loss scaler, and under strategy=pipeline each stage would skip other steps; "
-                "use precision=bf16, or strategy=ddp"
-            )
-        if micro_batches == "auto":
-            raise InputError(
-                "train.micro_batches=auto tries the whole model on each rank, and strategy=pipeline is for models "
-                "that need not fit there; use a number, such as train.micro_batches=8"
-            )
+        super().check_parts(optimizer, precision, micro_batches)
 
     def data_world(self, world: World) -> World:
         return replace(world, rank=0, size=1)

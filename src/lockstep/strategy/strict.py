@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,7 @@ class Strict(Single):
     """
 
     shards: int = ranged(4, least=1, most=65_536)
+    recordable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.shards & (self.shards - 1):

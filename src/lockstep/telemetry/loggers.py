@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.telemetry import sinks
@@ -22,6 +23,8 @@ class JSONL:
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
     """An event file in the run folder."""
+
+    imports: ClassVar[tuple[str, ...]] = ("torch.utils.tensorboard",)
 
     def build(self, run: RunInfo) -> Observer:
         return sinks.TensorBoard(run.folder, run.step, run.hyperparameters, sinks.layout_of(run.config))

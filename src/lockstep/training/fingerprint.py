@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from typing import Any
 
 from lockstep.checkpoint import difference
 from lockstep.config.schema import Job
+from lockstep.core.durations import LONGEST
 from lockstep.core.errors import InputError
 from lockstep.core.fields import default_of
 from lockstep.core.plan import Plan, make_plan
@@ -53,9 +55,15 @@ def plan_of(job: Job, examples: int) -> Plan:
     )
 
 
-def train_longer(job: Job) -> str:
-    """The override that makes a job twice as long: `steps` if the job has it (it wins over `epochs`)."""
-    return f"epochs={2 * job.epochs}" if job.steps is None else f"steps={2 * job.steps}"
+def train_longer(job: Job, plan: Plan | None = None, step: int = 0) -> str:
+    """The override that makes a job twice as long: `steps` if the job has it (it wins over `epochs`).
+
+    For a run of `plan` that stands at `step`, it is twice as long as the longer of the two.
+    """
+    if job.steps is not None:
+        return f"steps={min(LONGEST, 2 * max(job.steps, step))}"
+    done = math.ceil(step / plan.steps_per_epoch) if plan is not None else 0
+    return f"epochs={min(LONGEST, 2 * max(job.epochs, done))}"
 
 
 def fingerprint(job: Job, examples: int) -> dict[str, Any]:
