@@ -244,6 +244,7 @@ READS: dict[str, str] = {
     "runtime.host": "the kernel's /proc",
     "runtime.watchdog": "the kernel's /proc",
     "training.micro_batch_search": "the kernel's /proc",
+    "launcher.agent": "the kernel's /proc",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.published_files": "an archive in the file that the guarded reader has opened",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def run_job(job: dict[str, Any], invocation: Invocation) -> float | None:
     launcher = launcher_node(job, invocation)
     if is_launched() or str(launcher.get("nodes", 1)) in ("1", "1:1"):
         return _lead(job, invocation)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
     from lockstep.job import worker  # these need torch
     from lockstep.job.meeting import meeting
