@@ -105,3 +105,35 @@ def test_three_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
     for process in jobs:
         code, err = ended(process)
         assert code == 0, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "differs", "signal_to", "expected"),
+    [
+        ((), (), None, 0),
+        (("batch=100000",), (), None, 2),
+        ((), ("steps=11",), None, 2),
+        (("steps=100000", "launcher.restarts=3"), (), 0, 75),
+        (("steps=100000", "launcher.restarts=3"), (), 1, 75),
+        (("optimizer.lr=1e6", "precision=fp32", "steps=1000", "launcher.restarts=3"), (), None, 76),
+    ],
+    ids=["done", "refused", "another command", "stopped on main's", "stopped on the other", "not finite"],
+)
+def test_every_machine_of_a_job_ends_with_the_code_of_the_job(
+    tmp_path: Path, overrides: tuple[str, ...], differs: tuple[str, ...], signal_to: int | None, expected: int
+) -> None:
+    folder = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"launcher.rendezvous=127.0.0.1:{server.getsockname()[1]}"
+    job = (*FRESH, "launcher=elastic", "launcher.ranks=1", "launcher.nodes=2", place, f"steps={STEPS}", *overrides)
+    machines = [
+        start(folder, *job, *words, f"launcher.node_rank={number}") for number, words in enumerate(((), differs))
+    ]
+    if signal_to is not None:
+        wait_for(lambda: steps_done(folder) >= 3)
+        machines[signal_to].send_signal(signal.SIGUSR1)
+    ends = [ended(process) for process in machines]
+    assert [code for code, _ in ends] == [expected, expected], ends
+    assert not any("Traceback" in err or "[c10d]" in err for _, err in ends), ends
+    assert not processes(folder)

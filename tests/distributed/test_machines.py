@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,9 +14,6 @@ import pytest
 import torch
 
 from helpers import losses, records, weights
-from lockstep.core.run_dir import RunDir
-from lockstep.launcher.connection import Connection
-from lockstep.launcher.machines import Machines
 from namespaces import Machine, Unavailable, two_machines
 from processes import Process, background, ended, processes, start, steps_done, wait_for
 
@@ -167,38 +163,6 @@ def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
         assert code == 2, err
         assert "put it on a file system that all machines share: output_root=FOLDER" in err
     assert not list(shared.iterdir())
-
-
-def test_a_machine_that_returns_before_it_is_known_to_be_gone_is_waited_for_and_one_with_a_taken_number_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir = RunDir.at(tmp_path / "run")
-    run_dir.lock.write_text("main's")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        machines = Machines(listener, least=2, most=2, overrides=(), timeout=60)
-
-        def arrives() -> Connection:
-            connection = Connection(socket.create_connection(listener.getsockname()), 60)
-            connection.send(host="two", node_rank=1, overrides=[])
-            connection.send(ready=True)
-            return connection
-
-        def told(connection: Connection) -> dict[str, object]:
-            machines.poll()
-            return next(connection.receive(0.2), {})
-
-        old = arrives()
-        machines.gather(run_dir, lambda: None)
-        again = arrives()
-        assert told(again) == told(again) == {}
-        old.close()
-        wait_for(lambda: told(again) == {"folder": str(run_dir.path), "lock": "main's"})
-        monkeypatch.setattr("lockstep.launcher.machines.RETURN_S", 0.1)
-        other = arrives()
-        wait_for(lambda: "another machine has launcher.node_rank=1 too" in str(told(other)))
-        machines.end(None)
-        again.close()
-        other.close()
 
 
 TORCHRUN = ("-c", "from torch.distributed.run import main; main()")

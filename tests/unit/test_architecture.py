@@ -246,6 +246,7 @@ READS: dict[str, str] = {
     "runtime.watchdog": "the kernel's /proc",
     "training.micro_batch_search": "the kernel's /proc",
     "sweep.ledger": "the kernel's /proc; records are read by the guarded reader",
+    "launcher.agent": "the kernel's /proc",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.published_files": "an archive in the file that the guarded reader has opened",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",

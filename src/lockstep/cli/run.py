@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ def run_job(decide: Decide, invocation: Invocation) -> float | None:
 def _run_job(decide: Decide, invocation: Invocation) -> float | None:
     if is_launched() or str((launcher := decide().launcher).get("nodes", 1)) in ("1", "1:1"):
         return _lead(decide, invocation)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
     from lockstep.job import worker  # these need torch
     from lockstep.job.meeting import meeting

@@ -100,7 +100,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     until = time.monotonic() + seconds
     try:
         # Poll, because signal handlers do not run while the store waits.
-        while not (serve or _is_listening(address, port)):
+        while not (serve or is_listening(address, port)):
             if time.monotonic() > until:
                 raise DistNetworkError("it does not answer")
             time.sleep(POLL_S)
@@ -117,7 +117,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
         raise RankFailed(f"no store at MASTER_ADDR={address} MASTER_PORT={port}: {reason}") from error
 
 
-def _is_listening(address: str, port: int) -> bool:
+def is_listening(address: str, port: int) -> bool:
     """Whether anybody listens at a port."""
     try:
         socket.create_connection((address, port), timeout=REACHED_S).close()

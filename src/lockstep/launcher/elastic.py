@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from lockstep.core import network
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher.lead import Lead
+from lockstep.launcher.agent import Meeting
 from lockstep.launcher.machines import Machines
 from lockstep.launcher.member import Member
 from lockstep.launcher.spawn import Spawn
@@ -99,14 +101,19 @@ class Elastic(Spawn):
             raise InputError(f"launcher.node_rank is {self.node_rank}, expected a number from 0 to {most - 1}")
         host, _, text = self.rendezvous.rpartition(":")
         host, port = host.strip("[]"), int(text)
+        meeting = Meeting(host=host, port=port, least=least, most=most, timeout=timeout)
         if self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(host, port)):
-            return Machines(_listener(host, port), least=least, most=most, overrides=overrides, timeout=timeout)
+            listener = _listener(host, port).detach()
+            store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+            )
+            return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
         node_rank = None if self.node_rank == "auto" else int(self.node_rank)
-        return Member(host, port, node_rank=node_rank, overrides=overrides, timeout=timeout)
+        return Member(meeting, node_rank=node_rank, overrides=overrides)
 
     def launch_on(self, machines: Machines, entry: Entry, run_dir: RunDir) -> float | None:
         """Like `launch`, on this machine and on others. This machine has main."""
-        Lead(machines=machines, ranks=int(self.ranks), restarts=self.restarts).run(entry, run_dir)
+        machines.run(entry, run_dir, int(self.ranks))
         objective: float | None = run_dir.read_summary().get("objective")
         return objective
 

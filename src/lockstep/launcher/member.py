@@ -1,153 +1,124 @@
-"""The other machines' side of a job on several: they start, signal and end ranks when main's launcher tells them."""
+"""The role of another machine than main's in a job on several machines: it follows main's attempts."""
 
 from __future__ import annotations
 
-import signal
+import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from torch.distributed import TCPStore
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import BY_EXIT_CODE, InputError, RankFailed, Stopped
+from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.launcher.connection import Connection, ConnectionGone
-from lockstep.launcher.machines import FIRST_S
-from lockstep.launcher.processes import POLL_S, Forwarding, failures, forwarding, starting
-from lockstep.launcher.spawn import Children, environment, fresh_rank
+from lockstep.launcher.agent import Meeting, NotEnough
+from lockstep.launcher.attach import is_listening
+from lockstep.launcher.machine import CONNECTED, FIRST_S, LOOK_S, READ, REFUSED, STATE, Machine, wait
+from lockstep.launcher.processes import POLL_S
 
-# Seconds for one try to connect, and for a file of another machine to become visible (NFS caches the content of a
-# folder for up to a minute, by default for 3 to 60 s).
-CONNECT_S, SEEN_S = 2.0, 30.0
+# Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
+# default for 3 to 60 s).
+SEEN_S = 30.0
 
 
-class Member:
-    """The role of this machine in a job whose main is on another machine.
+class Member(Machine):
+    """The role of another machine than main's.
 
     Args:
-        host, port: the address of the rendezvous.
+        meeting: where the machines meet.
         node_rank: the `launcher.node_rank` of this machine's command; None if this is `auto`.
         overrides: the overrides of this machine's command that must be the same on all machines.
-        timeout: seconds of silence after which main's machine counts as gone.
     """
 
-    def __init__(
-        self, host: str, port: int, *, node_rank: int | None, overrides: Sequence[str], timeout: float
-    ) -> None:
-        self.host, self.port = host, port
+    def __init__(self, meeting: Meeting, *, node_rank: int | None, overrides: Sequence[str]) -> None:
+        super().__init__(meeting, "", serves=False)
         self.node_rank = node_rank
-        self.overrides = list(overrides)
-        self.timeout = timeout
-        self.children = Children()
-        self.reported: dict[int, int | None] = {}
-        self.first = 0
-        self.run_dir: RunDir | None = None
-
-    def codes(self) -> dict[int, int | None]:
-        """The exit codes of this machine's ranks, by their number in the job."""
-        return {self.first + rank: code for rank, code in self.children.codes().items()}
-
-    def send(self, number: int) -> None:
-        self.children.send(number)
+        self.overrides = sorted(overrides)
 
     def run(self, entry: Entry) -> None:
-        """Follow the messages of main's launcher until the job ends.
+        """Run the ranks of this machine in each attempt, until the job ends.
 
         Raises:
             LockstepError: the job failed or was stopped.
         """
-        with closing(self._connect()) as connection, forwarding(self) as request:
-            try:
-                connection.send(host=socket.gethostname(), node_rank=self.node_rank, overrides=self.overrides)
-                self._follow_main(connection, entry, request)
-            except ConnectionGone as error:
-                raise RankFailed(f"main's machine, {self.host}, is gone ({error})") from error
-            finally:
-                self.children.__exit__()
+        self.run_attempts(entry)
 
-    def _connect(self) -> Connection:
-        """Wait until main's launcher listens, and connect to it.
+    def lost(self, reason: str) -> LockstepError:
+        return RankFailed(f"main's machine, {self.meeting.host}, is gone ({reason})")
 
-        Raises:
-            RankFailed: it does not listen in time.
-        """
-        patience = max(self.timeout, FIRST_S)
-        until, announced = time.monotonic() + patience, False
-        while True:
-            try:
-                return Connection(socket.create_connection((self.host, self.port), CONNECT_S), self.timeout)
-            except OSError as error:
-                if time.monotonic() > until:
-                    raise RankFailed(
-                        f"nobody has listened at launcher.rendezvous={self.host}:{self.port} for {patience:g} s "
-                        f"({error.strerror or error}); start the same command on that machine, or see its output"
-                    ) from error
-            if not announced:
-                log.console.print(f"waiting for main at {self.host}:{self.port}")
-                announced = True
-            time.sleep(POLL_S)
-
-    def _follow_main(self, connection: Connection, entry: Entry, request: Forwarding) -> None:
-        leaving = False
-        while True:
-            for message in connection.receive(POLL_S):
-                match message:
-                    case {"folder": str(folder), "lock": str(lock)}:
-                        self._confirm_run_folder(connection, Path(folder), lock)
-                    case {"start": dict(start)}:
-                        self._start(entry, start)
-                        request.repeat()
-                    case {"signal": int(number)}:
-                        self.send(signal.Signals(number))
-                    case {"end": 0}:
-                        return
-                    case {"end": int(code), "sentence": str(sentence)}:
-                        raise BY_EXIT_CODE.get(code, RankFailed)(sentence)
-                    case _:
-                        raise ConnectionGone("it is not a launcher of Lockstep")
-            if request.requested and not leaving:
-                leaving = True
-                connection.send(leaving=True)
-            failures(self)
-            if (codes := self.codes()) != self.reported:
-                connection.send(codes=codes)
-                self.reported = codes
-            if leaving and None not in codes.values():  # main's launcher has got these exit codes
+    def _talk(self) -> None:
+        self._await_main()
+        store = self._client()
+        # Names in the order of the machines, behind any address of main's machine.
+        self.name = f"~{store.add(CONNECTED, 1) + 10_000 if self.node_rank is None else self.node_rank:08}"
+        self.state = json.loads(store.get(STATE))
+        self._await_attempt(1)
+        run_dir = self._confirm_job(store)
+        while "end" not in self.state:
+            number = self.state["attempt"]
+            with suppress(NotEnough):  # main says so
+                self._run_attempt(store, number, run_dir, int(self.state["ranks"]))
+            self._await_attempt(number + 1)
+            assert self.request is not None
+            if self.request.requested and "end" not in self.state:
                 raise Stopped("this machine was stopped and has left the job; the state of the run is saved")
+        store.add(READ, 1)
+        if code := self.state["end"]:
+            raise BY_EXIT_CODE.get(code, RankFailed)(self.state["sentence"])
 
-    def _confirm_run_folder(self, connection: Connection, path: Path, lock: str) -> None:
-        """Wait until this machine sees the run folder, and tell main's launcher.
+    def _await_main(self) -> None:
+        """Wait until main's machine serves the store.
 
         Raises:
-            InputError: the folder does not become visible.
+            RankFailed: it does not in time.
         """
-        self.run_dir = RunDir(path)
-        until = time.monotonic() + SEEN_S
-        while not _is_locked(self.run_dir, lock):
-            if time.monotonic() > until or not path.parent.is_dir():
-                sentence = (
-                    f"the run folder {path}, which main on {self.host} has created, is not visible on "
-                    f"{socket.gethostname()}; put it on a file system that all machines share: output_root=FOLDER"
+        meeting, patience = self.meeting, max(self.meeting.timeout, FIRST_S)
+        until, announced = time.monotonic() + patience, False
+        while not is_listening(meeting.host, meeting.port):
+            if time.monotonic() > until:
+                raise RankFailed(
+                    f"nobody has listened at launcher.rendezvous={meeting.endpoint} for {patience:g} s; start the "
+                    "same command on that machine, or see its output"
                 )
-                connection.send(refused=sentence)
-                raise InputError(sentence)
-            time.sleep(POLL_S)
-        connection.send(ready=True)
+            if not announced:
+                log.console.print(f"waiting for main at {meeting.endpoint}")
+                announced = True
+            time.sleep(LOOK_S)
 
-    def _start(self, entry: Entry, start: Mapping[str, Any]) -> None:
-        assert self.run_dir is not None
-        self.children.__exit__()
-        self.children, self.reported = Children(), {}
-        self.first = int(start["first"])
-        local = range(self.first, self.first + int(start["ranks"]))
-        with starting():
-            for rank in local:
-                variables = environment(rank, int(start["size"]), str(start["address"]), int(start["port"]), local)
-                self.children.ranks.append(fresh_rank(entry, self.run_dir, variables))
+    def _await_attempt(self, number: int) -> None:
+        """Wait until main has begun this attempt or a later one, or until the job has ended."""
+        while self.state.get("attempt", number) < number:
+            time.sleep(POLL_S)
+
+    def _confirm_job(self, store: TCPStore) -> RunDir:
+        """The run folder, which this machine must see, of a job that was started with the same command.
+
+        Raises:
+            InputError: this machine cannot take part.
+        """
+        if "end" in self.state:
+            return RunDir(Path())
+        host = socket.gethostname()
+        run_dir = RunDir(Path(self.state["folder"]))
+        refusal, seen_s = "", SEEN_S if run_dir.path.parent.is_dir() else 0.0
+        if self.overrides != self.state["overrides"]:
+            theirs, ours = (" ".join(words) or "nothing" for words in (self.overrides, self.state["overrides"]))
+            refusal = f"it was started with {theirs}, and main with {ours}; use the same command on each"
+        elif not wait(lambda: _is_locked(run_dir, self.state["lock"]), seen_s):
+            refusal = (
+                f"the run folder {run_dir.path}, which main on {self.meeting.host} has created, is not visible; put "
+                "it on a file system that all machines share: output_root=FOLDER"
+            )
+        if refusal:
+            store.set(REFUSED, f"machine {host}: {refusal}")
+            store.add(READ, 1)
+            raise InputError(f"machine {host}: {refusal}")
+        return run_dir
 
 
 def _is_locked(run_dir: RunDir, lock: str) -> bool:

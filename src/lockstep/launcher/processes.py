@@ -1,15 +1,13 @@
-"""Functions for all launchers that start processes: signals, the end of ranks, and the store at which they meet."""
+"""Functions for all launchers that start processes: signals, and the store at which the ranks meet."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Protocol
 
 from torch.distributed import TCPStore
 
@@ -23,36 +21,13 @@ GRACE_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
-class Ranks(Protocol):
-    """The processes of one job."""
-
-    def codes(self) -> dict[int, int | None]:
-        """The exit code of each rank, negative for a signal; None while it runs."""
-
-    def send(self, number: int) -> None:
-        """Send a signal to the ranks that still run."""
-
-
-def failures(ranks: Ranks) -> dict[int, int]:
-    """The exit codes of the ranks that failed. If any has failed, end the others before returning."""
-    failed = {rank: code for rank, code in ranks.codes().items() if code}
-    if failed:
-        ranks.send(signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
-        while None in ranks.codes().values():
-            if time.monotonic() > until:
-                ranks.send(signal.SIGKILL)
-            time.sleep(POLL_S)
-    return failed
-
-
 class Forwarding(StopRequest):
     """Forwards a stop to the ranks as SIGTERM, because the terminal may have sent them SIGINT already."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, send: Callable[[int], None]) -> None:
         super().__init__()
         self.immediate = False
-        self.ranks = ranks
+        self.send = send
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.take(number)
@@ -61,12 +36,12 @@ class Forwarding(StopRequest):
     def repeat(self) -> None:
         """Send the stop again, for ranks that had not started when it arrived."""
         if self.requested:
-            self.ranks.send(signal.SIGKILL if self.force else signal.SIGTERM)
+            self.send(signal.SIGKILL if self.force else signal.SIGTERM)
 
 
 @contextmanager
-def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
-    """Forward each signal that asks for a stop to the ranks while the context is open; a second SIGINT kills them.
+def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
+    """Forward a stop to the ranks by `send` while the context is open; a second SIGINT kills the ranks.
 
     SIGUSR2 has the ranks write their stacks. Ctrl-Z suspends the ranks with this process, and they continue with it,
     even if they are in other sessions.
@@ -76,14 +51,14 @@ def forwarding(ranks: Ranks) -> Iterator[Forwarding]:
     """
 
     def suspend(number: int, frame: FrameType | None) -> None:
-        ranks.send(signal.SIGSTOP)
+        send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        ranks.send(signal.SIGCONT)
+        send(signal.SIGCONT)
 
-    request = Forwarding(ranks)
+    request = Forwarding(send)
     with stop_signals(request):
         before = signal.signal(signal.SIGTSTP, suspend)
-        stacks = signal.signal(signal.SIGUSR2, lambda number, frame: ranks.send(number))
+        stacks = signal.signal(signal.SIGUSR2, lambda number, frame: send(number))
         try:
             yield request
         except LockstepError as error:

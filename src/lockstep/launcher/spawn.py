@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,9 @@ from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure, remove_error_files
 from lockstep.launcher.processes import (
+    GRACE_S,
     LOOPBACK,
     POLL_S,
-    failures,
     forwarding,
     loopback_listener,
     starting,
@@ -64,9 +65,9 @@ class Spawn(Inline):
         remove_error_files(run_dir)
         listener = loopback_listener()
         port = listener.getsockname()[1]
-        environments = [environment(rank, int(self.ranks), LOOPBACK, port) for rank in range(int(self.ranks))]
+        environments = [environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]
         fork, children = self.can_fork(), Children()
-        with children, forwarding(children) as request:
+        with children, forwarding(children.send) as request:
             with starting():
                 for variables in environments:
                     if fork:
@@ -163,12 +164,21 @@ class Children:
         """Wait until all ranks have ended. If ranks fail, end the others and return the failed ranks' exit codes."""
         while running := [rank.sentinel for rank in self.ranks if rank.code() is None]:
             multiprocessing.connection.wait(running, POLL_S)
-            if failed := failures(self):
+            if failed := self._failures():
                 return failed
-        return failures(self)
+        return self._failures()
 
-    def codes(self) -> dict[int, int | None]:
-        return {number: rank.code() for number, rank in enumerate(self.ranks)}
+    def _failures(self) -> dict[int, int]:
+        """The exit codes of the ranks that failed. If any has failed, end the others before returning."""
+        failed = {number: code for number, rank in enumerate(self.ranks) if (code := rank.code())}
+        if failed:
+            self.send(signal.SIGTERM)
+            until = time.monotonic() + GRACE_S
+            while any(rank.code() is None for rank in self.ranks):
+                if time.monotonic() > until:
+                    self.send(signal.SIGKILL)
+                time.sleep(POLL_S)
+        return failed
 
     def send(self, number: int) -> None:
         for rank in self.ranks:
@@ -176,22 +186,14 @@ class Children:
                 os.kill(rank.pid, number)
 
 
-def environment(rank: int, size: int, address: str, port: int, local: range | None = None) -> dict[str, str]:
-    """The variables that torch.distributed needs in the environment of a rank.
-
-    Args:
-        rank: the rank of the process.
-        size: the world size.
-        address, port: the address of the ranks' store.
-        local: the ranks on the machine of the process; by default all.
-    """
-    local = range(size) if local is None else local
+def environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torch.distributed needs in the environment of a rank, whose store has this port."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(local.index(rank)),
+        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(len(local)),
-        "MASTER_ADDR": address,
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -12,19 +12,19 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
 
 from lockstep.config.commands import override
-from lockstep.core.errors import Interrupted, LockstepError, Stopped
-from lockstep.launcher.processes import Forwarding
+from lockstep.core.errors import LockstepError, Stopped
+from lockstep.launcher.processes import forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
-from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave, stop_signals
+from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, Record, State, output_of
 from lockstep.sweep.recording import recorded
@@ -110,18 +110,21 @@ class Pool:
             Interrupted: a second SIGINT ended them at once.
         """
         waiting, stopping = list(tasks), False
-        with self._ended_with_this_process(), stop_signals(request := Forwarding(self)):
-            while waiting or self.running:
-                if request.requested and not stopping:
-                    stopping = True
-                    waiting.clear()
-                    request.repeat()  # for a job that began while the stop arrived
-                self._start_what_fits(waiting)
-                self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
-                self._collect()
-                self.view.refresh()
+        with forwarding(self.send) as request:
+            try:
+                while waiting or self.running:
+                    if request.requested and not stopping:
+                        stopping = True
+                        waiting.clear()
+                        request.repeat()  # for a job that began while the stop arrived
+                    self._start_what_fits(waiting)
+                    self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
+                    self._collect()
+                    self.view.refresh()
+            finally:
+                self.send(signal.SIGKILL)  # an error here leaves no job alive
             if request.requested:
-                raise Interrupted if request.force else Stopped("stopped, and saved what ran; the same line goes on")
+                raise Stopped("stopped, and saved what ran; the same line goes on")
 
     def _start_what_fits(self, waiting: list[Task]) -> None:
         """Start tasks in their order, and later ones where an earlier one has to wait for more devices."""
@@ -155,32 +158,12 @@ class Pool:
         error = f"the process {how}, and nothing says why; its output is in {output_of(self.ledger, record)}"
         return self.ledger.end(record, State.failed, exit_code=LockstepError.exit_code, error=error)
 
-    def codes(self) -> dict[int, int | None]:
-        """The exit codes of the running jobs, as a launcher has them of its ranks."""
-        return {number: process.exitcode for number, (_, _, process) in enumerate(self.running)}
-
     def send(self, number: int) -> None:
         """Send a signal to the jobs that run."""
         for _, _, process in self.running:
             if process.exitcode is None and process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
-
-    @contextmanager
-    def _ended_with_this_process(self) -> Iterator[None]:
-        """Leave no job alive when the context ends by an error. Ctrl-Z suspends the jobs with this process."""
-
-        def suspend(number: int, frame: object) -> None:
-            self.send(signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            self.send(signal.SIGCONT)
-
-        before = signal.signal(signal.SIGTSTP, suspend)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTSTP, before)
-            self.send(signal.SIGKILL)
 
 
 def forked(ledger: Ledger, task: Task, share: Share) -> BaseProcess:

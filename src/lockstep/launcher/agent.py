@@ -1,0 +1,155 @@
+"""One attempt on this machine by torch's elastic agent, the agent of torchrun, and the ranks that it has started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import DistError
+
+from lockstep.core.errors import RankFailed
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
+from lockstep.launcher.processes import starting
+from lockstep.runtime import child
+
+# Seconds that a job with enough machines waits for more of them.
+LAST_CALL_S = 5
+MONITOR_S = 0.1
+# After a restart, the store of an agent can have entries of the attempt before, so main's rank serves a store.
+NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+LOGGER = "torch.distributed.elastic"  # its warnings are about ranks and signals, which this launcher reports itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the machines of a job meet, and which.
+
+    Fields:
+        host, port: the address of the store that main's machine serves.
+        least, most: the smallest and the largest number of machines.
+        timeout: seconds of silence after which a machine counts as gone.
+    """
+
+    host: str
+    port: int
+    least: int
+    most: int
+    timeout: float
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class NotEnough(RankFailed):
+    """Too few machines have met in time."""
+
+
+def run_agent(
+    meeting: Meeting,
+    name: str,
+    entry: Entry,
+    run_dir: RunDir,
+    *,
+    ranks: int,
+    own_name: str,
+    serves: bool,
+    patience: float,
+) -> dict[int, int] | None:
+    """Meet the other machines, and run `entry` in the ranks of this machine until all ranks of the job are done.
+
+    Call it in a thread: its waits for other machines have no limit if the network is cut.
+
+    Args:
+        meeting: where the machines meet.
+        name: the name of the attempt, the same on each machine.
+        entry: what a rank runs.
+        run_dir: the folder of the run.
+        ranks: the number of ranks of each machine.
+        own_name: the name of this machine; that of the first machine in the order of the names, which gets rank 0,
+            is the address at which the ranks meet.
+        serves: whether this process serves the store of the meeting.
+        patience: seconds to wait for the other machines.
+
+    Returns:
+        The exit code of the first rank of this machine that failed, which is empty if another machine has ended the
+        attempt; None if all ranks are done.
+
+    Raises:
+        NotEnough: too few machines have met in time.
+    """
+    # Not needed by other jobs, and slow to import.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    command = ("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path))
+    with tempfile.TemporaryDirectory(prefix="lockstep-agent-") as folder, _environment():
+        config = LaunchConfig(
+            min_nodes=meeting.least,
+            max_nodes=meeting.most,
+            nproc_per_node=ranks,
+            run_id=name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=meeting.endpoint,
+            rdzv_configs={
+                "is_host": serves,
+                "join_timeout": round(patience),
+                "last_call_timeout": LAST_CALL_S,
+                "close_timeout": 5,
+                "read_timeout": max(1, round(meeting.timeout)),
+            },
+            max_restarts=0,  # main decides for all machines: a stop is no reason to restart
+            monitor_interval=MONITOR_S,
+            local_addr=own_name,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            rank, failure = next(iter(error.failures.items()))
+            return {rank: failure.exitcode}
+        except RendezvousTimeoutError as error:
+            raise NotEnough(str(error)) from error
+        # Another machine has ended the attempt; a machine that was not needed then gets no result, which torch's
+        # launcher takes for one (AttributeError).
+        except (RendezvousError, DistError, AttributeError):
+            return {}
+    return None
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What the ranks inherit from this thread and process: blocked signals, and variables."""
+    logger = logging.getLogger(LOGGER)
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+    os.environ.update({NO_AGENT_STORE: "1", "PYTHONSAFEPATH": "1"})
+    with starting():
+        yield
+
+
+def ranks_here() -> list[int]:
+    """The processes that the agent of this process has started as ranks."""
+    pids = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and child.__name__.encode() in (process / "cmdline").read_bytes():
+                pids.append(int(process.name))
+    return pids
+
+
+def send_to_ranks(number: int) -> None:
+    for pid in ranks_here():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.Signals(number))
