@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -16,15 +16,11 @@ from omegaconf import DictConfig
 from lockstep.config import completion, composition, extensions
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
-from lockstep.config.schema import CONF, SweepBlock
-from lockstep.core.errors import InputError
+from lockstep.config.schema import CONF
 from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun
 from lockstep.core.terminal import forgive_output
 from lockstep.runtime import program
-
-if TYPE_CHECKING:
-    from lockstep.sweep.devices import Needs
 
 
 def main(packages: Sequence[str] = ()) -> None:
@@ -49,19 +45,16 @@ def train_job(composed: DictConfig) -> float | None:
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
-        values = composition.to_dict(composed)
-        decide = functools.cache(functools.partial(decide_resume, values, invocation))
+        decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
         if submits(decide):
             submit_job(decide, invocation)
             return None
-        if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
-            raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
         objective = run_job(decide, invocation)
     forgive_output()  # train.log has the lines of the run
     return objective
 
 
-def plan_job(composed: DictConfig) -> Needs | None:
+def plan_job(composed: DictConfig) -> Any:
     """What the pool asks about a job of a sweep before it starts any; see `lockstep.sweep.plan`."""
     from lockstep.sweep.plan import plan
 

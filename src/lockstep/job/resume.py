@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config import composition, extensions, messages, yaml_io
 from lockstep.config.invocation import Invocation
-from lockstep.config.schema import Job
+from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
@@ -80,6 +80,8 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
     Raises:
         InputError: the run does not exist, its folder does not give its config, or an override does not fit.
     """
+    if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
+        raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
     run, named = _run_to_continue(values, invocation), invocation.folder
     if run is not None and named is not None and named.resolve() != run:
         raise InputError(f"resume continues in {run}, but hydra.run.dir names {named}; leave out one of them")

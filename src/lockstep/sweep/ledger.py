@@ -247,9 +247,10 @@ def record_of(folder: Path) -> tuple[Ledger, Record] | None:
 def born(pid: int) -> str:
     """The start time of a process of this machine, which tells it from a later one with its number; empty if gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
+    return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for is gone too
 
 
 def _damaged(path: Path) -> InputError:
