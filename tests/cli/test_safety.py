@@ -156,6 +156,7 @@ def test_a_target_from_elsewhere_is_refused_wherever_it_stands(
     hostile = [f"{group}._target_={target}", f"+{group}.command='touch {tmp_path}/executed'"]
     assert expected in refusal(tmp_path / "runs", *hostile)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", *hostile]))
+    (run / ".hydra" / "config.yaml").unlink()  # it would not be that of these overrides
     assert expected in refusal(tmp_path / "runs", f"resume={run}", "steps=6")
     config = yaml.safe_load((run / "config.yaml").read_text())
     node = {"_target_": target, "command": f"touch {tmp_path}/executed"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,13 +83,7 @@ class Invocation:
         """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
-        ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
-        for text in map(str, hydra.overrides.hydra):
-            if key_of(text).startswith(f"hydra.{ignored}."):
-                raise InputError(
-                    f"{text} has no effect {'with' if sweep else 'without'} -m; name a folder with "
-                    f"hydra.{used}.dir=FOLDER"
-                )
+        check_folders(hydra.overrides.hydra, sweep=sweep)
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         overrides = tuple(str(override) for override in hydra.overrides.task)
@@ -101,6 +96,21 @@ class Invocation:
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
             configs=configs,
         )
+
+
+def check_folders(overrides: Iterable[object], *, sweep: bool) -> None:
+    """Refuse an override of Hydra that names a folder which a job of this kind does not use.
+
+    Raises:
+        InputError: there is one.
+    """
+    ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
+    for text in map(str, overrides):
+        if key_of(text).startswith(f"hydra.{ignored}."):
+            raise InputError(
+                f"{text} has no effect {'with' if sweep else 'without'} -m; name a folder with "
+                f"hydra.{used}.dir=FOLDER"
+            )
 
 
 def config_words(command: str) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import storing, write_atomic
+from lockstep.core.safe_write import fail_if_full, write_atomic
 
 VERSION = 1
 SWEEP, JOBS = "sweep.json", "jobs"
@@ -118,10 +118,17 @@ class Ledger:
         """Write what the sweep is.
 
         Raises:
-            StorageError: the folder cannot be written.
+            InputError: the folder cannot be written.
+            StorageError: the disk is full.
         """
-        with storing(self.folder):
+        try:
             (self.folder / JOBS).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail_if_full(self.folder, error)
+            raise InputError(
+                f"output_root: {self.folder} cannot be written ({error.strerror}); choose a folder that can be, with "
+                "output_root=FOLDER"
+            ) from error
         facts = {"version": VERSION, "hash": identity.hash, **dataclasses.asdict(identity)}
         write_atomic(self.folder / SWEEP, json.dumps(facts, indent=2) + "\n")
 

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import relative, typed
+from lockstep.config.invocation import check_folders
 from lockstep.config.messages import key_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
@@ -30,6 +31,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     Raises:
         InputError: the sweep to go on with does not exist, or is another one.
     """
+    check_folders(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
     for problem in problems(SweepBlock, {"resume": block.resume}, "sweep."):
         raise InputError(problem)

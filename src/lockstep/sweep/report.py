@@ -40,10 +40,10 @@ def _remove_folders(owner: int, folder: Path, new_folders: list[Path]) -> None:
     """Remove the `new_folders` of a sweep that was refused before its first job."""
     if os.getpid() != owner or any((folder / "jobs").glob("*.json")):
         return
-    for path in (folder / "multirun.yaml", folder / "sweep.json"):
-        path.unlink(missing_ok=True)
-    for new_folder in (folder / "jobs", *new_folders):
-        with contextlib.suppress(OSError):  # not empty: there is another sweep
+    with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
+        for name in ("multirun.yaml", "sweep.json"):
+            (folder / name).unlink(missing_ok=True)
+        for new_folder in (folder / "jobs", *new_folders):
             new_folder.rmdir()
 
 
