@@ -20,7 +20,7 @@ from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import Identity, Ledger, Record, State, born, record_of
 from lockstep.sweep.pool import Pool, Task, to_run
 from lockstep.sweep.recording import recorded
-from lockstep.sweep.view import Screen, best_of, seeds_together, swept_keys
+from lockstep.sweep.view import Screen, best_of, progress_of, seeds_together, swept_keys
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -256,3 +256,21 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
         "2 of 2  job 1  seed=2  failed: no  in 0:00",
     ]
     assert shown.err == "lockstep: job 1: no\n"
+
+
+def test_a_running_job_shows_how_far_it_is(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    assert progress_of(ledger, record) == {}
+    (tmp_path / record.folder).mkdir()
+    (tmp_path / record.folder / "summary.json").write_text('{"steps": 40}')
+    metrics = tmp_path / record.folder / "metrics.jsonl"
+    metrics.write_text("")
+    assert progress_of(ledger, record) == {"step": 0.0, "steps": 40.0, "rate": 0.0}
+    metrics.write_text('{"step": 20, "perf/img_per_s": 99.5}\n{"step": 23, "loss/val": 1}\n')
+    assert progress_of(ledger, record) == {"step": 23.0, "steps": 40.0, "rate": 99.5}
+    metrics.write_text("x" * 5000 + "\n" + metrics.read_text())
+    assert progress_of(ledger, record) == {"step": 23.0, "steps": 40.0, "rate": 99.5}
+    metrics.write_text("torn")
+    assert progress_of(ledger, record) == {}

@@ -28,6 +28,7 @@ class Screen:
     def __init__(self, ledger: Ledger, records: Sequence[Record]) -> None:
         self.ledger = ledger
         self.records = {record.number: record for record in records}
+        self.running: list[int] = []
         self.swept = swept_keys(records)
         self.began = time.monotonic()
         self.before = self._count(State.done, State.failed)
@@ -49,12 +50,13 @@ class Screen:
         self.live.stop()
 
     def started(self, record: Record) -> None:
-        self.records[record.number] = self.ledger.read(record)
+        self.running.append(record.number)
         if not self.live.is_started:
             self._print(f"{self._name(record)}  started")
 
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
+        self.running = [number for number in self.running if number != record.number]
         ending = f"done {score(record)}" if record.state is State.done else f"{record.state}: {record.error}"
         position = f"{self._count(State.done, State.failed)} of {len(self.records)}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
@@ -63,20 +65,22 @@ class Screen:
 
     def refresh(self) -> None:
         """Draw what runs, and how far the sweep is."""
-        if self.live.is_started:
-            running = [record for record in self.records.values() if record.state in (State.running, State.waiting)]
-            lines = [self._progress(record) for record in running if progress_of(self.ledger, record)]
-            self.live.update(Group(*lines, self._summary()), refresh=True)
+        if not self.live.is_started:
+            return
+        for number in self.running:  # each job writes its own record
+            self.records[number] = self.ledger.read(self.records[number])
+        lines = [self._progress(self.records[number]) for number in self.running]
+        self.live.update(Group(*lines, self._summary()), refresh=True)
 
     def _progress(self, record: Record) -> Text:
-        progress = progress_of(self.ledger, record)
-        step, total, rate = (progress.get(key, 0.0) for key in ("step", "steps", "rate"))
-        columns = [Column("", self._name(record), "", ALWAYS), Column("step", f"{step:,.0f}", f"/{total:,.0f}", 5)]
-        if rate:
-            columns.append(Column("", f"{rate:,.0f}", " img/s", 4))
-        if step:
-            passed = time.time() - record.started
-            columns.append(Column("left", clock(passed / step * (total - step)), "", ALWAYS))
+        columns = [Column("", self._name(record), "", ALWAYS)]
+        if progress := progress_of(self.ledger, record):
+            step, total, rate = progress["step"], progress["steps"], progress["rate"]
+            columns.append(Column("step", f"{step:,.0f}", f"/{total:,.0f}", 5))
+            columns += [Column("", f"{rate:,.0f}", " img/s", 4)] if rate else []
+            if step and record.started:
+                left = (time.time() - record.started) / step * (total - step)
+                columns.append(Column("left", clock(left), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _summary(self) -> Text:
@@ -111,13 +115,15 @@ def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
     try:
         facts = safe_read.read_json(folder / "summary.json")
         with safe_read.opened(folder / "metrics.jsonl") as file:
-            file.seek(max(0, file.seek(0, 2) - TAIL))
-            lines = file.read().decode(errors="replace").splitlines()
-        last = safe_read.parsed_json(lines[-1]) if lines else {}
+            start = max(0, file.seek(0, 2) - TAIL)
+            file.seek(start)
+            texts = file.read().decode(errors="replace").splitlines()[start > 0 :]  # without one that is cut
+        lines = [safe_read.parsed_json(text) for text in texts]
+        rates = [line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line]  # of log points
         return {
-            "step": float(last.get("step", 0)),
+            "step": float(lines[-1]["step"]) if lines else 0.0,
             "steps": float(facts["steps"]),
-            "rate": float(last.get("perf/img_per_s", 0)),
+            "rate": float(rates[-1]) if rates else 0.0,
         }
     except (InputError, LookupError, TypeError, ValueError, AttributeError):
         return {}
