@@ -19,6 +19,7 @@ from lockstep.config.commands import override
 from lockstep.core.launched import launched
 from lockstep.core.process_group import own_gpu
 from lockstep.core.slurm import adopt_srun
+from lockstep.sweep.ledger import Ledger, State
 from processes import JOB, ended, start, steps_done, summary, wait_for
 
 pytestmark = pytest.mark.slow
@@ -141,9 +142,13 @@ def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
     assert done.code == 0, done.err
     number = done.out.split("submitted job ")[1].split("_")[0]
     assert all(f"submitted job {number}_{index} of SLURM" in done.out for index in (0, 1))
+    assert "submitted job" not in train("-m", *words, "device=cpu", **slurm).out, "the jobs are in the queue already"
     wait_for(lambda: not queue(slurm))
     assert [summary(folder)["status"] for folder in runs(sweep)] == ["completed"] * 2
     assert all((sweep / f"slurm-{number}_{index}.log").is_file() for index in (0, 1))
+    assert [(record.state, record.submitted) for record in Ledger(sweep).records()] == [
+        (State.done, f"{number}_{index}") for index in (0, 1)
+    ]
 
 
 def test_a_job_whose_time_is_over_is_saved_and_goes_on_where_it_was(slurm: dict[str, str], tmp_path: Path) -> None:

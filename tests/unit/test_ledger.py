@@ -184,6 +184,12 @@ def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
     assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, State.stopped]
 
 
+def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
+    records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
+    assert [record.state for record in to_run(records, retry=False)] == [State.stopped]
+    assert len(to_run(records, retry=True)) == len(State) - 1
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"number": 0}', json.dumps({**dataclasses.asdict(job(0)), "state": "sleeping"})]

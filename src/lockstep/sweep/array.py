@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core import log
+from lockstep.sweep.ledger import record_of
 
 if TYPE_CHECKING:
     from lockstep.job.submit import Submission
@@ -33,4 +35,6 @@ def submit_all(folder: Path | None = None) -> None:
                 log.console.print(line, soft_wrap=True)
             continue
         for number, path in submit([*same], folder):
+            if entry := record_of(path):
+                entry[0].write(replace(entry[1], submitted=number))
             log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)

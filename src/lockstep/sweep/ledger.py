@@ -54,6 +54,7 @@ class Record:
         started, ended: seconds since 1970.
         objective: the score of a finished job.
         exit_code, error: of a failed or stopped job.
+        submitted: the number of the job of a cluster that runs it; empty without one.
     """
 
     number: int
@@ -68,6 +69,12 @@ class Record:
     objective: float | None = None
     exit_code: int = 0
     error: str = ""
+    submitted: str = ""
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether a cluster has the job, in its queue or on a machine, as far as its record says."""
+        return bool(self.submitted) and self.state in (State.waiting, State.running)
 
     @property
     def runs_here(self) -> bool:

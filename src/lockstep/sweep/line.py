@@ -117,6 +117,8 @@ def _say_what_goes_on(ledger: Ledger) -> None:
     done = sum(record.state is State.done for record in records)
     failed = sum(record.state is State.failed for record in records)
     retries = f", {failed} failed (sweep.retry=true tries them again)" if failed else ""
+    if submitted := sum(record.runs_elsewhere for record in records):
+        retries += f", {submitted} are with the cluster (sweep.retry=true submits them again)"
     log.show(
         f"the sweep in {relative(ledger.folder)} goes on: {done} of {len(records)} jobs are done{retries}; "
         "sweep.resume=new starts all again"

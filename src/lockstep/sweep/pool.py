@@ -234,6 +234,9 @@ def start(ledger: Ledger, task: Task, share: Share) -> Process:
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:
-    """The records of the jobs that a call runs: all but those that are done, run elsewhere, or failed before."""
-    skipped = {State.done} if retry else {State.done, State.failed}
-    return [record for record in records if record.state not in skipped and not record.runs_here]
+    """The records of the jobs that a call runs: not of those that are done or run now.
+
+    With `retry`, also of those that failed, and of those that a cluster was given and may have lost.
+    """
+    runs = [record for record in records if record.state is not State.done and not record.runs_here]
+    return runs if retry else [r for r in runs if r.state is not State.failed and not r.runs_elsewhere]
