@@ -212,7 +212,8 @@ def main() -> None:
     """Import the modules, then serve commands."""
     from lockstep.core.native_threads import configure_native_threads
 
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # ignored where the tests run under nohup or in the background
+        signal.signal(number, signal.SIG_DFL)
     configure_native_threads()  # ranks are forked only from a process with one thread
     for name in sys.argv[2:]:
         importlib.import_module(name)

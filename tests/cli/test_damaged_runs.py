@@ -147,7 +147,7 @@ def test_a_terminal_that_cannot_show_anything_ends_no_run(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_mutated_run_folders_are_the_same_run_or_refused_and_untouched(tmp_path: Path) -> None:
-    """A short one; `benchmarks/mutate_run_folder.py` does thousands."""
-    mutate = ("benchmarks/mutate_run_folder.py", "--mutations", "10", "--seed", "7")
+    """A short one; `benchmarks/reliability/mutate_run_folder.py` does thousands."""
+    mutate = ("benchmarks/reliability/mutate_run_folder.py", "--mutations", "10", "--seed", "7")
     done = forked(*mutate, TMPDIR=str(tmp_path), timeout=500)
     assert done.code == 0, done.out + done.err

@@ -8,7 +8,7 @@ from helpers import forked
 
 
 def test_no_command_line_ends_in_a_traceback_or_leaves_something_behind() -> None:
-    done = forked("benchmarks/fuzz_command_line.py", "--overrides", "60", "--seed", "0")
+    done = forked("benchmarks/reliability/fuzz_command_line.py", "--overrides", "60", "--seed", "0")
     assert done.code == 0, done.out + done.err
     counts = re.match(r"(\d+) overrides in (\d+) command lines, .* 0 end otherwise\n$", done.out)
     assert counts is not None, done.out

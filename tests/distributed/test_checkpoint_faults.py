@@ -263,3 +263,20 @@ def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Pa
     assert set(events.values()) == {1}
     assert events == raw_events(expected)
     assert losses(run) == losses(expected)
+
+
+def test_an_evaluation_that_a_resume_made_up_and_lost_is_once_in_every_file(tmp_path: Path) -> None:
+    job = (*JOB, "steps=6", "train.eval_batch=20")
+    expected, run = train_here(tmp_path / "whole", *job), train_here(tmp_path / "run", *job, stop_in=9)
+    shutil.copytree(run.checkpoints, tmp_path / "stopped")
+    progress = checkpoint.read_facts(checkpoint.candidates(run.checkpoints)[0])["progress"]
+    assert (progress["step"], progress["score"]) == (3, None)
+    train_here(run.path, *job)
+    # As a kill between the evaluation and its checkpoint leaves it.
+    shutil.rmtree(run.checkpoints)
+    (tmp_path / "stopped").rename(run.checkpoints)
+    train_here(run.path, *job)
+    assert [line.keys() for line in records(run)] == [line.keys() for line in records(expected)]
+    rows = list(csv.DictReader(run.table.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == [3, 6]
+    assert raw_events(run) == raw_events(expected)

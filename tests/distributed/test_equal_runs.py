@@ -104,6 +104,17 @@ THREE = {
 }
 
 
+# On one rank.
+REFERENCES = {
+    "plain": (*COMMON, *PLAIN),
+    "micro": (*COMMON, *PLAIN, "train.micro_batches=4"),
+    "bn": (*COMMON, *NORMED),
+    **{name: (*BASE, *PLAIN, *words) for name, words in LOSSES.items()},
+    **{name: (*BASE, *words) for name, words in FROZEN.items()},
+}
+FEW_TESTS = 5  # so many tests train only their own cases
+
+
 def cases(folder: Path, ranks: int) -> dict[str, Case]:
     """What is tried on so many ranks."""
     jobs = {
@@ -123,23 +134,33 @@ def cases(folder: Path, ranks: int) -> dict[str, Case]:
     return {name: Case(folder / name, overrides) for name, overrides in jobs.items()}
 
 
+class Runs(dict[str, Path]):
+    """The runs on some ranks, by their names, trained when a test first asks for one.
+
+    A gang takes seconds to start, so all cases share one; `alone` trains only the case that is asked for.
+    """
+
+    def __init__(self, folder: Path, ranks: int, *, alone: bool) -> None:
+        super().__init__()
+        self.folder, self.ranks, self.alone = folder, ranks, alone
+
+    def __missing__(self, name: str) -> Path:
+        if self.ranks == 1:
+            self[name] = train_here(self.folder / name, *REFERENCES[name]).path
+            return self[name]
+        planned = cases(self.folder, self.ranks)
+        chosen = {name: planned[name]} if self.alone else planned
+        gang(self.folder / f"gang-{name}", self.ranks, list(chosen.values()))
+        self.update({name: case.path for name, case in chosen.items()})
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Path]]:
-    """All cases on two and on three ranks, and the references on one."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runs]:
+    """The runs on one, two and three ranks."""
     root = tmp_path_factory.mktemp("runs")
-    done: dict[int, dict[str, Path]] = {}
-    for ranks in (2, 3):
-        these = cases(root / str(ranks), ranks)
-        gang(root / f"gang{ranks}", ranks, list(these.values()))
-        done[ranks] = {name: case.path for name, case in these.items()}
-    done[1] = {
-        "plain": train_here(root / "plain", *COMMON, *PLAIN).path,
-        "bn": train_here(root / "bn", *COMMON, *NORMED).path,
-        **{name: train_here(root / name, *BASE, *PLAIN, *LOSSES[name]).path for name in LOSSES},
-        **{name: train_here(root / name, *BASE, *words).path for name, words in FROZEN.items()},
-        "micro": train_here(root / "micro", *COMMON, *PLAIN, "train.micro_batches=4").path,
-    }
-    return done
+    alone = sum(item.path == request.path for item in request.session.items) <= FEW_TESTS
+    return {ranks: Runs(root / str(ranks), ranks, alone=alone) for ranks in (1, 2, 3)}
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -150,7 +171,7 @@ def largest_difference(one: Path, other: Path) -> float:
 
 @pytest.mark.parametrize(("strategy", "micro", "ranks"), MICRO_BATCHES)
 def test_losses_do_not_depend_on_strategy_ranks_or_accumulation(
-    runs: dict[int, dict[str, Path]], strategy: str, micro: int, ranks: int
+    runs: dict[int, Runs], strategy: str, micro: int, ranks: int
 ) -> None:
     difference = largest_difference(runs[1]["plain"], runs[ranks][f"{strategy}-{micro}"])
     print(f"{strategy}, {ranks} ranks, {micro} micro-batches: largest relative difference {difference:.1e}")
@@ -158,13 +179,13 @@ def test_losses_do_not_depend_on_strategy_ranks_or_accumulation(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_loss_depends_on_how_the_batch_is_cut(runs: dict[int, dict[str, Path]], name: str) -> None:
+def test_no_loss_depends_on_how_the_batch_is_cut(runs: dict[int, Runs], name: str) -> None:
     assert largest_difference(runs[1][name], runs[3][f"loss-{name}"]) < 1e-12
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), BATCH_NORM)
 def test_a_network_with_batch_norm_trains_alike_on_any_number_of_ranks(
-    runs: dict[int, dict[str, Path]], strategy: str, ranks: int
+    runs: dict[int, Runs], strategy: str, ranks: int
 ) -> None:
     difference = largest_difference(runs[1]["bn"], runs[ranks][f"{strategy}-bn"])
     print(f"{strategy}, {ranks} ranks, batch norm: largest relative difference {difference:.1e}")
@@ -173,7 +194,7 @@ def test_a_network_with_batch_norm_trains_alike_on_any_number_of_ranks(
 
 @pytest.mark.parametrize(("strategy", "name", "ranks"), FREEZING)
 def test_what_is_frozen_is_so_on_any_number_of_ranks(
-    runs: dict[int, dict[str, Path]], strategy: str, name: str, ranks: int
+    runs: dict[int, Runs], strategy: str, name: str, ranks: int
 ) -> None:
     assert largest_difference(runs[1][name], runs[ranks][f"{name}-{strategy}"]) < 1e-12
     expected, actual = weights(runs[1][name]), weights(runs[ranks][f"{name}-{strategy}"])
@@ -182,7 +203,7 @@ def test_what_is_frozen_is_so_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, dict[str, Path]], ranks: int) -> None:
+def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, Runs], ranks: int) -> None:
     expected = weights(runs[1]["plain"])
     actual = weights(runs[ranks]["ddp-1"])
     for name, tensor in expected.items():
@@ -198,38 +219,36 @@ def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, dict[str, Path]
     assert epochs[1] == pytest.approx(epochs[0], rel=1e-12)
 
 
-def test_float32_begins_as_float64_does_on_one_rank(runs: dict[int, dict[str, Path]]) -> None:
+def test_float32_begins_as_float64_does_on_one_rank(runs: dict[int, Runs]) -> None:
     # The longest sum is a gradient of the first layer: over the 64 pixels of 240 images.
     bound = 240 * 64 * torch.finfo(torch.float32).eps
     assert losses(runs[3]["fp32"])[:3] == pytest.approx(losses(runs[1]["plain"])[:3], rel=bound)
 
 
-def test_streaming_gives_the_losses_of_resident_to_the_bit(runs: dict[int, dict[str, Path]]) -> None:
+def test_streaming_gives_the_losses_of_resident_to_the_bit(runs: dict[int, Runs]) -> None:
     assert losses(runs[3]["streaming"]) == losses(runs[3]["ddp-1"])
 
 
-def test_accumulation_alone_changes_only_the_order_of_a_sum(runs: dict[int, dict[str, Path]]) -> None:
+def test_accumulation_alone_changes_only_the_order_of_a_sum(runs: dict[int, Runs]) -> None:
     assert largest_difference(runs[1]["plain"], runs[1]["micro"]) < 1e-12
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16", "powersgd"])
-def test_a_communication_hook_changes_the_gradients_by_rounding_only(
-    runs: dict[int, dict[str, Path]], hook: str
-) -> None:
+def test_a_communication_hook_changes_the_gradients_by_rounding_only(runs: dict[int, Runs], hook: str) -> None:
     difference = largest_difference(runs[2]["hook-none"], runs[2][f"hook-{hook}"])
     # A step along a gradient of at most 5 lowers the loss, which stays above 1, by 0.05 * 5**2 at the most, and a
     # rounding to bfloat16 changes that by 2**-9: in four steps by 0.01. PowerSGD sends plain gradients for ten.
     assert difference == 0 if hook == "powersgd" else 0 < difference < 0.01
 
 
-def test_both_schedules_of_a_pipeline_give_the_same_bits(runs: dict[int, dict[str, Path]]) -> None:
+def test_both_schedules_of_a_pipeline_give_the_same_bits(runs: dict[int, Runs]) -> None:
     assert largest_difference(runs[1]["plain"], runs[3]["gpipe"]) < 1e-12
     assert losses(runs[3]["1f1b"]) == losses(runs[3]["gpipe"])
     actual, expected = weights(runs[3]["1f1b"]), weights(runs[3]["gpipe"])
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_pipeline_evaluates_and_mixes_as_one_rank_does(runs: dict[int, dict[str, Path]]) -> None:
+def test_a_pipeline_evaluates_and_mixes_as_one_rank_does(runs: dict[int, Runs]) -> None:
     assert largest_difference(runs[1]["balanced"], runs[3]["pipeline-mixed"]) < 1e-12
     for key in ("acc/val_top1", "acc/val_ema_top1", "loss/val", "loss/train_epoch", "optim/grad_norm"):
         expected, actual = (
@@ -239,12 +258,12 @@ def test_a_pipeline_evaluates_and_mixes_as_one_rank_does(runs: dict[int, dict[st
         assert actual == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, dict[str, Path]]) -> None:
+def test_the_switches_of_ddp_do_not_change_the_run(runs: dict[int, Runs]) -> None:
     assert largest_difference(runs[1]["plain"], runs[2]["tuned"]) < 1e-12
 
 
 def test_data_parallel_without_a_gpu_is_the_single_run_and_says_why_ddp_is_better(
-    runs: dict[int, dict[str, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[int, Runs], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train_here(tmp_path / "run", *COMMON, *PLAIN, "strategy=dp")
     assert losses(run) == losses(runs[1]["plain"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 
 import pytest
@@ -21,6 +22,7 @@ WORDS = [(word, template) for template, words in KEYS.items() for word in words.
 NAMES = [(words.split("=")[0], name) for words, names in VALUES.items() for name in names.split()]
 
 
+@functools.cache  # many words have the same proposal
 def check(proposal: str) -> None:
     """The proposal, pasted, is a job."""
     components.build_job(composed(*shlex.split(proposal)))

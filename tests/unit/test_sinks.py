@@ -171,7 +171,7 @@ def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path,
         table.write(step, {"acc/val_top1": float(step)})
     table.end("completed")
     path.write_text(path.read_text() + tail)
-    again = Table(path, PLAN, 20)
+    again = Table(path, PLAN, 20.5)
     again.write(30, {"acc/val_top1": 99.0})
     again.end("completed")
     assert [(row["step"], row["val_top1"]) for row in rows(path)] == [("10", "10"), ("20", "20"), ("30", "99")]

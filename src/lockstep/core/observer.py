@@ -22,6 +22,8 @@ class RunInfo:
         run_dir: the folder of the run.
         plan: the plan of the run, in steps.
         step: the last finished step. An observer that wrote later steps before a kill removes or skips them.
+        after: `step`, and half a step more if it was evaluated: the evaluation may have been written before a kill,
+            and will be made again.
         logged: the last step whose figures the run has written.
         config: the resolved config, as in `config.yaml`.
         hyperparameters: the values to compare between runs; every run has the same keys.
@@ -30,6 +32,7 @@ class RunInfo:
     run_dir: RunDir
     plan: Plan
     step: int
+    after: float
     logged: int
     config: Mapping[str, Any]
     hyperparameters: Mapping[str, str | float]

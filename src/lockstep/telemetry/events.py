@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,13 @@ HPARAMS = "_hparams_/"  # the beginning of the tags of the hyper-parameters
 RECORD_LIMIT = 64 * MB  # a usual record has a few hundred bytes
 
 
-def trim_events(paths: list[Path], after: int, session: Collection[Summary.Value] = ()) -> set[str]:
-    """Remove all events of steps after `after` from event files, oldest first; returns the tags that are left.
+def place_of(step: int, tags: Container[str]) -> float:
+    """Where figures are in the order of a run: those of an evaluation are half a step behind its step."""
+    return step + 0.5 if "loss/val" in tags else step
+
+
+def trim_events(paths: list[Path], after: float, session: Collection[Summary.Value] = ()) -> set[str]:
+    """Remove all events after `RunInfo.after` from event files, oldest first; returns the tags that are left.
 
     Hyper-parameters that are not those of `session` are removed too: the resumed run writes its own. TensorBoard's
     purge only hides such steps: other readers of the files would find them twice. A record that a kill cut short ends
@@ -49,7 +54,7 @@ def trim_events(paths: list[Path], after: int, session: Collection[Summary.Value
                 continue
             values = {(value.tag, event.step) for value in event.summary.value}
             outdated = any(part not in session_parts for part in hparams)
-            if event.step <= after and not outdated and not values & keys:
+            if place_of(event.step, {tag for tag, _ in values}) <= after and not outdated and not values & keys:
                 keys |= values
                 RecordWriter(trimmed).write(record)
         if damaged:

@@ -17,7 +17,7 @@ class JSONL:
     """The file `metrics.jsonl` in the run folder."""
 
     def build(self, run: RunInfo) -> Observer:
-        return sinks.JsonLines(run.run_dir.metrics, run.step, run.logged)
+        return sinks.JsonLines(run.run_dir.metrics, run.after, run.logged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,4 +27,4 @@ class TensorBoard:
     imports: ClassVar[tuple[str, ...]] = ("torch.utils.tensorboard",)
 
     def build(self, run: RunInfo) -> Observer:
-        return sinks.TensorBoard(run.folder, run.step, run.hyperparameters, sinks.layout_of(run.config))
+        return sinks.TensorBoard(run.folder, run.after, run.hyperparameters, sinks.layout_of(run.config))

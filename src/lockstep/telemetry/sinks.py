@@ -1,7 +1,7 @@
 """The sinks of scalars: `metrics.jsonl` (the reference, append only), `metrics.csv`, and TensorBoard.
 
-Each file has every step once, however often a run is killed. When a run resumes, the steps after the checkpoint will
-be done again, so they are removed from the files first.
+Each file has every step once, however often a run is killed. When a run resumes, the steps after the checkpoint, and
+an evaluation that it does not have, will be done again, so they are removed from the files first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import UnreadableFile, is_number, parsed_json, read_lines
 from lockstep.core.safe_write import storing, write_atomic_parts
-from lockstep.telemetry.events import trim_events
+from lockstep.telemetry.events import place_of, trim_events
 
 LAYOUT: dict[str, dict[str, list[Any]]] = {
     "Learning": {
@@ -91,13 +91,13 @@ class JsonLines(_TextSink):
 
     Args:
         path: the file.
-        after: the step that the run resumes from.
+        after: where the run resumes from, `RunInfo.after`.
         logged: the last step that the run logged before; warns if the file ends before it.
     """
 
-    def __init__(self, path: Path, after: int, logged: int = 0) -> None:
+    def __init__(self, path: Path, after: float, logged: int = 0) -> None:
         self.path = path
-        self.file, last = truncate_after(path, after, _step_of)
+        self.file, last = truncate_after(path, after, lambda line: place_of(*_parsed(line)))
         if last < logged:
             log.warn(
                 f"{path} ends at step {last}, and its run had logged step {logged}: the lines between them are lost"
@@ -122,20 +122,16 @@ def _parsed(line: str) -> tuple[int, dict[Any, Any]]:
     raise ValueError("not a line of figures")
 
 
-def _step_of(line: str) -> int:
-    return _parsed(line)[0]
-
-
-def truncate_after(path: Path, after: int, step: Callable[[str], int], header: str = "") -> tuple[TextIO, int]:
-    """Open the file at `path` for appending, with the `header` and only its whole lines of steps up to `after`.
+def truncate_after(path: Path, after: float, place: Callable[[str], float], header: str = "") -> tuple[TextIO, int]:
+    """Open the file at `path` for appending, with the `header` and only its whole lines up to `after`.
 
     A line without an end was cut short by a kill; it is left out, because it may look like that of a smaller step.
     Lines that cannot be read are left out too, with a warning.
 
     Args:
         path: the file.
-        after: the step that the run resumes from.
-        step: returns the step of a line; raises ValueError or RecursionError if it has none.
+        after: where the run resumes from, `RunInfo.after`.
+        place: returns the `place_of` of a line; raises ValueError or RecursionError if it has none.
         header: the first line.
 
     Returns:
@@ -155,12 +151,12 @@ def truncate_after(path: Path, after: int, step: Callable[[str], int], header: s
             if number == 1 and line == header:
                 continue
             try:
-                line_step = step(line or "")
+                line_place = place(line or "")
             except (ValueError, RecursionError):
                 damaged.append(number)
                 continue
-            if line_step <= after:
-                last = max(last, line_step)
+            if line_place <= after:
+                last = max(last, int(line_place))
                 yield (line or "").encode()
 
     write_atomic_parts(path, valid_lines())
@@ -185,13 +181,18 @@ COLUMNS = {
 
 
 def read_figures(path: Path, until: float = math.inf) -> Iterator[tuple[int, dict[str, float]]]:
-    """The steps up to `until` in a `metrics.jsonl`, if there is one, with their scalars that are finite."""
+    """The steps in a `metrics.jsonl`, if there is one, with their scalars that are finite.
+
+    Args:
+        path: the file.
+        until: where to end, as `RunInfo.after`.
+    """
     for line in read_lines(path) if path.exists() else ():
         try:
             step, scalars = _parsed(line or "")
         except (ValueError, RecursionError):
             continue
-        if step <= until:
+        if place_of(step, scalars) <= until:
             yield step, {tag: value for tag, value in scalars.items() if tag != STAMP and value is not None}
 
 
@@ -201,15 +202,17 @@ class Table(_TextSink):
     Args:
         path: the file.
         plan: the plan of the run.
-        after: the step that the run resumes from.
+        after: where the run resumes from, `RunInfo.after`.
         latest: the last figures before that step, by tag.
     """
 
-    def __init__(self, path: Path, plan: Plan, after: int, latest: Mapping[str, float] | None = None) -> None:
+    def __init__(self, path: Path, plan: Plan, after: float, latest: Mapping[str, float] | None = None) -> None:
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
         header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
-        self.file, _ = truncate_after(path, after, lambda line: int(line.partition(",")[0]), header)
+        self.file, _ = truncate_after(
+            path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header
+        )
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -227,13 +230,13 @@ class TensorBoard(Observer):
 
     Args:
         folder: the run folder.
-        after: the step that the run resumes from.
+        after: where the run resumes from, `RunInfo.after`.
         facts: the hyper-parameters. On a resume they replace the earlier ones.
         layout: the charts of each category of the page of custom scalars.
     """
 
     def __init__(
-        self, folder: Path, after: int, facts: Mapping[str, Any], layout: Mapping[str, Any] = LAYOUT
+        self, folder: Path, after: float, facts: Mapping[str, Any], layout: Mapping[str, Any] = LAYOUT
     ) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary

@@ -83,7 +83,7 @@ class WandBRun(Observer):
             ) from error
 
         if logger.mode is Mode.offline:
-            for step, scalars in read_figures(run.run_dir.metrics, run.step):
+            for step, scalars in read_figures(run.run_dir.metrics, run.after):
                 self.write(step, scalars)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

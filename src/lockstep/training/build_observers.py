@@ -61,15 +61,16 @@ def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Pro
         run_dir=run_dir,
         plan=plan,
         step=progress.step,
+        after=progress.after,
         # A new run that starts from the checkpoint of another run has none of its figures.
         logged=progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0,
         config=components.plain(job),
         hyperparameters=banner.hyperparameters(job, world),
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
-    logged = sinks.read_figures(run_dir.metrics, progress.step)
+    logged = sinks.read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
-    return Observers(sinks.Table(run_dir.table, plan, progress.step, latest), *loggers)
+    return Observers(sinks.Table(run_dir.table, plan, progress.after, latest), *loggers)
 
 
 def _samples(job: Job, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:

@@ -23,3 +23,8 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     window: WindowState | None = None
+
+    @property
+    def after(self) -> float:
+        """`RunInfo.after`, which is behind the figures of this progress."""
+        return self.step if self.score is None else self.step + 0.5

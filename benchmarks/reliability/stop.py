@@ -1,6 +1,6 @@
 """Asks jobs to stop at random moments of every phase, and measures the time until all their processes have ended.
 
-    python benchmarks/stop.py --tries 20 --json stop.json
+    python benchmarks/reliability/stop.py --tries 20 --json stop.json
 
 Each job is the real command. It gets one SIGTERM a random time after the beginning of a phase: while it starts,
 trains, goes through the micro-batches of a slow step, evaluates, compiles, decodes a data set into memory or tries

@@ -1,7 +1,7 @@
 """Unusual command lines: for each, train.py starts, or says in one sentence why not.
 
-    python benchmarks/fuzz_command_line.py
-    python benchmarks/fuzz_command_line.py --overrides 500 --seed 3
+    python benchmarks/reliability/fuzz_command_line.py
+    python benchmarks/reliability/fuzz_command_line.py --overrides 500 --seed 3
 
 Each case goes the whole way of `python train.py OVERRIDES`, up to the launch of the ranks, in one process for many
 cases. It must end with 0 or 2, without a traceback, and a refused command must leave no files. Keys come from the
@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TRAIN = Path(__file__).parents[1] / "train.py"
+TRAIN = Path(__file__).parents[2] / "train.py"
 CONF = TRAIN.parent / "conf"
 STARTS_S, HANGS_S = 600.0, 120.0  # time limits: for the imports, and for one case
 RESULTS = "results.jsonl"

@@ -1,6 +1,6 @@
 """Damages run folders at random and resumes them: each is the same run to the last bit, or refused and unchanged.
 
-    python benchmarks/mutate_run_folder.py --mutations 2000 --json mutations.json
+    python benchmarks/reliability/mutate_run_folder.py --mutations 2000 --json mutations.json
 
 A small real job is stopped halfway, with two checkpoints. Then its folder is copied, one thing in the copy is
 changed (flipped bits, a cut, zeros, foreign content, a file of holes, two files swapped, a file or folder removed,
@@ -59,7 +59,7 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
 from soak import leaves
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 JOB = (
     "name=mutated",
     "device=cpu",

@@ -1,6 +1,6 @@
 """Kills one of two machines again and again, and shows that the run still equals the run of a single machine.
 
-    python benchmarks/node_kills.py --kills 20 --json node_kills.json
+    python benchmarks/reliability/node_kills.py --kills 20 --json node_kills.json
 
 The machines are network namespaces with a link between them, so this needs Linux, root and `ip` (iproute2). A small
 real job (dropout, momentum, averaged weights, a checkpoint every four steps) runs on both with `launcher.restarts`,
@@ -33,12 +33,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.core.run_dir import RunDir
-from measure import parser
-from soak import Record
+from soak import ROOT, Record
 
-ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
-from namespaces import Machine, Unavailable, two_machines  # noqa: E402
+from measure import parser
+from namespaces import Machine, Unavailable, two_machines
 
 STEPS, EVAL_EVERY = 40, 6
 JOB = (

@@ -1,6 +1,6 @@
 """Kills jobs again and again at random moments, and shows that the killed run equals a run that was never killed.
 
-    python benchmarks/soak.py --kills 100 --json soak.json
+    python benchmarks/reliability/soak.py --kills 100 --json soak.json
 
 For each number of ranks a small real job (dropout, averaged weights, bfloat16, loader workers, checkpoints every ten
 steps) is trained to its end once. Then the same command is started again and again in one folder, and after a random
@@ -43,9 +43,11 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
-from measure import living
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+from measure import living  # noqa: E402
+
 JOB = (
     "name=soak",
     "device=cpu",
