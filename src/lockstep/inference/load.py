@@ -106,12 +106,13 @@ def _model_with_weights(option: Model, card: ModelCard, precision: Precision, fi
     """The model with its weights, on the CPU."""
     try:
         shapes = sketch(option, card.classes, card.input_shape)
-        checkpoint.check_tensors(shapes, file, KEY)
-        check_size(shapes)
     except InputError:
         raise
     except Exception:  # the model of an extension may read numbers, which tensors on the meta device do not have
-        pass
+        shapes = None
+    if shapes is not None:
+        checkpoint.check_tensors(shapes, file, KEY)
+        check_size(shapes)
     with torch.random.fork_rng(devices=[]):
         model = precision.convert(option.build(card.classes, card.input_shape))
     checkpoint.load_weights(model, file, KEY)

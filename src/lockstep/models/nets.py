@@ -81,9 +81,11 @@ def time_limit() -> Iterator[None]:
     thread, done, begin = ctypes.c_ulong(threading.get_ident()), threading.Event(), time.process_time()
 
     def watch() -> None:
-        while not done.wait(0.05):
-            if time.process_time() - begin > SKETCH_S:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TooSlowError))
+        while time.process_time() - begin < SKETCH_S:
+            if done.wait(0.05):
+                return
+        # Only once: a second one could come after the context.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TooSlowError))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
