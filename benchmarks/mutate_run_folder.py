@@ -296,7 +296,7 @@ def replace_files(step: Path, donor: Path, dice: random.Random, *, hash_again: b
 
 
 def of_another_run(
-    folder: Path, others: dict[str, Path], dice: random.Random
+    folder: Path, donors: dict[str, Path], dice: random.Random
 ) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
     """Every kind of mutation with files of other runs and steps, each for a random checkpoint."""
 
@@ -311,11 +311,11 @@ def of_another_run(
         shutil.copyfile(donor / path.relative_to(folder), path)
 
     steps = sorted(folder.glob("checkpoints/step-*"))
-    for name, donor in {"another step": folder, **others}.items():
+    for name, donor in {"another step": folder, **donors}.items():
         for hash_again in (False, True):
             kind = f"files of {name}{', hashed again' * hash_again}"
             yield kind, dice.choice(steps), partial(replaced, donor=donor, hash_again=hash_again)
-    for name, donor in others.items():
+    for name, donor in donors.items():
         for hash_again in (False, True):
             kind = f"all checkpoints of {name}{', hashed again' * hash_again}"
             yield kind, folder, partial(all_replaced, donor=donor, hash_again=hash_again)
@@ -371,9 +371,9 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
 
 
 def every_mutation(
-    folder: Path, others: dict[str, Path], dice: random.Random
+    folder: Path, donors: dict[str, Path], dice: random.Random
 ) -> list[tuple[str, Path, Callable[[Path], object]]]:
-    return [*of_another_run(folder, others, dice), *of_a_file(folder, dice)]
+    return [*of_another_run(folder, donors, dice), *of_a_file(folder, dice)]
 
 
 def judge(ended: Ended, before: dict[str, tuple[int, str]], folder: Path, expected: str) -> str:
@@ -400,8 +400,8 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     """Resume `mutations` damaged copies of one run; returns the results by the kind of mutation."""
     dice = random.Random(seed)
     original, undamaged = root / "original", root / "undamaged"
-    others = {"the same seed": root / "again", "another seed": root / "other"}
-    for folder, of in ((original, 0), (others["the same seed"], 0), (others["another seed"], 1)):
+    donors = {"the same seed": root / "again", "another seed": root / "other"}
+    for folder, of in ((original, 0), (donors["the same seed"], 0), (donors["another seed"], 1)):
         if (job := forked(partial(stopped_halfway, folder, of), folder)).code:
             raise SystemExit(f"a job to mutate could not be made: {job.err}")
     shutil.copytree(original, undamaged)
@@ -412,12 +412,12 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     tallies: dict[str, Tally] = {}
     number = 0
     while number < mutations:
-        kinds = len(list(every_mutation(original, others, random.Random(0))))
+        kinds = len(list(every_mutation(original, donors, random.Random(0))))
         for kind in range(min(kinds, mutations - number)):
             number += 1
             folder = root / f"{number:05}"
             shutil.copytree(original, folder)
-            name, path, change = list(every_mutation(folder, others, dice))[kind]
+            name, path, change = list(every_mutation(folder, donors, dice))[kind]
             change(path)
             before = tree(folder)
             ended = resumed(folder, composed)
