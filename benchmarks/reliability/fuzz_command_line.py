@@ -155,16 +155,15 @@ def short_of_training() -> Iterator[None]:
     A command then ends with an exception instead of ending this process.
     """
     from lockstep.data.datasets.published import Published
-    from lockstep.job import machine_limits
     from lockstep.launcher import Inline
-    from lockstep.runtime import program
+    from lockstep.runtime import host, program
 
     def offline(self: object) -> None:
         raise RuntimeError("no network")
 
     program.leave = sys.exit  # type: ignore[assignment]
     program.finish = lambda: sys.exit(0)
-    machine_limits.available_memory = lambda: ROOM
+    host.available_memory = lambda: ROOM
     Published._fetch = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]
     yield

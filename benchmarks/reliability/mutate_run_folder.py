@@ -4,8 +4,9 @@
 
 A small real job is stopped halfway, with two checkpoints. Then its folder is copied, one thing in the copy is
 changed (flipped bits, a cut, zeros, foreign content, a file of holes, two files swapped, a file or folder removed,
-renamed, or made a link, a pipe, a socket, a device or a folder), and the user's command resumes it. These results
-are allowed:
+renamed, or made a link, a pipe, a socket, a device or a folder; files of a checkpoint replaced by those of another
+step, of the same job started again, or of the job with another seed, each with the old manifest and with one that is
+hashed again), and the user's command resumes it. These results are allowed:
 
 - exit code 0, resumed from a checkpoint, with a last checkpoint equal to the bit to that of the unchanged folder;
 - exit code 2 or 74, with one line on standard error and every file (but `.lock`) as before the command.
@@ -32,6 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ from lockstep.config import composition
 from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import Stopped
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.world import World
 from lockstep.job import prepare
 from lockstep.job.launch import launch
@@ -159,9 +161,9 @@ class _StopAt(StopRequest):
         return self.left == 0
 
 
-def stopped_halfway(folder: Path) -> None:
+def stopped_halfway(folder: Path, seed: int) -> None:
     """Run the job in `folder` and stop it after step `STOP_AT`."""
-    overrides = (*JOB, f"output_root={folder.parent}")
+    overrides = (*JOB, f"seed={seed}", f"output_root={folder.parent}")
     called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
     folder.mkdir()
     with closing(Lock()) as lock:
@@ -285,8 +287,45 @@ def swapped(first: Path, second: Path) -> None:
     aside.rename(second)
 
 
+def replace_files(step: Path, donor: Path, dice: random.Random, *, hash_again: bool) -> None:
+    """Replace one or more files of a checkpoint by those of another one."""
+    names = sorted(path.name for path in donor.iterdir() if not (hash_again and path.name == MANIFEST))
+    for name in dice.sample(names, dice.randrange(1, len(names) + 1)):
+        shutil.copyfile(donor / name, step / name)
+    if hash_again:
+        (step / MANIFEST).write_text(checkpoint.manifest_text(step))
+
+
+def of_another_run(
+    folder: Path, donors: dict[str, Path], dice: random.Random
+) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
+    """Every kind of mutation with files of other runs and steps, each for a random checkpoint."""
+
+    def replaced(path: Path, donor: Path, *, hash_again: bool) -> None:
+        name = path.name if donor != folder else next(step.name for step in steps if step != path)
+        replace_files(path, donor / "checkpoints" / name, dice, hash_again=hash_again)
+
+    def all_replaced(_: Path, donor: Path, *, hash_again: bool) -> None:
+        each_of(steps, partial(replaced, donor=donor, hash_again=hash_again))
+
+    def from_donor(path: Path, donor: Path) -> None:
+        shutil.copyfile(donor / path.relative_to(folder), path)
+
+    steps = sorted(folder.glob("checkpoints/step-*"))
+    for name, donor in {"another step": folder, **donors}.items():
+        for hash_again in (False, True):
+            kind = f"files of {name}{', hashed again' * hash_again}"
+            yield kind, dice.choice(steps), partial(replaced, donor=donor, hash_again=hash_again)
+    for name, donor in donors.items():
+        for hash_again in (False, True):
+            kind = f"all checkpoints of {name}{', hashed again' * hash_again}"
+            yield kind, folder, partial(all_replaced, donor=donor, hash_again=hash_again)
+        shared = [path for path in files(folder) if (donor / path.relative_to(folder)).is_file()]
+        yield f"any file of {name}", dice.choice(shared), partial(from_donor, donor=donor)
+
+
 def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
-    """Every kind of mutation, each for a random file."""
+    """Every kind of mutation within a run, each for a random file."""
     steps = sorted(folder.glob("checkpoints/step-*"))
 
     def any_file() -> Path:
@@ -332,6 +371,12 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
     yield "folders swapped", steps[0], lambda path: swapped(path, steps[-1])
 
 
+def every_mutation(
+    folder: Path, donors: dict[str, Path], dice: random.Random
+) -> list[tuple[str, Path, Callable[[Path], object]]]:
+    return [*of_another_run(folder, donors, dice), *of_a_file(folder, dice)]
+
+
 def judge(ended: Ended, before: dict[str, tuple[int, str]], folder: Path, expected: str) -> str:
     """A sentence about what is wrong with the end of a command; empty if nothing is."""
     shown = f"exit code {ended.code}: {(ended.err or ended.out)[-600:]}"
@@ -356,8 +401,10 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     """Resume `mutations` damaged copies of one run; returns the results by the kind of mutation."""
     dice = random.Random(seed)
     original, undamaged = root / "original", root / "undamaged"
-    if (job := forked(lambda: stopped_halfway(original), original)).code:
-        raise SystemExit(f"the job to mutate could not be made: {job.err}")
+    donors = {"the same seed": root / "again", "another seed": root / "other"}
+    for folder, of in ((original, 0), (donors["the same seed"], 0), (donors["another seed"], 1)):
+        if (job := forked(partial(stopped_halfway, folder, of), folder)).code:
+            raise SystemExit(f"a job to mutate could not be made: {job.err}")
     shutil.copytree(original, undamaged)
     composed = composition.composed(["name=resume"])
     if (done := resumed(undamaged, composed)).code:
@@ -366,12 +413,12 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     tallies: dict[str, Tally] = {}
     number = 0
     while number < mutations:
-        kinds = len(list(of_a_file(original, random.Random(0))))
+        kinds = len(list(every_mutation(original, donors, random.Random(0))))
         for kind in range(min(kinds, mutations - number)):
             number += 1
             folder = root / f"{number:05}"
             shutil.copytree(original, folder)
-            name, path, change = list(of_a_file(folder, dice))[kind]
+            name, path, change = list(every_mutation(folder, donors, dice))[kind]
             change(path)
             before = tree(folder)
             ended = resumed(folder, composed)

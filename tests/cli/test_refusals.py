@@ -7,9 +7,12 @@ What the command line adds (exit code, streams, no traceback) is shown with the 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +21,16 @@ from torchvision.io import write_jpeg
 
 from helpers import ROOT, train_here
 from lockstep.config import composition, messages, yaml_io
+from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job import prepare
+from lockstep.job.machine_limits import check_memory
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
+from lockstep.models import Timm
+from lockstep.training.fingerprint import plan_of
 
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
@@ -308,10 +315,34 @@ def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: st
 
 
 def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.job.machine_limits.available_memory", lambda: 8e9)
+    monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 8e9)
     assert refusal(tmp_path / "runs", "device=cpu", "model.width=16384") == (
-        "24,162,304,010 parameters and their gradients need 193.3 GB, and this machine has 8.0 GB free; "
+        "2 x 24,162,304,010 parameters and the buffers need 193.3 GB, and this machine has 8.0 GB free; "
         "use a smaller model or input"
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_options_of_a_network_that_memory_has_no_room_for_are_refused(device: str, tmp_path: Path) -> None:
+    option: Any = Timm(name="vit_tiny_patch16_224", options={"embed_dim": 16_384, "num_heads": 4, "mlp_ratio": 1000})
+    job = load_job(prepared("device=cpu", f"output_root={tmp_path}").config)
+    with pytest.raises(InputError, match=r"[12] x [0-9,]+ parameters and the buffers need [0-9,.]+ GB"):
+        check_memory(replace(job, device=device, model=option), plan_of(job, 1000))
+
+
+OPTIONS = ["depth=16384", "depth=16385", "img_size=16384", "embed_dim=16384 num_heads=4 mlp_ratio=100 depth=64"]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_a_network_of_any_size_are_refused(
+    options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 1)
+    monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 1e9)
+    timm = ("model=timm", "model.name=vit_tiny_patch16_224", "dataset=fake", "device=cpu")
+    assert re.search(
+        "take more than 1 s to list|parameters and the buffers need|numbers of at most 16,384",
+        refusal(tmp_path / "runs", *timm, *(f"+model.options.{word}" for word in options.split())),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 from lockstep.config.timm_names import timm_models
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
-from lockstep.models.nets import MaxPoolTo
+from lockstep.models.nets import MaxPoolTo, TooSlowError, check_size, sketch, time_limit
 from lockstep.models.zoo import Stem, network_options
 
 
@@ -164,15 +166,42 @@ def test_a_model_from_elsewhere_is_refused_where_it_would_be_built(name: str) ->
         Timm(name=name).build(10, (3, 32, 32))
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("vit_tiny_patch16_224", {"depth": 65_536}),
-        ("swin_tiny_patch4_window7_224", {"depths": [65_536] * 4}),
-        ("resnet18", {"layers": [2, 2, 2, 65_536]}),
-        ("convnext_atto", {"depths": [65_536] * 4}),
-    ],
-)
-def test_a_network_of_any_depth_is_refused_after_its_first_parts(name: str, options: dict[str, Any]) -> None:
-    with torch.device("meta"), pytest.raises(InputError, match="would have more than 10,000 layers and parameters"):
-        Timm(name=name, options=options).build(10, (3, 224, 224))
+MOST, SIDE = 16_384, (3, 224, 224)
+HUGE_MODELS = [
+    ("vit_tiny_patch16_224", {"depth": MOST}, SIDE),
+    ("swin_tiny_patch4_window7_224", {"depths": [MOST] * 4}, SIDE),
+    ("resnet18", {"layers": [2, 2, 2, MOST]}, SIDE),
+    ("convnext_atto", {"depths": [MOST] * 4}, SIDE),
+    ("cait_xxs24_224", {"depth": MOST}, SIDE),
+    ("xcit_nano_12_p16_224", {"depth": MOST}, SIDE),
+    ("levit_128s", {"depth": [MOST] * 3}, SIDE),
+    ("maxvit_tiny_tf_224", {"img_size": MOST}, SIDE),
+    ("maxvit_tiny_tf_224", {}, (3, MOST, MOST)),
+    ("vit_tiny_patch16_224", {"embed_dim": MOST, "num_heads": 4, "mlp_ratio": MOST}, SIDE),
+    ("vit_tiny_patch16_224", {"img_size": MOST, "patch_size": 1, "embed_dim": MOST, "num_heads": MOST}, SIDE),
+    ("swinv2_tiny_window8_256", {"window_size": MOST, "img_size": MOST}, SIDE),
+    ("convnext_atto", {"dims": [MOST] * 4}, (1024, MOST, MOST)),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "shape"), HUGE_MODELS)
+def test_a_model_of_any_depth_width_and_image_is_refused_before_it_is_built(
+    name: str, options: dict[str, Any], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 0.5)
+    began = time.process_time()
+    with pytest.raises(InputError, match=r"take more than 0\.5 s to list|parameters and the buffers need .* GB"):
+        check_size(sketch(Timm(name=name, options=options), 1000, shape))
+    assert time.process_time() - began < 5
+
+
+def test_a_time_limit_ends_a_loop_that_calls_nothing_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 0.1)
+
+    def endless() -> None:
+        with time_limit():
+            while True:
+                pass
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TooSlowError, match=r"take more than 0\.1 s to list"):
+        pool.submit(endless).result()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm  # noqa: F401, the time limit of a model must not include this import
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -200,7 +201,7 @@ def changed(run: RunDir, **values: Any) -> dict[str, str]:
     return {METADATA_KEY: json.dumps({**card, **values})}
 
 
-NAN = float("nan")
+NAN, TIMM = float("nan"), "lockstep.models.Timm"
 HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     "no card": (None, "it does not say what its model is; init_from= can train from weights of other programs"),
     "no JSON": ("{", "its description is not JSON"),
@@ -231,6 +232,22 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
         {"model": {"_target_": "lockstep.models.DigitNet", "width": 16384, "dropout": 0.1}},
         "is of another model: 8 tensors differ|is of another model",
     ),
+    "a deep model": (
+        {"model": {"_target_": TIMM, "name": "vit_tiny_patch16_224", "options": {"depth": 16384}}},
+        "the layers of the model take more than 1 s to list",
+    ),
+    "huge images": (
+        {"model": {"_target_": TIMM, "name": "maxvit_tiny_tf_224"}, "input_shape": [1, 16384, 16384]},
+        "the layers of the model take more than 1 s to list",
+    ),
+    "a wide model": (
+        {"model": {"_target_": TIMM, "name": "swin_tiny_patch4_window7_224", "options": {"embed_dim": 16384 - 64}}},
+        "cannot be built|is of another model",
+    ),
+    "a deeper number": (
+        {"model": {"_target_": TIMM, "name": "vit_tiny_patch16_224", "options": {"depth": 16385}}},
+        "model.options is .*, expected numbers of at most 16,384",
+    ),
     "huge classes": ({"classes": 10**12}, "its classes is 1000000000000, expected a whole number from 1"),
     "true classes": ({"classes": True}, "its classes is True, expected a whole number"),
     "names of others": ({"class_names": ["a"]}, "it has 1 class_names, expected one for each of 10"),
@@ -248,8 +265,13 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
 
 @pytest.mark.parametrize(("values", "sentence"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_description_is_one_sentence(
-    digits: RunDir, tmp_path: Path, values: dict[str, Any] | str | None, sentence: str
+    digits: RunDir,
+    tmp_path: Path,
+    values: dict[str, Any] | str | None,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 1)
     file = tmp_path / "weights.safetensors"
     metadata = {METADATA_KEY: values} if isinstance(values, str) else values and changed(digits, **values)
     save_file(load_file(digits.weights), file, metadata)

@@ -23,7 +23,7 @@ from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.protocols import Strategy
-from lockstep.models.nets import without_weights
+from lockstep.models.nets import sketch
 from lockstep.precision import FP64
 from lockstep.strategy.sync_batchnorm import has_batchnorm
 from lockstep.telemetry.progress import progress
@@ -195,8 +195,7 @@ def _other_micro_batches(job: Job) -> int | None:
     """Another number of micro-batches for a job; None if every other number would change the run."""
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
-    with torch.random.fork_rng(devices=[]):
-        uses_batchnorm = has_batchnorm(without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape))
+    uses_batchnorm = has_batchnorm(sketch(job.model, job.dataset.classes, job.dataset.input_shape))
     used = job.train.micro_batches if isinstance(job.train.micro_batches, int) else 1
     number = used + MORE_MICRO_BATCHES
     # Batch norm computes its statistics over a micro-batch.

@@ -18,7 +18,7 @@ from lockstep.core.run_dir import LATEST, RunDir, latest
 from lockstep.data.pipeline import Pipeline, normalisation
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
-from lockstep.models.nets import without_weights
+from lockstep.models.nets import check_size, sketch, without_weights
 from lockstep.precision import FP32
 
 KEY = "weights"  # the first word of the errors
@@ -105,15 +105,14 @@ def _precision(card: ModelCard, device: torch.device) -> Precision:
 def _model_with_weights(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
     """The model with its weights, on the CPU."""
     try:
-        # A few bytes can describe a model of any size, so compare it with the tensors before it takes memory.
-        with torch.device("meta"):
-            sketch = option.build(card.classes, card.input_shape)
+        shapes = sketch(option, card.classes, card.input_shape)
     except InputError:
         raise
     except Exception:  # the model of an extension may read numbers, which tensors on the meta device do not have
-        sketch = None
-    if sketch is not None:
-        checkpoint.check_tensors(sketch, file, KEY)
+        shapes = None
+    if shapes is not None:
+        checkpoint.check_tensors(shapes, file, KEY)
+        check_size(shapes)
     with torch.random.fork_rng(devices=[]):
         model = precision.convert(option.build(card.classes, card.input_shape))
     checkpoint.load_weights(model, file, KEY)

@@ -8,21 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
-
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.builtin import Fake
 from lockstep.data.loading.loaders import Streaming
-from lockstep.models.nets import without_weights
-from lockstep.runtime.host import GB, available_memory, cores
+from lockstep.models.nets import check_size, sketch
+from lockstep.runtime.host import check_room, cores
 
 # The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.
 RANKS, RANKS_A_CORE = 64, 4
 THREADS, THREADS_A_CORE = 1024, 16
 FLOAT32 = 4  # bytes
+LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
 
 
 def check_threads(job: Job, device: str) -> None:
@@ -57,25 +56,29 @@ def check_data_memory(job: Job) -> None:
     """
     if isinstance(job.dataset, Fake):
         images = job.dataset.examples + job.dataset.examples // 4
-        _check_room(
-            [("the images of dataset=fake", images * math.prod(job.dataset.image_shape), "dataset.examples=1024")]
-        )
+        size = images * math.prod(job.dataset.image_shape)
+        check_room("the images of dataset=fake", size, "dataset.examples=1024")
 
 
 def check_memory(job: Job, plan: Plan) -> None:
-    """Refuse a job on the CPU that does not fit into memory: the kernel would kill its processes without a message.
+    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message.
 
     Raises:
         InputError: something does not fit.
     """
-    if job.device == "cpu":
-        _check_room(_needs(job, plan))
+    # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
+    usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
+    on_cpu = job.device == "cpu"
+    if not usual or getattr(job.model, "options", None):
+        copies = local_size(int(job.launcher.ranks)) * (1 + on_cpu)  # the gradients are on the device
+        check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
+    for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
+        check_room(purpose, size, remedy)
 
 
 def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     """The parts of a job that need memory on this machine: a name, the bytes, and a remedy."""
     pixels = math.prod(job.dataset.input_shape)
-    ranks = local_size(int(job.launcher.ranks))
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
     batch = math.ceil(plan.batch / micro_batches)
     smaller = "a smaller dataset.input_size"
@@ -86,18 +89,3 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
-    # What takes seconds to import is timm's, whose own sizes are known to fit.
-    if not getattr(job.model, "imports", ()) or getattr(job.model, "options", None):
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            model = without_weights(job.model).build(job.dataset.classes, job.dataset.input_shape)
-            size = sum(parameter.numel() for parameter in model.parameters())
-        yield f"{size:,} parameters and their gradients", 2 * FLOAT32 * size * ranks, "a smaller model or input"
-
-
-def _check_room(needs: Iterator[tuple[str, float, str]] | list[tuple[str, float, str]]) -> None:
-    room = available_memory()
-    for purpose, size, remedy in needs:
-        if size > room:
-            raise InputError(
-                f"{purpose} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
-            )

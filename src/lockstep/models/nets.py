@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import itertools
 import math
+import threading
+import time
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,8 +21,10 @@ from torch.nn import functional as F
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.protocols import Model
+from lockstep.runtime.host import check_room
 
 NORM_GROUPS = 8
+SKETCH_S = 10  # seconds of CPU time; the largest networks of timm take 1.3
 
 
 class CompileMode(enum.Enum):
@@ -58,6 +65,58 @@ def without_weights(option: Model) -> Model:
     """The same model with random weights: for a caller that loads other weights, or needs only the shapes."""
     changed: Any = option
     return replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
+
+
+class TooSlowError(InputError):
+    """The layers of a model take too long to list."""
+
+    def __init__(self) -> None:  # without arguments, as an asynchronous exception is made
+        super().__init__(
+            f"the layers of the model take more than {SKETCH_S} s to list; use smaller numbers in model.options, or "
+            "smaller images"
+        )
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Raise `TooSlowError` in this thread after `SKETCH_S` seconds of CPU time, even in a loop that calls nothing."""
+    thread, done, begin = ctypes.c_ulong(threading.get_ident()), threading.Event(), time.process_time()
+
+    def watch() -> None:
+        while time.process_time() - begin < SKETCH_S:
+            if done.wait(0.05):
+                return
+        # Only once: a second one could come after the context.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TooSlowError))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+    """The model on the meta device: names and shapes only.
+
+    A few bytes of a config or of a file of weights can describe a model of any size. So it is sketched before it is
+    built, which takes no memory and a limited time.
+
+    Raises:
+        InputError: the model takes too long, or cannot be built.
+    """
+    with time_limit(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+        return without_weights(option).build(classes, input_shape)
+
+
+def check_size(model: nn.Module, copies: int = 1) -> None:
+    """Raise InputError if this machine's memory has no room for a model with `copies` copies of its parameters."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    parameters, buffers = (sum(tensor.nbytes for tensor in part) for part in (model.parameters(), model.buffers()))
+    purpose = f"{copies} x {size:,} parameters and the buffers"
+    check_room(purpose, copies * parameters + buffers, "a smaller model or input")
 
 
 class MaxPoolTo(nn.Module):

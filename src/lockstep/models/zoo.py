@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import enum
 import inspect
-import itertools
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook as on_module
-from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter
 
 from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
@@ -23,10 +19,9 @@ from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
 from lockstep.core.model_mode import model_mode
 from lockstep.core.rules import Options, Text
 from lockstep.core.trained_input import TrainedInput
-from lockstep.models.nets import Network
+from lockstep.models.nets import Network, TooSlowError, time_limit
 from lockstep.models.published import published_weights
 
-MOST_PARTS = 10_000  # modules and parameters; timm's own networks have up to 3,000, and 10,000 take seconds
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
 BATCH_NORM = frozenset({"bn_eps", "bn_momentum", "bn_tf"})
 # Arguments that have config keys of their own, or that the data and the device determine.
@@ -53,7 +48,7 @@ class Timm(Network):
     pretrained: bool = False
     drop_rate: float = ranged(0.0, least=0, below=1)
     drop_path_rate: float = ranged(0.0, least=0, below=1)
-    options: dict[str, Any] = ruled({}, Options(most=65_536))
+    options: dict[str, Any] = ruled({}, Options(most=16_384))
 
     def check(self) -> None:
         if not is_timm_model(self.name):
@@ -92,16 +87,15 @@ class Timm(Network):
         if self.pretrained:
             options["pretrained_cfg_overlay"] = published_weights(self.name).overlay
         try:
-            with _bounded(self.name):
-                model: nn.Module = timm.create_model(
-                    self.name,
-                    pretrained=self.pretrained,
-                    num_classes=classes,
-                    in_chans=channels,
-                    drop_rate=self.drop_rate,
-                    **options,
-                )
-            if max(height, width) != self._usual_size():
+            model: nn.Module = timm.create_model(
+                self.name,
+                pretrained=self.pretrained,
+                num_classes=classes,
+                in_chans=channels,
+                drop_rate=self.drop_rate,
+                **options,
+            )
+            if max(height, width) != self._usual_size() and not any(tensor.is_meta for tensor in model.parameters()):
                 _check_image_size(model, input_shape)
         except InputError:
             raise
@@ -149,32 +143,14 @@ class Timm(Network):
         return max(cfg.input_size[1:]) if cfg is not None and cfg.input_size else None
 
 
-@contextmanager
-def _bounded(name: str) -> Iterator[None]:
-    """Refuse a network of more than `MOST_PARTS` parts while it is built: a few bytes can describe any depth."""
-    parts = itertools.count(1)
-
-    def count(*_: object) -> None:
-        if next(parts) > MOST_PARTS:
-            raise InputError(
-                f"model={name} would have more than {MOST_PARTS:,} layers and parameters; use smaller numbers in "
-                "model.options"
-            )
-
-    hooks = [register(count) for register in (on_module, on_parameter)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
-    """Run a model on one blank image, so that a size that it cannot take raises now, not during training."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return  # the model has only shapes
-    with model_mode(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
-        model(torch.zeros((1, *input_shape)))
+    """Run a model on a blank image of the meta device, so that a size that it cannot take raises before training."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
+    image = torch.empty((1, *input_shape), device="meta")
+    # A recurrent network, whose every position takes Python's time, takes any size.
+    with suppress(TooSlowError), time_limit(), model_mode(model, training=False), torch.no_grad():
+        torch.func.functional_call(model, shapes, (image,))
 
 
 def network_options(architecture: str) -> frozenset[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lockstep.core.errors import InputError
 from lockstep.core.world import World
 
 GB = 1e9
@@ -56,3 +57,12 @@ def available_memory() -> float:
     if match is not None:
         return 1024.0 * int(match[1])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+
+
+def check_room(purpose: str, size: float, remedy: str) -> None:
+    """Raise InputError if `size` bytes are more than the available memory."""
+    room = available_memory()
+    if size > room:
+        raise InputError(
+            f"{purpose} need {size / GB:,.1f} GB, and this machine has {room / GB:,.1f} GB free; use {remedy}"
+        )
