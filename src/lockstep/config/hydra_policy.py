@@ -205,9 +205,10 @@ class CheckedLoader(ConfigLoaderImpl):
             unchanged = key in expected and expected[key] == value
             if not (unchanged or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
                 if key in FOLDERS:
+                    inside = "its sweep's folder" if key[-1] == "subdir" else "${output_root} or the current one"
                     raise InputError(
-                        f"{dotted(key)} is {shown(value)} in a config file, expected a folder below ${{output_root}} "
-                        f"or the current one; name others on the command line: {dotted(key)}=FOLDER"
+                        f"{dotted(key)} is {shown(value)} in a config file, expected a folder below {inside}; "
+                        f"name others on the command line: {dotted(key)}=FOLDER"
                     )
                 raise InputError(
                     f"{dotted(key)} is {shown(value)} in a config file, which may set only "
