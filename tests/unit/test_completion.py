@@ -21,6 +21,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outputs" / "latest").write_text("1-digits\n")
     (tmp_path / "photos").mkdir()
     (tmp_path / "photo.jpg").touch()
+    for name in ("photos\x1b[2J", "photos\nrm", "outputs/1-\u202edigits"):  # a terminal would obey them
+        (tmp_path / name / ".hydra").mkdir(parents=True)
+        (tmp_path / name / ".hydra" / "overrides.yaml").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

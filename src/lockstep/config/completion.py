@@ -5,15 +5,16 @@ After `lockstep -sc install=bash`, the shell calls Hydra's `-sc query=bash` with
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.plugins.completion_plugin import CompletionPlugin
 
 from lockstep.config.commands import FOLDERS, RUNS, quoted_path
 from lockstep.config.messages import key_of
-from lockstep.config.timm_names import tagged_names, timm_models
+from lockstep.config.timm_names import tagged_names
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 
 OUTPUTS = "outputs"
@@ -22,85 +23,56 @@ OUTPUTS = "outputs"
 def prepare(words: list[str]) -> None:
     """Quote the paths of a command line for Hydra. If a shell asks for completions, add ours to Hydra's."""
     words[1:] = map(quoted_path, words[1:])
-    if not {"-sc", "--shell-completion"}.isdisjoint(words):
-        _install()
-
-
-def _install() -> None:
-    """Have Hydra's plugins for all shells call `matches` first, and Hydra's own code if the result is None."""
+    if {"-sc", "--shell-completion"}.isdisjoint(words):
+        return
     hydra_query = CompletionPlugin._query
 
     def query(self: CompletionPlugin, config_name: str | None, line: str) -> list[str]:
-        word = "" if not line or line.endswith(" ") else line.split()[-1]
-        completions = matches(word, line)
+        completions = matches(line.rpartition(" ")[2])
         return hydra_query(self, config_name, line) if completions is None else completions
 
     CompletionPlugin._query = query  # type: ignore[method-assign]
 
 
-def matches(word: str, line: str = "") -> list[str] | None:
+def matches(word: str) -> list[str] | None:
     """The completions of a word of a job; None if Hydra completes the word."""
     key, equals, value = word.partition("=")
-    if not equals:
-        return None
     if key_of(word) == "model" and "." in value:
-        return [f"{key}={name}" for name in _tagged(value)]
-    if key_of(word) in RUNS:
-        return [f"{key}={path}" for path in runs(value, _output_root(line))]
-    if key_of(word) in FOLDERS:
-        return [f"{key}={path}" for path in _paths(value, folders=True)]
-    return None
+        values = [name for name in tagged_names(value.partition(".")[0]) if name.startswith(value)]
+    elif equals and key_of(word) in RUNS:
+        values = runs(value)
+    elif equals and key_of(word) in FOLDERS:
+        values = _paths(value, "*/")
+    else:
+        return None
+    return [f"{key}={text}" for text in values]
 
 
 def command_words(commands: Sequence[str], line: str) -> list[str]:
     """The completions of the last word of `lockstep COMMAND ...`, for the commands other than `train`."""
-    words = line.split()
-    last = "" if line.endswith(" ") or not words else words.pop()
+    *words, last = line.split(" ")
+    words = [word for word in words if word]
     if len(words) < 2:
         return [command for command in commands if command.startswith(last)]
     if words[1] in ("evaluate", "predict", "export", "demo") and len(words) == 2:
-        return list(runs(last, OUTPUTS))
-    return list(matches(last) or _paths(last, folders=False))
+        return runs(last)
+    return matches(last) or _paths(last, "*")
 
 
-def runs(text: str, root: str) -> Iterator[str]:
-    """The completions of a run or checkpoint: `latest`, the runs below `root`, and the folders that lead to them."""
-    if LATEST.startswith(text) and Path(root, LATEST).is_file():
-        yield LATEST
-    if not text:
-        yield from sorted(f"{run.parent.parent}" for run in Path(root).glob("*/.hydra/overrides.yaml"))
-        return
-    for path in _paths(text, folders=True):
-        folder = Path(path)
-        is_complete = RunDir(folder).overrides.is_file() or (folder / MANIFEST).is_file()
-        yield str(folder) if is_complete else path
+def runs(text: str) -> list[str]:
+    """The completions of a run or checkpoint: `latest`, the runs of the usual folder, and the folders elsewhere."""
+    latest = [LATEST] if LATEST.startswith(text) and Path(OUTPUTS, LATEST).is_file() else []
+    paths = _paths(text or f"{OUTPUTS}/", "*/")
+    return latest + (paths if text else [path for path in paths if not path.endswith("/")])
 
 
-def _paths(text: str, *, folders: bool) -> Iterator[str]:
-    """The paths that begin with `text`; a folder ends with a slash."""
-    parent, _, name = text.rpartition("/")
-    base = Path(f"{parent}/" if "/" in text else ".").expanduser()
-    prefix = f"{parent}/" if "/" in text else ""
-    try:
-        entries = sorted(os.scandir(base), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name.startswith(name) and (name or not entry.name.startswith(".")):
-            if entry.is_dir():
-                yield f"{prefix}{entry.name}/"
-            elif not folders:
-                yield f"{prefix}{entry.name}"
+def _paths(start: str, pattern: str) -> list[str]:
+    """The paths that begin with `start` and go on as `pattern`; the slash after a folder is left out after a run."""
+    expanded = os.path.expanduser(start)  # noqa: PTH111, keeps the slash at the end
+    paths = [Path(path) for path in glob.glob(glob.escape(expanded) + pattern) if path.isprintable()]  # noqa: PTH207
+    ends = {str(path): path.is_dir() and not _is_run(path) for path in sorted(paths)}
+    return [f"{start}{path[len(expanded) :]}{'/' * is_open}" for path, is_open in ends.items()]
 
 
-def _output_root(line: str) -> str:
-    """The folder of the runs for a command line: its `output_root`, or the default."""
-    named = [word.partition("=")[2] for word in line.split() if word.startswith("output_root=")]
-    return named[-1] if named else OUTPUTS
-
-
-def _tagged(text: str) -> list[str]:
-    """timm's names with a tag of their weights (`resnet50.a1_in1k`) that begin with `text`."""
-    architecture = text.partition(".")[0]
-    names = tagged_names(architecture) if architecture in timm_models() else []
-    return [name for name in names if name.startswith(text)]
+def _is_run(folder: Path) -> bool:
+    return RunDir(folder).overrides.is_file() or (folder / MANIFEST).is_file()

@@ -72,11 +72,9 @@ HYDRA_CONFIGS = [
 
 
 def install() -> None:
-    """Have Hydra compose every config with `CheckedLoader`, and unpickle nothing."""
+    """Have Hydra compose every config with `CheckedLoader`."""
     application: Any = importlib.import_module("hydra._internal.hydra")
     application.ConfigLoaderImpl = CheckedLoader
-    entry: Any = importlib.import_module("hydra.main")
-    entry._get_rerun_conf = _refuse_rerun
 
 
 def is_of_hydra(override: str) -> bool:
@@ -97,12 +95,6 @@ def _key(parsed: Override) -> Key:
     return tuple(parsed.key_or_group.split("."))[1:]
 
 
-def _refuse_rerun(file_path: str, overrides: list[str]) -> None:
-    raise InputError(
-        f"--experimental-rerun: {file_path!r} is a pickle, which can run code; continue a run with resume=RUN_FOLDER"
-    )
-
-
 class CheckedLoader(ConfigLoaderImpl):
     """Hydra's loader, which returns a config only if all its values below `hydra` are allowed."""
 
@@ -110,20 +102,12 @@ class CheckedLoader(ConfigLoaderImpl):
         _check_folders(config_search_path)
         super().__init__(config_search_path)
 
-    def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
+    def _load_configuration_impl(self, *args: Any, **keywords: Any) -> DictConfig:
+        """Compose and check. Every way through Hydra leads here."""
         self._hydra_configs: list[tuple[str | None, str | None]] = []
         self._file_leaves: list[tuple[Key, Any]] = []
         try:
-            composed = super().load_configuration(
-                config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-            )
+            composed = super()._load_configuration_impl(*args, **keywords)
         except (OmegaConfBaseException, HydraException):  # some of them are also KeyErrors
             raise
         except KeyError as error:  # from os.environ: Hydra copies variables while it composes
@@ -205,9 +189,10 @@ class CheckedLoader(ConfigLoaderImpl):
             unchanged = key in expected and expected[key] == value
             if not (unchanged or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
                 if key in FOLDERS:
+                    inside = "its sweep's folder" if key[-1] == "subdir" else "${output_root} or the current one"
                     raise InputError(
-                        f"{dotted(key)} is {shown(value)} in a config file, expected a folder below ${{output_root}} "
-                        f"or the current one; name others on the command line: {dotted(key)}=FOLDER"
+                        f"{dotted(key)} is {shown(value)} in a config file, expected a folder below {inside}; "
+                        f"name others on the command line: {dotted(key)}=FOLDER"
                     )
                 raise InputError(
                     f"{dotted(key)} is {shown(value)} in a config file, which may set only "

@@ -46,11 +46,17 @@ def check_flags(words: Sequence[str]) -> None:
     """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`.
 
     Raises:
-        InputError: there is such a flag.
+        InputError: there is such a flag, or the one that takes Hydra's own settings from a run folder.
     """
     from hydra._internal.utils import get_args_parser
 
-    unknown = [word for word in get_args_parser().parse_known_args(list(words))[1] if word.startswith("-")]
+    flags, rest = get_args_parser().parse_known_args(list(words))
+    if flags.experimental_rerun is not None:
+        raise InputError(
+            f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "
+            "that run code; continue a run with resume=RUN_FOLDER"
+        )
+    unknown = [word for word in rest if word.startswith("-")]
     if not unknown:
         return
     proposals = []
