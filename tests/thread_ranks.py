@@ -20,6 +20,7 @@ from lockstep.core.world import World
 
 T = TypeVar("T")
 LONGEST_S = 120
+REDUCTIONS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}
 
 
 class Work:
@@ -69,7 +70,7 @@ class ThreadRanks:
         self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Work:
         together = torch.stack(self.gathered(tensor))
-        tensor.detach().copy_(together.amax(0) if op == dist.ReduceOp.MAX else together.sum(0))
+        tensor.detach().copy_(REDUCTIONS[op](together, 0))
         return Work()
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor) -> None:

@@ -258,12 +258,11 @@ def test_a_stop_between_two_blocks_is_seen_by_every_rank(asker: int | None, monk
 
 
 def test_each_event_comes_at_its_steps_and_at_the_last_one() -> None:
-    trainer = trainer_of(network(), World.solo(), steps=7, every={"log_every": 3, "eval_every": 4, "save_every": 5})
-    events, _, _ = fitted(trainer)
-    saved = [event[1] for event in events if event[0] == "save"]
-    assert [event[1] for event in events if event[0] == "log"] == [3, 6, 7]
-    assert [event[1] for event in events if event[0] == "eval"] == [4, 7]
-    assert saved == [4, 5, 7]  # the first evaluation is the best so far
+    every = {"log_every": 3, "eval_every": 4, "save_every": 5}
+    events, _, _ = fitted(trainer_of(network(), World.solo(), steps=7, every=every, schedule=Constant(warmup=7)))
+    order = [("log", 3), ("eval", 4), ("save", 4), ("save", 5), ("log", 6), ("log", 7), ("eval", 7), ("save", 7)]
+    assert [event[:2] for event in events] == order
+    assert [event[2] for event in events if event[0] == "log"] == [0.5 * step / 7 for step in (3, 6, 7)]
 
 
 def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:

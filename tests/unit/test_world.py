@@ -43,24 +43,24 @@ def test_one_rank_agrees_to_stop_at_once() -> None:
 
 
 @pytest.mark.parametrize("asked_at", [0, 2])
-@pytest.mark.parametrize("slow_rank", [None, 1])
+@pytest.mark.parametrize("slow_from", [0, 2, 9])
 @pytest.mark.parametrize("request_number", [0, 1])
 @pytest.mark.parametrize("asker", range(3))
 def test_all_ranks_see_the_request_of_any_rank_at_the_same_step(
-    asker: int, request_number: int, slow_rank: int | None, asked_at: int, monkeypatch: pytest.MonkeyPatch
+    asker: int, request_number: int, slow_from: int, asked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers(world: World) -> list[list[bool]]:
         consensus = StopConsensus(world)
-        busy = 1.0 if world.rank == slow_rank else 0.0
         seen = []
         for step in range(5):
             requests = [world.rank == asker and step == asked_at and number == request_number for number in (0, 1)]
-            seen.append(consensus.agree(*requests, busy=busy))
+            busy = world.rank == 1 and step >= slow_from  # for a second
+            seen.append(consensus.agree(*requests, busy=float(busy)))
         consensus.close()
         return seen
 
-    # The first message is waited for, and every one where the slowest rank's steps are long.
-    seen_at = asked_at if asked_at == 0 or slow_rank is not None else asked_at + 1
+    # The first message is waited for, and every one after the slowest rank's first long step.
+    seen_at = asked_at if asked_at == 0 or slow_from == 0 else asked_at + 1
     expected = [[step == seen_at and number == request_number for number in (0, 1)] for step in range(5)]
     assert ThreadRanks(3, monkeypatch).run(answers) == [expected] * 3
 
