@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.core.errors import Stopped
+from lockstep.core.errors import LockstepError, NumericalError, Stopped
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
 from lockstep.core.world import World
@@ -62,7 +64,11 @@ class Silent:
 
     def end_window(self, step: int, scalars: Any, checksums: Any) -> list[Any]:
         self.events.append(("log", step, float(scalars["optim/lr"])))
-        return []
+        sums = [] if checksums is None else checksums.tolist()
+        return [SimpleNamespace(scalars={}, first_bad_step=None, checksums=sums, last=step)]
+
+    def forget(self, after: int) -> None:
+        """There is nothing to forget."""
 
     def evaluating(self, done: int, blocks: int) -> None:
         """Show nothing."""
@@ -80,7 +86,7 @@ class Silent:
         return False
 
     def save(self, *, progress: dict[str, Any], **state: Any) -> None:
-        self.events.append(("save", progress["step"]))
+        self.events.append(("save", progress["step"], progress["score"] is not None))
 
     def wait(self) -> None:
         """Nothing is written."""
@@ -237,7 +243,7 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_at_the_same_step(
         options = {"strategy": AllReduce(), "steps": 9, "every": every, "stop": stop}
         return fitted(trainer_of(models[world.rank], world, **options))
 
-    events = [*(("log", step, 0.5) for step in (1, 2, 3)), ("save", 3)]
+    events = [*(("log", step, 0.5) for step in (1, 2, 3)), ("save", 3, False)]
     assert ranks.run(run) == [(events, 3, True)] * 3
 
 
@@ -262,6 +268,9 @@ def test_each_event_comes_at_its_steps_and_at_the_last_one() -> None:
     events, _, _ = fitted(trainer_of(network(), World.solo(), steps=7, every=every, schedule=Constant(warmup=7)))
     order = [("log", 3), ("eval", 4), ("save", 4), ("save", 5), ("log", 6), ("log", 7), ("eval", 7), ("save", 7)]
     assert [event[:2] for event in events] == order
+    assert [event[2] for event in events if event[0] == "save"] == [True, False, True], (
+        "whether this step has a score"
+    )
     assert [event[2] for event in events if event[0] == "log"] == [0.5 * step / 7 for step in (3, 6, 7)]
 
 
@@ -273,6 +282,51 @@ def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:
     updated(trainer_of(resumed, World.solo(), steps=2))
     fitted(trainer_of(resumed, World.solo(), steps=4, progress=Progress(step=2, score=1.0)))
     assert all(torch.equal(*pair) for pair in zip(resumed.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(("score", "events"), [(None, [("eval", 4, True), ("save", 4, True)]), (1.0, [])])
+def test_a_resume_makes_up_for_an_evaluation_that_a_stop_interrupted(score: float | None, events: list[Any]) -> None:
+    trainer = trainer_of(network(), World.solo(), steps=4, progress=Progress(step=4, score=score))
+    assert fitted(trainer)[0] == events
+
+
+def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = trainer_of(model, World.solo(), micro_batches=3)
+    shard = next(iter(trainer.pipeline.train(trainer.loader.train(after=0))))
+    trainer.stop.requested = True
+    with pytest.raises(StopNow):
+        trainer.step_or_undo(shard)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_log_point_or_else_a_save_compares_the_replicas(
+    broken: int, logs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+    models[broken][3].bias.data[1] += 1
+
+    def refuses(world: World) -> list[Any]:
+        options = {"strategy": AllReduce(), "every": {"log_every": 3}, "progress": Progress(step=2)}
+        trainer = trainer_of(models[world.rank], world, **options)
+        compares = partial(trainer.log, 3, {"optim/lr": 0.5}) if logs else trainer.save
+        with pytest.raises(LockstepError, match=f"the weights of rank {broken} differ"):
+            compares()
+        return [event for event in trainer.telemetry.events if event[0] == "save"]
+
+    assert ranks.run(refuses) == [[]] * 3
+
+
+def test_weights_that_are_not_finite_are_never_saved() -> None:
+    model = network()
+    model[3].bias.data[1] = torch.inf
+    trainer = trainer_of(model, World.solo(), progress=Progress(step=2))
+    with pytest.raises(NumericalError, match="not finite after step 2"):
+        trainer.save()
+    assert trainer.telemetry.events == []
 
 
 def test_the_average_follows_each_step_from_the_first_weights_on() -> None:
