@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from helpers import StopAfter
 from lockstep.core.errors import LockstepError, NumericalError, Stopped
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
@@ -245,6 +246,12 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_at_the_same_step(
 
     events = [*(("log", step, 0.5) for step in (1, 2, 3)), ("save", 3, False)]
     assert ranks.run(run) == [(events, 3, True)] * 3
+
+
+def test_a_stop_after_the_last_evaluation_changes_nothing() -> None:
+    stopped, whole = (trainer_of(network(), World.solo(), stop=StopAfter(step)) for step in (4, None))
+    assert fitted(stopped) == fitted(whole)
+    assert_equal(stopped.network.model, whole.network.model)
 
 
 @pytest.mark.parametrize("asker", [None, 0, 1, 2])
