@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -33,6 +34,7 @@ from lockstep.config.schema import GROUPS, Job
 from lockstep.core import process_group, world
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
@@ -202,6 +204,14 @@ def weights(run: RunDir | Path) -> dict[str, Tensor]:
     """The model's weights in the newest checkpoint."""
     folder = (run.path if isinstance(run, RunDir) else run) / "checkpoints"
     return load_file(folder / (folder / "last").read_text() / "model.safetensors")
+
+
+def decoded(file: ImageFile, share: float = 1.0, bottom: int | None = None) -> tuple[np.ndarray, int]:
+    """The pixels (H, W, 3) of a file as they are decoded, before they are resized, and the scale in eighths.
+
+    The one place of the tests that reaches behind `square` and `box`: what they resize shows neither.
+    """
+    return file._decoded(share, file.height if bottom is None else bottom)
 
 
 @dataclass(frozen=True)

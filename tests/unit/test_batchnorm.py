@@ -1,4 +1,4 @@
-"""Synchronised batch norm in a process group of one rank: there it must compute the same as torch's batch norm."""
+"""Synchronised batch norm computes the same as torch's batch norm over the examples of all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
+from lockstep.core.world import World
 from lockstep.strategy import sync_batchnorm
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, convert_sync_batchnorm, has_batchnorm
+from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
 
@@ -78,6 +80,39 @@ def assert_alike(norm: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("affine", [True, False])
 def test_it_is_batch_norm_forward_backward_and_in_its_statistics(momentum: float | None, affine: bool) -> None:
     assert_alike(nn.BatchNorm2d(3, momentum=momentum, affine=affine), values(5, 3, 4, 6))
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("shares", [(5, 3, 0), (0, 1, 7), (1, 1, 6), (2, 3, 3), (0, 8, 0)])
+def test_the_parts_of_the_ranks_are_one_batch_however_uneven_they_are(
+    shares: tuple[int, ...], momentum: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = values(sum(shares), 3, 4, 5)
+    weights = torch.arange(x.numel(), dtype=torch.float64).view_as(x).sin()
+    parts = list(zip(x.split(shares), weights.split(shares), strict=True))
+
+    def train(world: World) -> dict[str, Tensor]:
+        """The second of two passes on this rank's part."""
+        _, layer = pair(nn.BatchNorm2d(3, momentum=momentum))
+        for _ in range(2):
+            layer.zero_grad()
+            part, weights_of_part = parts[world.rank]
+            inputs = part.clone().requires_grad_()
+            output = layer.train()(inputs)
+            (output * weights_of_part).sum().backward()
+        gradients = {f"gradient of {name}": parameter.grad for name, parameter in layer.named_parameters()}
+        return {"output": output.detach(), "gradient": inputs.grad, **gradients, **layer.state_dict()}
+
+    expected = train_twice(pair(nn.BatchNorm2d(3, momentum=momentum))[0], x)
+    ranks = ThreadRanks(3, monkeypatch).run(train)
+    for name, tensor in expected.items():
+        of_ranks = [rank[name] for rank in ranks]
+        if name in ("output", "gradient"):
+            of_ranks = [torch.cat(of_ranks)]
+        elif name.startswith("gradient of"):
+            of_ranks = [torch.stack(of_ranks).sum(0)]
+        for actual in of_ranks:
+            torch.testing.assert_close(actual, tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_it_is_batch_norm_of_vectors_sequences_and_volumes_and_without_running_statistics() -> None:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torchvision.transforms.v2 import functional as T
 
+from helpers import decoded
 from lockstep.data.datasets.decode import Box, ImageFile, Stored
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.transforms.augment import RandomResizedCrop
@@ -38,7 +39,7 @@ def difference(one: Stored, other: Stored) -> float:
 def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_enough(tmp_path: Path, size: int, eighths: int) -> None:
     image = photograph(400, 600)
     file = saved(tmp_path, image)
-    pixels, scale = file._decoded(size / 400, 400)
+    pixels, scale = decoded(file, size / 400)
     assert (pixels.shape, scale) == ((50 * eighths, 75 * eighths, 3), eighths)
     whole = T.center_crop(T.resize(T.pil_to_tensor(image), [size], antialias=True), [size, size])
     assert difference(file.square(size), whole.numpy()) < 1.5
@@ -64,9 +65,9 @@ def test_rows_below_a_box_are_not_decoded_and_change_nothing(
     Image.fromarray(noise).save(tmp_path / "image.jpg", subsampling=sampling, progressive=progressive)
     file = ImageFile.read(tmp_path / "image.jpg")
     for share in (1.0, 0.5, 0.375, 0.25, 0.125):
-        whole, eighths = file._decoded(share, 201)
+        whole, eighths = decoded(file, share)
         for bottom in (1, 50, 99, 184, 186, 201):
-            part, scale = file._decoded(share, bottom)
+            part, scale = decoded(file, share, bottom)
             rows = -(-bottom * eighths // 8)
             assert scale == eighths
             assert np.array_equal(part[:rows], whole[:rows])
@@ -85,7 +86,7 @@ def test_a_tiny_jpeg_is_decoded_whole(tmp_path: Path, height: int, width: int) -
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "image.jpg")
     with Image.open(tmp_path / "image.jpg") as image:
-        pixels, _ = ImageFile.read(tmp_path / "image.jpg")._decoded(1.0, height)
+        pixels, _ = decoded(ImageFile.read(tmp_path / "image.jpg"))
         assert difference(pixels, np.asarray(image)) < 1
 
 

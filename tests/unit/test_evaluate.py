@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
-from lockstep.losses import CrossEntropy, SummedLoss
+from lockstep.losses import BCE, CrossEntropy, Focal, SummedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.training.evaluate import VIEWS, evaluate, weighted_views
+from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
 
@@ -50,14 +52,24 @@ def two_greys(root: Path) -> Folder:
 
 
 def scores(
-    model: nn.Module, source: Any, *, block: int = 64, kind: Any = None, precision: FP32 | None = None, views: int = 1
+    model: nn.Module,
+    source: Any,
+    *,
+    block: int = 64,
+    kind: Any = None,
+    precision: FP32 | None = None,
+    views: int = 1,
+    loss: Any = None,
+    world: World | None = None,
 ) -> Any:
-    world, chosen = World.solo(), kind or Resident()
+    world, chosen = world or World.solo(), kind or Resident()
     train, val = source.train(), source.eval()
     format_ = precision or FP64()
     return evaluate(
         model,
-        loss=SummedLoss(CrossEntropy().build(source.classes, train.labels), tolerates_broken=train.skip > 0),
+        loss=SummedLoss(
+            (loss or CrossEntropy()).build(source.classes, train.labels), tolerates_broken=train.skip > 0
+        ),
         loader=Loader(
             world=world,
             plan=PLAN,
@@ -91,6 +103,59 @@ def test_the_scores_are_those_of_one_plain_pass() -> None:
     assert actual["loss"] == pytest.approx(F.cross_entropy(logits, split.labels).item(), rel=1e-12)
     assert actual["top1"] == pytest.approx(100 * ranked[:, 0].double().mean().item())
     assert actual["top5"] == pytest.approx(100 * ranked[:, :5].any(1).double().mean().item())
+
+
+WEIGHTS = [0.5, 2.0, 1.0, 3.0, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("plain", "of_training"),
+    [
+        (CrossEntropy(), CrossEntropy(label_smoothing=0.3)),
+        (CrossEntropy(), CrossEntropy(class_weights=WEIGHTS)),
+        (CrossEntropy(), CrossEntropy(balanced=True)),
+        (BCE(), BCE(label_smoothing=0.3)),
+        (Focal(), Focal(class_weights=WEIGHTS)),
+        (Focal(), Focal(balanced=True)),
+    ],
+    ids=repr,
+)
+def test_an_evaluation_has_no_smoothing_and_no_class_weights(plain: Any, of_training: Any) -> None:
+    model, source = digitnet(), Digits()
+    assert scores(model, source, loss=of_training) == scores(model, source, loss=plain)
+    # They are on in training: the two losses differ there.
+    train = source.train()
+    logits, labels = torch.randn(8, 10, generator=torch.Generator().manual_seed(0)), train.labels[:8]
+    trained, expected = (loss.build(10, train.labels).train()(logits, labels).sum() for loss in (of_training, plain))
+    assert not torch.isclose(trained, expected, rtol=1e-6)
+
+
+def test_the_loss_has_its_smoothing_back_after_an_evaluation() -> None:
+    option = CrossEntropy(label_smoothing=0.3)
+    loss = option.build(10, torch.arange(10))
+    logits, labels = torch.eye(10), torch.arange(10)
+    before = loss(logits, labels)
+    scores(digitnet(), Digits(), loss=SimpleNamespace(build=lambda classes, labels: loss))
+    assert torch.equal(loss(logits, labels), before)
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+def test_several_ranks_score_what_one_scores_with_mains_running_statistics(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Fake(examples=160, classes=10, channels=1, size=8)
+
+    def normed(rank: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(64, 10)).double()
+        model[0].running_mean.fill_(rank)
+        return model
+
+    models = [normed(rank) for rank in range(3)]
+    expected = scores(normed(0), source)
+    ranks = ThreadRanks(3, monkeypatch)
+    for actual in ranks.run(lambda world: scores(models[world.rank], source, block=block, world=world)):
+        assert actual == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("block", [1, 7, 40, 1000])

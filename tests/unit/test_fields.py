@@ -54,10 +54,16 @@ def test_every_number_and_every_text_of_a_config_has_a_rule() -> None:
     assert without == set(MANY)
 
 
+def beyond(end: float, direction: float, rule: Number) -> float:
+    """The next number after an end of a range in a direction: whole, or of floating point."""
+    return end + math.copysign(1, direction) if rule.whole else math.nextafter(end, direction)
+
+
 def outside(rule: Any) -> list[Any]:
     """Values that a rule must refuse."""
     if isinstance(rule, Number):
-        ends = [rule.low if rule.low_open else rule.low - 1, rule.high if rule.high_open else rule.high + 1]
+        below, above = beyond(rule.low, -math.inf, rule), beyond(rule.high, math.inf, rule)
+        ends = [rule.low if rule.low_open else below, rule.high if rule.high_open else above]
         far = [math.nan, math.inf, -math.inf, True, 10**400, -(10**400)]
         return [end for end in ends if math.isfinite(end)] + far + ["automatic"] * bool(rule.words)
     if isinstance(rule, Choice):
@@ -114,12 +120,14 @@ def test_a_default_is_in_range(key: str, cls: type[Any], name: str) -> None:
     assert list(fields.problems(cls, {name: fields.default_of(field)})) == []
 
 
-def test_the_ends_that_belong_to_a_range_are_in_it() -> None:
+def test_the_first_and_the_last_number_of_a_range_are_in_it() -> None:
     for _, cls, name in RULED:
         rule = fields.rule_of(cls, name)
         if isinstance(rule, Number):
-            assert rule.low_open or rule.fits(rule.low)
-            assert rule.high_open or rule.fits(rule.high)
+            least = beyond(rule.low, math.inf, rule) if rule.low_open else rule.low
+            most = beyond(rule.high, -math.inf, rule) if rule.high_open else rule.high
+            assert rule.fits(least)
+            assert rule.fits(most)
 
 
 def test_durations_and_times_are_read_as_they_are_checked() -> None:

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
 from lockstep.optim.ema import EMA
-from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, gradient_norm, set_learning_rate
+from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, clip_gradients, gradient_norm, set_learning_rate
 
 pytestmark = pytest.mark.numerics
 
@@ -208,3 +208,21 @@ def test_the_gradient_norm_is_that_of_all_gradients_together() -> None:
     model(torch.ones(2, 1, 8, 8, dtype=torch.float64)).sum().backward()
     every = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     torch.testing.assert_close(gradient_norm(model), every.norm(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.999, 1.001, 100])
+def test_gradients_above_the_largest_norm_are_scaled_to_it_and_others_are_untouched(share: float) -> None:
+    model = network().double()
+    model(torch.ones(2, 1, 8, 8, dtype=torch.float64)).square().sum().backward()
+    model[1].bias.grad = None  # as of a frozen layer
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    before = [gradient.clone() for gradient in gradients]
+    norm = torch.cat([gradient.flatten() for gradient in before]).norm()
+    largest = share * norm.item()
+    torch.testing.assert_close(clip_gradients(model, largest), norm, rtol=1e-12, atol=0)
+    if share > 1:
+        assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True))
+        return
+    for gradient, whole in zip(gradients, before, strict=True):
+        # torch divides by the norm plus 1e-6.
+        torch.testing.assert_close(gradient, whole * (largest / (norm + 1e-6)), rtol=1e-12, atol=0)

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from helpers import ROOT
+from helpers import ROOT, decoded
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import photo_formats
 from lockstep.data.datasets.decode import ImageFile
@@ -208,7 +208,7 @@ def test_a_photo_is_turned_upright(tmp_path: Path, name: str, orientation: int) 
     COLOURS.resize((48, 32)).save(tmp_path / name, exif=exif, quality=95)
     file, expected = ImageFile.read(tmp_path / name), by_pillow(tmp_path / name)
     assert (file.height, file.width) == expected.shape[1:]
-    difference = file._decoded(1.0, file.height)[0].transpose(2, 0, 1).astype(int) - expected.numpy()
+    difference = decoded(file)[0].transpose(2, 0, 1).astype(int) - expected.numpy()
     assert np.abs(difference).max() <= 4
 
 
@@ -287,7 +287,7 @@ def test_real_photos_are_read_as_pillow_reads_them(tmp_path: Path) -> None:
     assert files
     for path in files:
         file, expected = ImageFile.read(path), by_pillow(path)
-        pixels = file._decoded(1.0, file.height)[0].transpose(2, 0, 1)
+        pixels = decoded(file)[0].transpose(2, 0, 1)
         assert pixels.shape == expected.shape
         assert np.abs(pixels.astype(int) - expected.numpy()).mean() < 1
 

@@ -1,4 +1,4 @@
-"""Checks of the weights on one rank; the comparison between ranks is tested on real ranks."""
+"""Checks of the weights, on one rank and between ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.core.errors import NumericalError
+from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.world import World
-from lockstep.training.sanity_checks import check_finite, check_replicas, checksum
+from lockstep.training.sanity_checks import check_finite, check_replicas, checksum, compare_weights
+from thread_ranks import ThreadRanks
 
 
 @pytest.mark.parametrize("bit", [0, 5, 23, 31])
@@ -36,3 +37,67 @@ def test_a_weight_or_a_buffer_that_is_not_finite_is_found(value: float) -> None:
 
 def test_one_rank_agrees_with_itself() -> None:
     check_replicas(nn.Linear(2, 2), World.solo(), 1)
+
+
+def replica() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    for number, parameter in enumerate(model.parameters(), start=1):
+        nn.init.constant_(parameter, number / 7)
+    return model
+
+
+def compared(world: World, broken: int | None, name: str, element: int, bit: int) -> str:
+    """What a rank says of its weights, after one bit of one rank was flipped."""
+    model = replica()
+    if world.rank == broken:
+        model.get_parameter(name).data.view(torch.int32).view(-1)[element] ^= 1 << bit
+    try:
+        check_replicas(model, world, 5)
+    except LockstepError as error:
+        return str(error).partition(":")[0]
+    return "alike"
+
+
+@pytest.mark.parametrize("bit", [0, 30])
+@pytest.mark.parametrize("element", [0, -1])
+@pytest.mark.parametrize("name", dict(replica().named_parameters()))
+@pytest.mark.parametrize("broken", range(3))
+def test_a_flipped_bit_of_one_rank_is_noticed_on_every_rank(
+    broken: int, name: str, element: int, bit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = ThreadRanks(3, monkeypatch).run(lambda world: compared(world, broken, name, element, bit))
+    assert answers == [f"the weights of rank {broken} differ from the others' at step 5"] * 3
+
+
+def test_equal_replicas_are_alike_whatever_their_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(world: World) -> None:
+        model = replica()
+        model[1].running_mean.fill_(world.rank)
+        check_replicas(model, world, 5)
+
+    ThreadRanks(3, monkeypatch).run(check)
+
+
+@pytest.mark.parametrize(
+    ("sums", "blamed"),
+    [([4, 4, 5], "rank 2"), ([5, 4, 4], "rank 0"), ([4, 5], "rank 1"), ([1, 2, 3], "ranks 1, 2")],
+)
+def test_the_majority_is_right_and_main_where_there_is_none(sums: list[int], blamed: str) -> None:
+    with pytest.raises(LockstepError, match=f"^the weights of {blamed} differ from the others' at step 9:"):
+        compare_weights(sums, 9)
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("name", ["0.bias", "1.running_var"])
+def test_a_number_that_is_not_finite_on_one_rank_is_found_on_all(
+    name: str, broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(world: World) -> bool:
+        model = replica()
+        if world.rank == broken:
+            model.state_dict()[name][2] = float("nan")
+        with pytest.raises(NumericalError, match="not finite after step 3"):
+            check_finite(model, world, 3)
+        return True
+
+    assert all(ThreadRanks(3, monkeypatch).run(check))

@@ -17,6 +17,7 @@ from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import Place, is_launched, launched
 from lockstep.core.process_group import allow_connections, join, own_gpu
 from lockstep.core.world import World
+from thread_ranks import ThreadRanks
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -39,6 +40,35 @@ def test_one_rank_agrees_to_stop_at_once() -> None:
     consensus = StopConsensus(World.solo())
     assert [consensus.agree(False, True), consensus.agree(True, False)] == [[False, True], [True, False]]
     consensus.close()
+
+
+@pytest.mark.parametrize("asked_at", [0, 2])
+@pytest.mark.parametrize("slow_from", [0, 2, 9])
+@pytest.mark.parametrize("request_number", [0, 1])
+@pytest.mark.parametrize("asker", range(3))
+def test_all_ranks_see_the_request_of_any_rank_at_the_same_step(
+    asker: int, request_number: int, slow_from: int, asked_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(world: World) -> list[list[bool]]:
+        consensus = StopConsensus(world)
+        seen = []
+        for step in range(5):
+            requests = [world.rank == asker and step == asked_at and number == request_number for number in (0, 1)]
+            busy = world.rank == 1 and step >= slow_from  # for a second
+            seen.append(consensus.agree(*requests, busy=float(busy)))
+        consensus.close()
+        return seen
+
+    # The first message is waited for, and every one after the slowest rank's first long step.
+    seen_at = asked_at if asked_at == 0 or slow_from == 0 else asked_at + 1
+    expected = [[step == seen_at and number == request_number for number in (0, 1)] for step in range(5)]
+    assert ThreadRanks(3, monkeypatch).run(answers) == [expected] * 3
+
+
+@pytest.mark.parametrize("asker", [None, 0, 1, 2])
+def test_any_is_whether_one_rank_has_set_it(asker: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ThreadRanks(3, monkeypatch)
+    assert ranks.run(lambda world: world.any(world.rank == asker)) == [asker is not None] * 3
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")

@@ -1,0 +1,80 @@
+"""Ranks as threads of this process, whose collectives meet at a barrier.
+
+They compute in milliseconds what several ranks compute together. Only `dist`'s functions below are replaced; whether
+gloo and NCCL do the same is for the tests of real ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.core.world import World
+
+T = TypeVar("T")
+LONGEST_S = 120
+REDUCTIONS = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}
+
+
+class Work:
+    """A collective that is already done."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class ThreadRanks:
+    """The collectives of `size` threads. A rank that fails breaks the barrier, so that the others fail too."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=LONGEST_S)
+        self.tensors = [torch.empty(0)] * size
+        self.own = threading.local()
+        for name in ("all_reduce", "all_gather_into_tensor", "broadcast"):
+            monkeypatch.setattr(dist, name, getattr(self, name))
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
+        monkeypatch.setattr(dist, "get_rank", lambda: self.own.rank)
+        monkeypatch.setattr(dist, "barrier", self.barrier.wait)
+
+    def run(self, function: Callable[[World], T]) -> list[T]:
+        """What `function` returns on each rank."""
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(lambda rank: self._as_rank(function, rank), range(self.size)))
+
+    def _as_rank(self, function: Callable[[World], T], rank: int) -> T:
+        self.own.rank = rank
+        world = World(rank=rank, local_rank=rank, size=self.size, local_size=self.size, device=torch.device("cpu"))
+        try:
+            return function(world)
+        except BaseException:
+            self.barrier.abort()
+            raise
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        self.tensors[self.own.rank] = tensor.detach().clone()
+        self.barrier.wait()
+        tensors = list(self.tensors)
+        self.barrier.wait()
+        return tensors
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Work:
+        together = torch.stack(self.gathered(tensor))
+        tensor.detach().copy_(REDUCTIONS[op](together, 0))
+        return Work()
+
+    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor) -> None:
+        output.copy_(torch.cat(self.gathered(tensor)))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        tensor.detach().copy_(self.gathered(tensor)[src])

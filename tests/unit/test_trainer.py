@@ -1,0 +1,396 @@
+"""The trainer's step, stop and best score, on parts that are put together by hand: one rank, and ranks in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from helpers import StopAfter
+from lockstep.core.errors import LockstepError, NumericalError, Stopped
+from lockstep.core.plan import Plan
+from lockstep.core.rng import permutation
+from lockstep.core.world import World
+from lockstep.data.datasets import Fake
+from lockstep.data.loading.loaders import Resident
+from lockstep.data.loading.shards import Loader
+from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.augment import NoAugment
+from lockstep.losses import CrossEntropy, SummedLoss
+from lockstep.metrics import NO_SCORES
+from lockstep.optim import SGD
+from lockstep.optim.ema import EMA
+from lockstep.optim.schedule import Constant
+from lockstep.precision import FP64
+from lockstep.runtime.signals import StopNow, StopRequest
+from lockstep.strategy import AllReduce, AllReduceHooks, Single
+from lockstep.training.network import Network
+from lockstep.training.progress import Progress
+from lockstep.training.trainer import Trainer
+from thread_ranks import ThreadRanks
+
+pytestmark = pytest.mark.numerics
+
+# An epoch has a batch of eight examples and one of two: three ranks have 2, 3 and 3 of them, then 0, 1 and 1.
+SOURCE = Fake(examples=10, classes=3, channels=1, size=4)
+LOSS = CrossEntropy(label_smoothing=0.1, class_weights=[0.5, 1.0, 2.0])
+
+
+class Silent:
+    """A telemetry and a checkpointer that keep a list of what they were asked to do."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.stragglers = self
+        self.busy = 0.0
+
+    def watch(self, shards: Iterator[Any]) -> Iterator[Any]:
+        return shards
+
+    def record(self, loss: Tensor, logits: Tensor, micro: Any, images: Tensor) -> None:
+        """Keep nothing."""
+
+    def pause(self) -> Any:
+        return nullcontext()
+
+    def write_windows(self) -> list[Any]:
+        return []
+
+    def end_window(self, step: int, scalars: Any, checksums: Any) -> list[Any]:
+        self.events.append(("log", step, float(scalars["optim/lr"])))
+        sums = [] if checksums is None else checksums.tolist()
+        return [SimpleNamespace(scalars={}, first_bad_step=None, checksums=sums, last=step)]
+
+    def forget(self, after: int) -> None:
+        """There is nothing to forget."""
+
+    def evaluating(self, done: int, blocks: int) -> None:
+        """Show nothing."""
+
+    def evaluated(self, step: int, scalars: Any, *, best: bool) -> None:
+        self.events.append(("eval", step, best))
+
+    def open_window(self) -> None:
+        """There is none."""
+
+    def sync(self) -> None:
+        """There are no files."""
+
+    def overdue(self) -> bool:
+        return False
+
+    def save(self, *, progress: dict[str, Any], **state: Any) -> None:
+        self.events.append(("save", progress["step"], progress["score"] is not None))
+
+    def wait(self) -> None:
+        """Nothing is written."""
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def trainer_of(
+    model: nn.Module,
+    world: World,
+    *,
+    strategy: Any = None,
+    steps: int = 4,
+    micro_batches: int = 1,
+    ema: EMA | None = None,
+    every: dict[str, int] | None = None,
+    **options: Any,
+) -> Trainer:
+    strategy = strategy or Single()
+    train, val, silent = SOURCE.train(), SOURCE.eval(), Silent()
+    events = {"log_every": 1, "eval_every": 1, "save_every": 1, **(every or {})}
+    plan = Plan(examples=10, batch=8, total_steps=steps, micro_batches=micro_batches, **events)
+    replica = strategy.replicate(model, plan, ()) if world.size > 1 else model
+    optimizer = SGD(momentum=0.0, lr=0.5).build(model)
+    return Trainer(
+        world=world,
+        plan=plan,
+        network=Network(
+            model=model,
+            replica=replica,
+            inputs=lambda images, micro: (images,),
+            set_keys=lambda micro: None,
+            optimizer=optimizer,
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            ema=ema,
+        ),
+        loss=SummedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
+        strategy=strategy,
+        precision=FP64(),
+        lr=0.5,
+        schedule=options.pop("schedule", Constant()),
+        loader=Loader(
+            world=world,
+            plan=plan,
+            seed=0,
+            eval_batch=2,
+            train_labels=train.labels,
+            eval_labels=val.labels,
+            train_feed=Resident().feed(train, world),
+            eval_feed=Resident().feed(val, world),
+        ),
+        pipeline=Pipeline.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0),
+        scores=NO_SCORES,
+        checkpointer=silent,
+        telemetry=silent,
+        stop=options.pop("stop", StopRequest()),
+        heartbeat=lambda: None,
+        **options,
+    )
+
+
+def plain_loop(steps: int, clip_norm: float | None) -> tuple[nn.Module, list[float]]:
+    """SGD on the mean loss of whole global batches; returns the model and the norm of each gradient."""
+    split, model, norms = SOURCE.train(), network(), []
+    pixels = (split.images.double() / 255 - 0.5) / 0.25
+    for step in range(steps):
+        epoch, position = divmod(step, 2)
+        batch = permutation(0, epoch, 10)[8 * position : 8 * position + 8]
+        logits, labels = model(pixels[batch]), split.labels[batch]
+        weights = torch.tensor(LOSS.class_weights, dtype=torch.float64)
+        losses = F.cross_entropy(logits, labels, weights, label_smoothing=0.1, reduction="none")
+        gradients = torch.autograd.grad(losses.mean(), list(model.parameters()))
+        norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
+        norms.append(norm)
+        factor = 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / (norm + 1e-6)
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.5 * factor * gradient
+    return model, norms
+
+
+def updated(trainer: Trainer) -> list[float]:
+    """Take every step of the plan; returns the norms of the gradients."""
+    norms = []
+    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+        norm = trainer.update(shard, measures_norm=True)
+        assert norm is not None
+        norms.append(norm.item())
+    return norms
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 100.0])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("strategy", [AllReduce(), AllReduceHooks(), None], ids=repr)
+def test_steps_of_uneven_ranks_and_micro_batches_are_those_of_the_mean_loss_of_the_global_batch(
+    strategy: Any, micro_batches: int, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, norms = plain_loop(4, clip_norm)
+    assert clip_norm != 0.05 or min(norms) > 0.1
+    options = {"strategy": strategy, "micro_batches": micro_batches, "clip_norm": clip_norm}
+    if strategy is None:
+        trainers = [trainer_of(network(), World.solo(), **options)]
+        actual = [updated(trainers[0])]
+    else:
+        ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+        trainers = ranks.run(lambda world: trainer_of(models[world.rank], world, **options))
+        actual = ranks.run(lambda world: updated(trainers[world.rank]))
+    for trainer, norms_of_rank in zip(trainers, actual, strict=True):
+        assert norms_of_rank == pytest.approx(norms, rel=1e-12)
+        assert_equal(trainer.network.model, expected)
+
+
+def fitted(trainer: Trainer) -> tuple[list[Any], int, bool]:
+    """What a rank did, the last step that it saved, and whether it was stopped."""
+    try:
+        trainer.fit()
+        stopped = False
+    except Stopped:
+        stopped = True
+    return trainer.telemetry.events, trainer.progress.step, stopped
+
+
+class Asked(StopRequest):
+    """A stop that is asked for during a step."""
+
+    def __init__(self, step: int | None) -> None:
+        super().__init__()
+        self.step = step
+
+    def step_done(self) -> None:
+        super().step_done()
+        if self.step is not None:
+            self.step -= 1
+            self.requested = self.requested or self.step == 0
+
+
+@pytest.mark.parametrize("asker", range(3))
+def test_a_stop_that_one_rank_is_asked_for_ends_all_at_the_same_step(
+    asker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+
+    def run(world: World) -> tuple[list[Any], int, bool]:
+        stop = Asked(2 if world.rank == asker else None)
+        every = {"save_every": 100, "eval_every": 100}
+        options = {"strategy": AllReduce(), "steps": 9, "every": every, "stop": stop}
+        return fitted(trainer_of(models[world.rank], world, **options))
+
+    events = [*(("log", step, 0.5) for step in (1, 2, 3)), ("save", 3, False)]
+    assert ranks.run(run) == [(events, 3, True)] * 3
+
+
+def test_a_stop_after_the_last_evaluation_changes_nothing() -> None:
+    stopped, whole = (trainer_of(network(), World.solo(), stop=StopAfter(step)) for step in (4, None))
+    assert fitted(stopped) == fitted(whole)
+    assert_equal(stopped.network.model, whole.network.model)
+
+
+@pytest.mark.parametrize("asker", [None, 0, 1, 2])
+def test_a_stop_between_two_blocks_is_seen_by_every_rank(asker: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+
+    def stops(world: World) -> bool:
+        trainer = trainer_of(models[world.rank], world, strategy=AllReduce())
+        trainer.stop.requested = world.rank == asker
+        try:
+            trainer.between()
+        except StopNow:
+            return True
+        return False
+
+    assert ranks.run(stops) == [asker is not None] * 3
+
+
+def test_each_event_comes_at_its_steps_and_at_the_last_one() -> None:
+    every = {"log_every": 3, "eval_every": 4, "save_every": 5}
+    events, _, _ = fitted(trainer_of(network(), World.solo(), steps=7, every=every, schedule=Constant(warmup=7)))
+    order = [("log", 3), ("eval", 4), ("save", 4), ("save", 5), ("log", 6), ("log", 7), ("eval", 7), ("save", 7)]
+    assert [event[:2] for event in events] == order
+    assert [event[2] for event in events if event[0] == "save"] == [True, False, True], (
+        "whether this step has a score"
+    )
+    assert [event[2] for event in events if event[0] == "log"] == [0.5 * step / 7 for step in (3, 6, 7)]
+
+
+def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:
+    model = network()
+    updated(trainer_of(model, World.solo(), steps=4))
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    resumed = network()
+    updated(trainer_of(resumed, World.solo(), steps=2))
+    fitted(trainer_of(resumed, World.solo(), steps=4, progress=Progress(step=2, score=1.0)))
+    assert all(torch.equal(*pair) for pair in zip(resumed.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(("score", "events"), [(None, [("eval", 4, True), ("save", 4, True)]), (1.0, [])])
+def test_a_resume_makes_up_for_an_evaluation_that_a_stop_interrupted(score: float | None, events: list[Any]) -> None:
+    trainer = trainer_of(network(), World.solo(), steps=4, progress=Progress(step=4, score=score))
+    assert fitted(trainer)[0] == events
+
+
+def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = trainer_of(model, World.solo(), micro_batches=3)
+    shard = next(iter(trainer.pipeline.train(trainer.loader.train(after=0))))
+    trainer.stop.requested = True
+    with pytest.raises(StopNow):
+        trainer.step_or_undo(shard)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_log_point_or_else_a_save_compares_the_replicas(
+    broken: int, logs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+    models[broken][3].bias.data[1] += 1
+
+    def refuses(world: World) -> list[Any]:
+        options = {"strategy": AllReduce(), "every": {"log_every": 3}, "progress": Progress(step=2)}
+        trainer = trainer_of(models[world.rank], world, **options)
+        compares = partial(trainer.log, 3, {"optim/lr": 0.5}) if logs else trainer.save
+        with pytest.raises(LockstepError, match=f"the weights of rank {broken} differ"):
+            compares()
+        return [event for event in trainer.telemetry.events if event[0] == "save"]
+
+    assert ranks.run(refuses) == [[]] * 3
+
+
+def test_weights_that_are_not_finite_are_never_saved() -> None:
+    model = network()
+    model[3].bias.data[1] = torch.inf
+    trainer = trainer_of(model, World.solo(), progress=Progress(step=2))
+    with pytest.raises(NumericalError, match="not finite after step 2"):
+        trainer.save()
+    assert trainer.telemetry.events == []
+
+
+def test_the_average_follows_each_step_from_the_first_weights_on() -> None:
+    model = network()
+    ema = EMA(model, 0.75)
+    trainer = trainer_of(model, World.solo(), steps=3, ema=ema)
+    expected: list[Tensor] = []
+    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+        trainer.step(shard)
+        now = [parameter.detach().clone() for parameter in model.parameters()]
+        expected = [0.75 * old + 0.25 * new for old, new in zip(expected or now, now, strict=True)]
+    for average, value in zip(ema.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(average, value, rtol=1e-12, atol=1e-12)
+
+
+class Always(nn.Module):
+    """Predicts one class, whatever the image is."""
+
+    def __init__(self, label: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.label = label
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.one_hot(torch.full((len(images),), self.label), 3).double() * self.weight
+
+
+COMMON, RARE = (int(number) for number in SOURCE.eval().labels.bincount(minlength=3).argsort()[[2, 0]])
+ACCURACY = {label: 100 * (SOURCE.eval().labels == label).double().mean().item() for label in (COMMON, RARE)}
+
+
+def test_the_best_score_is_the_first_of_the_highest_ones() -> None:
+    model = Always(RARE)
+    trainer = trainer_of(model, World.solo())
+    improved = []
+    for step, label in enumerate((RARE, RARE, COMMON, RARE, COMMON), start=1):
+        model.label = label
+        improved.append(trainer.evaluate(step))
+        assert trainer.progress.score == pytest.approx(ACCURACY[label])
+    assert ACCURACY[COMMON] > ACCURACY[RARE]
+    assert improved == [True, False, True, False, False]
+    assert (trainer.progress.best_step, trainer.progress.best) == (3, pytest.approx(ACCURACY[COMMON]))
+    assert [event[2] for event in trainer.telemetry.events] == improved
+
+
+def test_after_a_resume_a_score_must_be_higher_than_the_best_one_before_it() -> None:
+    before = Progress(step=2, score=0.0, best=ACCURACY[COMMON], best_step=1)
+    trainer = trainer_of(Always(COMMON), World.solo(), progress=before)
+    assert not trainer.evaluate(3)
+    assert trainer.progress.best_step == 1
+
+
+@pytest.mark.parametrize(("label", "averaged"), [(COMMON, RARE), (RARE, COMMON)])
+def test_the_average_of_the_weights_decides_where_there_is_one(label: int, averaged: int) -> None:
+    model = Always(averaged)
+    ema = EMA(model, 0.9)
+    model.label = label
+    trainer = trainer_of(model, World.solo(), ema=ema)
+    trainer.evaluate(1)
+    assert trainer.progress.best == pytest.approx(ACCURACY[averaged])
