@@ -70,6 +70,7 @@ def test_a_second_job_in_a_folder_is_refused_while_the_first_stands_still_and_ch
 ) -> None:
     path, first = running
     first.send_signal(signal.SIGSTOP)  # so that whatever changes is of the others
+    wait_for(lambda: Path(f"/proc/{first.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     before, names = tree(path.parent), {file.name for file in path.parent.iterdir()}
     for words in ([f"hydra.run.dir={path}"], [f"resume={path}"], ["resume=latest"]):
         done = train(*words, "device=cpu", f"output_root={path.parent}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import suppress
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.inference.load import load
-from lockstep.runtime.signals import StopNow
+from lockstep.runtime.signals import listen
 
 
 def demo(path: str, *, port: int, device: str | None) -> None:
@@ -24,7 +23,8 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     from lockstep.inference.demo import DemoServer
 
     server = DemoServer(load(path, device=device), port)
-    with server.socket, suppress(StopNow):
+    listen(server.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
+    with server.socket:
         log.show(f"{server.url} shows the classes of a photo; Ctrl-C ends it")
         log.console.file.flush()
         server.run([server.socket])

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from lockstep.core.errors import LockstepError, Stopped
+from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting, ranks_here, run_agent, send_to_ranks
@@ -32,6 +32,8 @@ from lockstep.launcher.processes import GRACE_S, POLL_S, Forwarding, forwarding
 FIRST_S = 600.0
 # Seconds between two looks at the store, and to wait for a message of machines that can be gone.
 LOOK_S, ANSWER_S = 0.25, 5.0
+# How long torch's agent may go on waiting for machines after the job has ended.
+ENDED_S = 1.0
 # The keys of the store. Main sets STATE; the others are numbers that a machine increases, most of them per attempt.
 STATE, REFUSED, CONNECTED, READ = "state", "refused", "connected", "read"
 JOINED, REPORTED, OVER = "joined/{}", "reported/{}", "over/{}"
@@ -90,6 +92,11 @@ class Machine(ABC):
     def lost(self, reason: str) -> LockstepError:
         """The error for a store that does not answer."""
 
+    def raise_ending(self) -> None:
+        """Raise the error with which main has ended the job, if it has ended it with one."""
+        if code := self.state["end"]:
+            raise BY_EXIT_CODE.get(code, RankFailed)(self.state["sentence"])
+
     def _client(self) -> TCPStore:
         """A connection to the store. Each thread needs its own."""
         meeting = self.meeting
@@ -103,7 +110,7 @@ class Machine(ABC):
             LockstepError: the job failed or was stopped, or the store is silent.
         """
         assert self.request is not None
-        silent = over = 0.0
+        silent = over = ended = 0.0
         stopping = False
         while talk.is_alive() and self.error is None:
             looks = self.looks
@@ -118,6 +125,11 @@ class Machine(ABC):
                 stopping = True
                 self.request.repeat()
             over = over + LOOK_S if self.attempt and self.over >= self.attempt and self.gathering else 0.0
+            ended = ended + LOOK_S if "end" in self.state and not ranks_here() else 0.0
+            if ended >= ENDED_S:
+                self._client().add(READ, 1)
+                self.raise_ending()
+                return
             if over and ranks_here():
                 self.ended_ranks = True
                 send_to_ranks(signal.SIGKILL if over > GRACE_S else signal.SIGTERM)

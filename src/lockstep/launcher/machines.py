@@ -119,5 +119,7 @@ class Machines(Machine):
         """Tell all machines how the job ended."""
         code, sentence = (error.exit_code, str(error)) if error is not None else (0, "")
         self._publish(end=code, sentence=sentence)
-        listeners = self.store.add(CONNECTED, 0) if self.listeners is None else self.listeners
+        listeners = self.listeners
+        if listeners is None:  # no attempt has told: machines may be about to connect
+            listeners = max(self.store.add(CONNECTED, 0), self.meeting.least - 1)
         wait(lambda: self.store.add(READ, 0) >= listeners)

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, RankFailed, Stopped
+from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -68,8 +68,7 @@ class Member(Machine):
             if self.request.requested and "end" not in self.state:
                 raise Stopped("this machine was stopped and has left the job; the state of the run is saved")
         store.add(READ, 1)
-        if code := self.state["end"]:
-            raise BY_EXIT_CODE.get(code, RankFailed)(self.state["sentence"])
+        self.raise_ending()
 
     def _await_main(self) -> None:
         """Wait until main's machine serves the store.
