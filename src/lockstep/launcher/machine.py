@@ -16,6 +16,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -111,23 +112,26 @@ class Machine(ABC):
         """
         assert self.request is not None
         silent = over = ended = 0.0
-        stopping = False
+        stopping, began = False, 0  # the last attempt whose ranks have been seen
         while talk.is_alive() and self.error is None:
             looks = self.looks
             talk.join(LOOK_S)
+            began = self.attempt if ranks_here() else began
             # Counted in turns: time in which this process was suspended is no silence.
             silent = 0.0 if self.looks != looks else silent + LOOK_S
             if self.looks and silent > self.meeting.timeout:
                 raise self.lost(f"no answer for {self.meeting.timeout:g} s")
             if self.request.requested:
-                if not stopping and (self.gathering or not self.attempt) and not ranks_here():
+                gathering = self.gathering and began != self.attempt
+                if not stopping and (gathering or not self.attempt) and not ranks_here():
                     raise Stopped("stopped while waiting for machines; start the same command on each again")
                 stopping = True
                 self.request.repeat()
             over = over + LOOK_S if self.attempt and self.over >= self.attempt and self.gathering else 0.0
             ended = ended + LOOK_S if "end" in self.state and not ranks_here() else 0.0
             if ended >= ENDED_S:
-                self._client().add(READ, 1)
+                with suppress(DistError):  # main has left
+                    self._client().add(READ, 1)
                 self.raise_ending()
                 return
             if over and ranks_here():

@@ -59,6 +59,7 @@ class Machines(Machine):
         lock = safe_read.read_text(run_dir.lock)
         for number in count(1):
             remove_error_files(run_dir)
+            self.listeners = None
             self._publish(
                 attempt=number, folder=str(run_dir.path), lock=lock, overrides=self.overrides, ranks=self.ranks
             )
