@@ -163,7 +163,7 @@ def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
 @pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
 def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     folder = tmp_path / "run"
-    launch = (sys.executable, "-c", REPLACED, "lockstep.launcher.spawn", "failures", RAISES)
+    launch = (sys.executable, "-c", REPLACED, "lockstep.launcher.spawn:Children", "join", RAISES)
     process = start(folder, *launcher, *LONG, launch=launch)
     code, err = ended(process)
     assert (code, "ZeroDivisionError" in err) == (70, True), err
