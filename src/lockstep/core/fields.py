@@ -125,6 +125,15 @@ def wide(node: Any, prefix: str = "") -> Iterator[str]:
         yield f"{prefix} is {shown(node)}, expected at most 64 bits"
 
 
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a config with their full keys."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def shown(value: Any) -> str:
     """A value for use in a sentence. A long text is cut; a very long number is replaced by its length."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:

@@ -7,7 +7,7 @@ checkpoint is damaged, and `lockstep.training.fingerprint` what makes a run the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.fields import problems
+from lockstep.core.fields import leaves, problems
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import MANIFEST, RunDir, latest
 from lockstep.core.safe_read import UnreadableFile, read_json
@@ -213,12 +213,12 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
             of the kept config cannot be replaced.
     """
     try:
-        stored_values = dict(_leaves(yaml_io.load(run_dir.composed)))
+        stored_values = dict(leaves(yaml_io.load(run_dir.composed)))
     except InputError as error:
         content_to_restore(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")
         return
-    composed_values, current_values = dict(_leaves(own)), dict(_leaves(values))
+    composed_values, current_values = dict(leaves(own)), dict(leaves(values))
     different = [
         key
         for key in stored_values | composed_values
@@ -236,12 +236,3 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
             f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{more}); restore the lines "
             "that it lost, or set these keys on the command line"
         )
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a config with their full keys."""
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -23,6 +23,7 @@ from typing import Any
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, write_atomic
 
@@ -105,7 +106,7 @@ class Identity:
         """What differs between this sweep and `other`, for a sentence; empty if nothing does."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
-        ours, theirs = _flat(self.base), _flat(other.base)
+        ours, theirs = dict(leaves(self.base)), dict(leaves(other.base))
         keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         shown = [f"{key} is {ours.get(key)} there and {theirs.get(key)} here" for key in keys[:DIFFERENCES_SHOWN]]
         return ", ".join([*shown, *(["and more"] if len(keys) > len(shown) else [])])
@@ -269,14 +270,3 @@ def born(pid: int) -> str:
 
 def _damaged(path: Path) -> InputError:
     return InputError(f"{path} is not a file of a sweep's ledger; start anew with sweep.resume=new")
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested mappings, by their dotted keys."""
-    if not isinstance(values, Mapping) or not values:
-        return {prefix: values}
-    return {
-        name: leaf
-        for key, value in values.items()
-        for name, leaf in _flat(value, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
