@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.config.timm_names import timm_models
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
-from lockstep.models.nets import MaxPoolTo, TooSlowError, check_size, sketch, time_limit
+from lockstep.models.nets import MaxPoolTo, TimeLimit, TooSlowError, check_size, sketch
 from lockstep.models.zoo import Stem, network_options
 
 
@@ -195,13 +195,19 @@ def test_a_model_of_any_depth_width_and_image_is_refused_before_it_is_built(
     assert time.process_time() - began < 5
 
 
-def test_a_time_limit_ends_a_loop_that_calls_nothing_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_ends_a_loop_of_calls_of_torch_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 0.1)
 
     def endless() -> None:
-        with time_limit():
+        with TimeLimit():
             while True:
-                pass
+                with torch.no_grad():
+                    torch.empty(1, device="meta")
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(TooSlowError, match=r"take more than 0\.1 s to list"):
-        pool.submit(endless).result()
+    def grad_enabled_after() -> bool:
+        with pytest.raises(TooSlowError, match=r"take more than 0\.1 s to list"):
+            endless()
+        return torch.is_grad_enabled()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(grad_enabled_after).result()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import itertools
 import math
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
@@ -70,32 +68,27 @@ def without_weights(option: Model) -> Model:
 class TooSlowError(InputError):
     """The layers of a model take too long to list."""
 
-    def __init__(self) -> None:  # without arguments, as an asynchronous exception is made
-        super().__init__(
-            f"the layers of the model take more than {SKETCH_S} s to list; use smaller numbers in model.options, or "
-            "smaller images"
-        )
 
+class TimeLimit(TorchFunctionMode):
+    """A context in which a call of torch raises `TooSlowError` after `SKETCH_S` seconds of this thread's CPU time."""
 
-@contextmanager
-def time_limit() -> Iterator[None]:
-    """Raise `TooSlowError` in this thread after `SKETCH_S` seconds of CPU time, even in a loop that calls nothing."""
-    thread, done, begin = ctypes.c_ulong(threading.get_ident()), threading.Event(), time.process_time()
+    def __enter__(self) -> Self:
+        self.end = time.thread_time() + SKETCH_S
+        super().__enter__()
+        return self
 
-    def watch() -> None:
-        while time.process_time() - begin < SKETCH_S:
-            if done.wait(0.05):
-                return
-        # Only once: a second one could come after the context.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TooSlowError))
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, and raise if that was too late."""
+        result = func(*args, **(kwargs or {}))
+        # Calls that give no tensor may change a state, such as no_grad's two: neither of a pair may go missing.
+        if isinstance(result, Tensor) and time.thread_time() > self.end:
+            raise TooSlowError(
+                f"the layers of the model take more than {SKETCH_S} s to list; use smaller numbers in model.options, "
+                "or smaller images"
+            )
+        return result
 
 
 def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
@@ -107,7 +100,7 @@ def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn
     Raises:
         InputError: the model takes too long, or cannot be built.
     """
-    with time_limit(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with TimeLimit(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         return without_weights(option).build(classes, input_shape)
 
 

@@ -19,7 +19,7 @@ from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
 from lockstep.core.model_mode import model_mode
 from lockstep.core.rules import Options, Text
 from lockstep.core.trained_input import TrainedInput
-from lockstep.models.nets import Network, TooSlowError, time_limit
+from lockstep.models.nets import Network, TimeLimit, TooSlowError
 from lockstep.models.published import published_weights
 
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
@@ -149,7 +149,7 @@ def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> No
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
     image = torch.empty((1, *input_shape), device="meta")
     # A recurrent network, whose every position takes Python's time, takes any size.
-    with suppress(TooSlowError), time_limit(), model_mode(model, training=False), torch.no_grad():
+    with suppress(TooSlowError), TimeLimit(), model_mode(model, training=False), torch.no_grad():
         torch.func.functional_call(model, shapes, (image,))
 
 
