@@ -135,6 +135,10 @@ def test_a_failed_job_ends_no_sweep_and_is_tried_again_on_request(tmp_path: Path
     assert (again.code, "started" in again.out) == (2, False)
     assert "1 failed (sweep.retry=true tries them again)" in again.out
     assert sweep(tmp_path, *words, "sweep.retry=true").out.count("started") == 1
+    others = sweep(tmp_path, "precision=fp32,fp64", *words[1:])
+    assert (others.code, others.out.count("started"), len(states(tmp_path))) == (0, 1, 3), (
+        "the code is that of the line"
+    )
     assert processes(tmp_path) == set()
 
 

@@ -24,6 +24,7 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
 from lockstep.job.run_lock import Lock
 from lockstep.runtime.program import say
+from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger, Record
 
@@ -82,6 +83,7 @@ class PoolLauncher(Launcher):
                 lines = str(error).split("\n")
                 raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
         records = ledger.enter(zip(job_overrides, names, strict=True))
+        report.OF_THIS_LINE.update(record.number for record in records)
         chosen = to_run(records, retry=self.retry)
         program = command_of_program()
         tasks = []
