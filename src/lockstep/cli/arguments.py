@@ -20,6 +20,8 @@ def arguments() -> argparse.Namespace:
     demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
     _model(demo)
     demo.add_argument("--port", type=int, default=8000, help="the port to listen on; 0 chooses a free one [8000]")
+    _runs(commands)
+    _compare(commands)
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
@@ -108,6 +110,52 @@ def _lr_find(commands: Any) -> None:
     find.add_argument("--out", metavar="FILE", help="the picture [lr-find.svg in output_root]")
 
 
+def _runs(commands: Any) -> None:
+    runs = commands.add_parser(
+        "runs",
+        help="list the runs and sweeps of a folder",
+        description="List the runs and sweeps of a folder: when each started, what differed, its score, its state, "
+        "its size. For the folder of a sweep, list its jobs. The exit code is 2 if a run is damaged; the others are "
+        "listed anyway.",
+    )
+    runs.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="with runs in it [outputs]")
+    runs.add_argument("--sort", default="when", metavar="COLUMN", help="a column, or a key of the config [when]")
+    runs.add_argument(
+        "--filter",
+        dest="filters",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="state=done, model=resnet18, 'score>90'; may be repeated",
+    )
+    runs.add_argument("--json", dest="form", action="store_const", const="json", default="table", help="as JSON")
+
+
+def _compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="compare the scores of runs by what differs between them",
+        description="Compare runs by the keys in which they differ: the mean and the spread over the seeds, the best "
+        "first, and the interval of each difference to the best. For two runs, show what differs in data, config, "
+        "code, versions and machine, the likeliest cause of another score first.",
+    )
+    compare.add_argument(
+        "paths", nargs="+", metavar="SWEEP|RUN", help="a sweep, a run, `latest`, or a folder of them"
+    )
+    compare.add_argument(
+        "--by",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="compare the values of this key alone; may be repeated",
+    )
+    compare.add_argument(
+        "--sort", metavar="COLUMN", help="a key or a figure, as --csv names it [score, the best first]"
+    )
+    compare.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="as CSV")
+    compare.add_argument("--json", dest="form", action="store_const", const="json", help="as JSON")
+
+
 def _clean(commands: Any) -> None:
     clean = commands.add_parser(
         "clean",
@@ -123,7 +171,8 @@ def _clean(commands: Any) -> None:
         "--all",
         dest="everything",
         action="store_true",
-        help="all checkpoints of completed runs: their best weights stay, but no resume can train them longer",
+        help="all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume can "
+        "train them longer",
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 
 from lockstep.checkpoint import Removable, removable, remove
 from lockstep.config.commands import typed
@@ -14,6 +13,8 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.job.run_lock import Lock
 from lockstep.runtime.host import GB, amount
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.runs import existing, run_folders
 
 
 def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> None:
@@ -22,7 +23,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
     Args:
         folders: run folders, or folders that contain runs and sweeps at any depth.
         keep: how many of the newest undamaged checkpoints stay in each run, besides the best.
-        everything: whether completed runs keep no checkpoint; their exported weights stay.
+        everything: whether completed runs keep no checkpoint, but for the best of a sweep; exported weights stay.
         yes: whether to remove the checkpoints.
 
     Raises:
@@ -33,7 +34,8 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
         raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")
     size = checkpoints = runs = 0
     for run_dir in _runs(folders):
-        done = _clean_run(run_dir, keep, everything=everything, yes=yes)
+        is_best = Ledger(run_dir.path.parent).best == run_dir.path.name
+        done = _clean_run(run_dir, keep, everything=everything and not is_best, yes=yes)
         if done is not None and done.go:
             size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
     summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
@@ -48,17 +50,10 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
         log.show_command(f"{summary} can go; nothing is removed yet:", command)
 
 
-def _runs(folders: Sequence[str]) -> Iterator[RunDir]:
+def _runs(folders: Sequence[str]) -> list[RunDir]:
     """The runs in the folders, each once, sorted by path."""
-    runs: dict[Path, RunDir] = {}
-    for folder in map(Path, folders):
-        if not folder.is_dir():
-            raise InputError(f"{folder} is no folder; name one with runs in it: lockstep clean outputs")
-        for checkpoints in folder.rglob("checkpoints"):
-            run_dir = RunDir(checkpoints.parent)
-            if checkpoints.is_dir() and not checkpoints.is_symlink() and run_dir.overrides.is_file():
-                runs.setdefault(run_dir.path.resolve(), run_dir)
-    yield from (runs[path] for path in sorted(runs))
+    runs = {path.resolve(): RunDir(path) for folder in folders for path in run_folders(existing(folder))}
+    return [run for _, run in sorted(runs.items()) if run.checkpoints.is_dir() and not run.checkpoints.is_symlink()]
 
 
 def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:

@@ -22,6 +22,8 @@ COMMANDS = {
     "predict": ("predict", "predict"),
     "export": ("export", "export_model"),
     "demo": ("demo", "demo"),
+    "runs": ("runs", "runs"),
+    "compare": ("compare", "compare"),
     "clean": ("clean", "clean"),
 }
 

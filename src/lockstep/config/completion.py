@@ -56,6 +56,8 @@ def command_words(commands: Sequence[str], line: str) -> list[str]:
         return [command for command in commands if command.startswith(last)]
     if words[1] in ("evaluate", "predict", "export", "demo") and len(words) == 2:
         return runs(last)
+    if words[1] in ("compare", "runs", "clean") and not last.startswith("-"):
+        return _paths(last or f"{OUTPUTS}/", "*/")
     return matches(last) or _paths(last, "*")
 
 

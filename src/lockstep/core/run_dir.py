@@ -151,6 +151,15 @@ class RunDir:
             return None
         return name if isinstance(name, str) else None
 
+    def swept(self) -> dict[str, str]:
+        """The values of this run for the keys that its sweep varies; empty for a run alone."""
+        try:
+            keys = safe_read.read_json(self.path.parent / "sweep.json")["swept"]
+            values = dict(word.partition("=")[::2] for word in safe_read.read_yaml(self.overrides))
+            return {key: values[key] for key in keys if key in values}
+        except (UnreadableFile, LookupError, TypeError, AttributeError):
+            return {}
+
     def write_summary(self, **facts: Any) -> None:
         """Update `summary.json` with `facts`. The content of a damaged file is dropped.
 

@@ -15,6 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import LATEST, RunDir, latest
+from lockstep.core.safe_read import read_text
 from lockstep.data.pipeline import Pipeline, normalisation
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
@@ -80,6 +81,8 @@ def find_weights(path: str | Path) -> Path:
             raise InputError(f"{KEY}: no run has been started in {root}; name a run folder or a file of weights")
         here = Path.cwd()
         place = newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
+    elif place.name == "best" and place.is_file():  # of a sweep, or of the checkpoints of a run
+        place = place.parent / Path(read_text(place).strip()).name
     return checkpoint.weights_file(place, KEY)
 
 

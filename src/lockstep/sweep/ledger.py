@@ -2,6 +2,7 @@
 
     SWEEP/sweep.json       what the sweep is: its base config, and the keys that it varies
     SWEEP/jobs/NNN.json    the record of a job
+    SWEEP/best             the name of the run folder with the highest score, a text file as `outputs/latest` is one
 
 Each record is a file of its own, replaced in one step by whoever runs the job. So no kill can tear it, and several
 machines can write the ledger of one sweep on a network file system, where SQLite's write-ahead log does not work.
@@ -16,19 +17,20 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import leaves
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, write_atomic
 
 VERSION = 1
-SWEEP, JOBS = "sweep.json", "jobs"
+SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
 DIFFERENCES_SHOWN = 3
 
 
@@ -215,7 +217,24 @@ class Ledger:
     ) -> Record:
         """Record how a job ended."""
         ended = replace(record, state=state, ended=time.time(), objective=objective, exit_code=exit_code, error=error)
-        return self.write(ended)
+        ended = self.write(ended)
+        with suppress(InputError, StorageError):  # another job's record is damaged, or the disk is full
+            self.mark_best()
+        return ended
+
+    def mark_best(self) -> None:
+        """Name the folder of the best job in the file `best`, the first of equal ones."""
+        scores = {record.folder: record.objective for record in self.records() if record.objective is not None}
+        best = max(scores, key=scores.__getitem__, default="")
+        if best != self.best:
+            write_atomic(self.folder / BEST, f"{best}\n")
+
+    @property
+    def best(self) -> str:
+        """The name of the folder of the best job; empty before there is one."""
+        with suppress(UnreadableFile):
+            return safe_read.read_text(self.folder / BEST).strip()
+        return ""
 
     def read(self, record: Record) -> Record:
         """The present record of a job."""

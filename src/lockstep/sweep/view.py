@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,8 @@ class Screen:
         self.running: list[int] = []
         self.swept = swept_keys(records)
         self.began = time.monotonic()
-        self.before = self._count(State.done, State.failed)
+        self.before = sum(record.state in (State.done, State.failed) for record in records)
+        self.ended_now = 0
         # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
         self.live = Live(
             console=log.Terminal(highlight=False),
@@ -57,10 +59,13 @@ class Screen:
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
         self.running = [number for number in self.running if number != record.number]
+        self.ended_now += record.state in (State.done, State.failed)
         ending = f"done {score(record)}" if record.state is State.done else f"{record.state}: {record.error}"
-        position = f"{self._count(State.done, State.failed)} of {len(self.records)}"
+        total = str(len(self.records))
+        position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
-        if record.state is State.failed:
+        # The line above has the sentence; on this terminal, a second one would be written into the live lines.
+        if record.state is State.failed and not (self.live.is_started and sys.stderr.isatty()):
             say(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
 
     def refresh(self) -> None:
@@ -74,10 +79,10 @@ class Screen:
 
     def _progress(self, record: Record) -> Text:
         columns = [Column("", self._name(record), "", ALWAYS)]
-        if progress := progress_of(self.ledger, record):
+        if (progress := progress_of(self.ledger, record)) and progress["steps"] > 0:
             step, total, rate = progress["step"], progress["steps"], progress["rate"]
-            columns.append(Column("step", f"{step:,.0f}", f"/{total:,.0f}", 5))
-            columns += [Column("", f"{rate:,.0f}", " img/s", 4)] if rate else []
+            columns.append(Column("", f"{100 * step / total:3.0f}", " %", 5))
+            columns += [Column("", f"{rate:6,.0f}", " img/s", 4)] if rate else []
             if step and record.started:
                 left = (time.time() - record.started) / step * (total - step)
                 columns.append(Column("left", clock(left), "", ALWAYS))
@@ -85,7 +90,6 @@ class Screen:
 
     def _summary(self) -> Text:
         count = Counter(record.state for record in self.records.values())
-        ended = self._count(State.done, State.failed) - self.before
         columns = [
             Column(state, f"{count[state]}", "", ALWAYS if state is State.done else 5)
             for state in State
@@ -93,17 +97,15 @@ class Screen:
         ]
         if best := best_of([*self.records.values()]):
             columns.append(Column("best", score(best), f" (job {best.number})", 6, "green"))
-        if ended:
-            left = len(self.records) - self.before - ended
-            columns.append(Column("left", clock((time.monotonic() - self.began) / ended * left), "", ALWAYS))
+        if self.ended_now:
+            left = len(self.records) - self.before - self.ended_now
+            seconds = (time.monotonic() - self.began) / self.ended_now * left
+            columns.append(Column("left", clock(seconds), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _name(self, record: Record) -> str:
         words = " ".join(varied(record, self.swept)) or "as configured"
         return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
-
-    def _count(self, *states: State) -> int:
-        return sum(record.state in states for record in self.records.values())
 
     def _print(self, text: str) -> None:
         self.live.console.print(Text(escaped(text, keep="")), soft_wrap=True)
@@ -142,13 +144,14 @@ def show_table(ledger: Ledger, records: Sequence[Record]) -> None:
     for line in seeds_together(records, swept):
         log.console.print(line, soft_wrap=True)
     if best := best_of(records):
+        ledger.mark_best()  # two jobs that ended at once may each have named itself
         log.console.print(
             f"best: job {best.number} with {score(best)}, {ledger.folder / best.folder}", soft_wrap=True
         )
     for record in records:
         if record.error:
             for line in record.error.split("\n"):
-                log.console.print(f"job {record.number}: {line}", soft_wrap=True)
+                log.show(f"job {record.number}: {line}")
             if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
                 log.console.print(f"    what it printed: {output_of(ledger, record)}", soft_wrap=True)
 

@@ -27,4 +27,13 @@ class TensorBoard:
     imports: ClassVar[tuple[str, ...]] = ("torch.utils.tensorboard",)
 
     def build(self, run: RunInfo) -> Observer:
-        return sinks.TensorBoard(run.folder, run.after, run.hyperparameters, sinks.layout_of(run.config))
+        # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
+        facts = {key: _number_or_text(value) for key, value in run.run_dir.swept().items()} or run.hyperparameters
+        return sinks.TensorBoard(run.folder, run.after, facts, sinks.layout_of(run.config))
+
+
+def _number_or_text(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value

@@ -1,0 +1,102 @@
+"""`lockstep compare`: runs side by side, and what differs between two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from lockstep.core import log
+from lockstep.core.csv_row import csv_row
+from lockstep.core.errors import InputError
+from lockstep.sweep.compare import Row, causes, groups, ordered
+from lockstep.sweep.runs import DAMAGED, Run, existing, read_runs
+
+SHOWN = 40  # characters of a value in the table of two runs
+FIGURES = ("score", "spread", "done", "difference", "low", "high", "within_spread", "not_done")
+INTERVAL = (
+    "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it holds 0, the "
+    "difference is within the spread: other seeds could turn it round"
+)
+
+
+def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: str) -> None:
+    """Show what differs between runs, and their scores.
+
+    Args:
+        paths: runs, sweeps, and folders of them.
+        by: the keys whose values are compared; none is every key but the seed in which the runs differ.
+        sort: the column to sort by; None is the score.
+        form: `table`, `csv` or `json`.
+
+    Raises:
+        InputError: a path has no run, a key is unknown, or the files of a run are damaged.
+    """
+    read = [run for path in paths for run in read_runs(existing(path))]
+    runs = list({run.folder.resolve(): run for run in read}.values())
+    damaged = [run.error for run in runs if run.state == DAMAGED]
+    two = len(runs) == len(paths) == 2 and not by and not damaged
+    rows = causes(runs) if two else groups(runs, by)
+    rows = rows if sort is None else ordered(rows, sort, descending=sort == "score")
+    if form != "table":
+        show_rows(rows, form)
+    elif two:
+        _show_causes(runs, rows)
+    else:
+        _show_groups(runs, rows)
+    if damaged:
+        raise InputError(*damaged)
+
+
+def show_rows(rows: Sequence[Row], form: str) -> None:
+    """Print rows for another program, as `csv` or `json`."""
+    if form == "json":
+        lines = json.dumps(rows, indent=1).splitlines()
+    else:
+        lines = [csv_row(["" if value is None else value for value in row.values()]) for row in rows]
+        lines = [csv_row([*rows[0]]), *lines] if rows else []
+    for line in lines:
+        log.console.print(line, soft_wrap=True)
+
+
+def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
+    table = Table(*(key for key in rows[0] if key not in FIGURES), "score", "done", "not done", "to the best")
+    for row in rows:
+        settings = [str(value) for key, value in row.items() if key not in FIGURES]
+        score = figure(row["score"]) + ("" if row["spread"] is None else f" ± {row['spread']:.2f}")
+        table.add_row(*settings, score, str(row["done"]), row["not_done"], _difference(row))
+    log.console.print(table)
+    if any(row["low"] is not None for row in rows):
+        log.show(INTERVAL)
+    if scored := [run for run in runs if run.score is not None]:
+        best = max(scored, key=lambda run: run.score or 0)
+        log.show(f"best run: {figure(best.score)}, {best.folder}")
+    for run in runs:
+        if run.error and run.state != DAMAGED:
+            log.show(f"{run.folder.name}: {run.state}: {run.error}")
+
+
+def figure(score: Any) -> str:
+    return "" if score is None else f"{score:.2f}"
+
+
+def _difference(row: Row) -> str:
+    if row["low"] is not None:
+        verdict = ", within the spread" * row["within_spread"]
+        return f"{row['difference']:+.2f} [{row['low']:+.2f}, {row['high']:+.2f}]{verdict}"
+    return f"{row['difference']:+.2f}" if row["difference"] else ""
+
+
+def _show_causes(runs: Sequence[Run], rows: Sequence[Row]) -> None:
+    for name, run in zip("AB", runs, strict=True):
+        log.show(f"{name}  {run.state}  {figure(run.score)}  {run.folder}")
+    if not rows:
+        log.show("nothing differs that their folders know of: data, config, code, versions, machine")
+        return
+    table = Table("likely cause", "key", "A", "B")
+    for row in rows:
+        cells = [text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..." for text in (row["A"], row["B"])]
+        table.add_row(row["cause"], row["key"], *cells)
+    log.console.print(table)

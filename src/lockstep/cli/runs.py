@@ -1,0 +1,115 @@
+"""`lockstep runs`: the runs and sweeps of a folder as a table."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Column, Table
+
+from lockstep.cli.compare import figure, show_rows
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.runtime.host import GB, amount
+from lockstep.sweep.compare import Row, ordered
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.runs import DAMAGED, Run, differing, existing, read_job, read_run, run_folders, state_of
+
+COLUMNS = ("when", "name", "what", "score", "state", "size")
+
+
+def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
+    """Show the runs and sweeps of a folder; those of a sweep for its folder.
+
+    Args:
+        folder: the folder.
+        sort: the column to sort by; the score puts the best first, and the others the largest last.
+        filters: conditions KEY=VALUE, KEY<NUMBER, KEY>NUMBER on columns and on keys of the config.
+        form: `table` or `json`.
+
+    Raises:
+        InputError: the folder does not exist or has no run, a condition is wrong, or files are damaged.
+    """
+    root = existing(folder)
+    rows, damaged = _rows(root)
+    known = {name for row in rows for name in row}
+    rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
+    rows = ordered(rows, sort, descending=sort == "score")
+    if form == "json":
+        show_rows(rows, form)
+    else:
+        table = Table(*COLUMNS[:3], *(Column(name, justify="right") for name in COLUMNS[3:]))
+        for row in rows:
+            table.add_row(
+                row["when"], row["name"], row["what"], figure(row["score"]), row["state"], amount(row["size"] / GB)
+            )
+        log.console.print(table)
+    if damaged:
+        raise InputError(*damaged)
+
+
+def _rows(root: Path) -> tuple[list[Row], list[str]]:
+    """A row for each run and each sweep, and sentences about what is damaged."""
+    single: list[Run] = []
+    rows: list[Row] = []
+    damaged: list[str] = []
+    for path in run_folders(root):
+        ledger = Ledger(path)
+        try:
+            if path == root and ledger.exists:
+                single = [read_job(path, record) for record in ledger.records()]
+            elif ledger.exists:
+                rows.append(_sweep(ledger, root))
+            elif not Ledger(path.parent).exists:
+                single.append(read_run(path))
+        except InputError as error:
+            damaged.append(str(error))
+    damaged += [run.error for run in single if run.state == DAMAGED]
+    if not (single or rows or damaged):
+        raise InputError(f"{root} has no run in it; name a folder of runs: lockstep runs outputs")
+    keys = differing(single)
+    for run in single:
+        what = " ".join(f"{key}={run.settings[key]}" for key in keys if key in run.settings)
+        rows.append({**_columns(run.folder, root, run.started, what, run.score, run.state), **run.settings})
+    return rows, damaged
+
+
+def _sweep(ledger: Ledger, root: Path) -> Row:
+    identity, records = ledger.identity(), ledger.records()
+    what = " ".join(word for word in identity.words if word.partition("=")[0] in identity.swept)
+    started = min((record.started for record in records if record.started), default=0.0)
+    score = max((record.objective for record in records if record.objective is not None), default=None)
+    count = Counter(map(state_of, records))
+    state = ", ".join(f"{number} {state}" for state, number in count.items())
+    return _columns(ledger.folder, root, started, what, score, state)
+
+
+def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else ""
+    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    name = str(path.relative_to(root)) if path != root else path.name
+    return dict(zip(COLUMNS, (when, name, what, score, state, size), strict=True))
+
+
+def _fits(row: Row, condition: str, known: set[str]) -> bool:
+    """Whether a row fulfils a condition. A row without the key does not."""
+    match = re.fullmatch(r"([^=<>]+)([=<>])(.*)", condition)
+    if match is None or match[1] not in known:
+        wrong = f"no run has {match[1]}" if match else "it is no condition"
+        raise InputError(
+            f"--filter {condition}: {wrong}; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done"
+        )
+    key, sign, value = match.groups()
+    if sign == "=":
+        return str(row.get(key)) == value
+    try:
+        limit = float(value)
+    except ValueError:
+        raise InputError(f"--filter {condition}: expected a number behind {sign}: --filter 'score>90'") from None
+    try:
+        return (float(row[key]) - limit) * (1 if sign == ">" else -1) > 0
+    except (KeyError, TypeError, ValueError):
+        return False

@@ -1,0 +1,161 @@
+"""Compares runs as rows of figures: the seeds of a config together, and what differs between two runs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.ledger import State
+from lockstep.sweep.runs import Run, differing
+
+SEED = "seed"
+CONFIDENCE = 0.95
+Row = Mapping[str, Any]
+
+# What may differ between two runs, the likeliest cause of another score first.
+CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
+# What changes only the order in which numbers are added.
+ROUNDING = (
+    *("strategy", "launcher", "loader", "device", "repro", "train.micro_batches", "train.eval_batch"),
+    *("train.cuda_graph", "train.cudnn_benchmark"),
+    *("model.channels_last", "model.compile", "model.compile_mode"),
+)
+# The facts of a checkpoint that say what the data are, and those of `env.json` that say what the code is.
+DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
+CODE = ("git", "git_changes", "packages.lockstep", "extensions")
+VERSIONS = ("packages", "python", "cuda", "cudnn", "nccl", "driver")
+
+
+def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
+    """A row for the runs that differ in the seed alone, or are equal in the keys `by`; the best first.
+
+    Raises:
+        InputError: no run has a key of `by`.
+    """
+    for key in by:
+        if not any(key in run.settings for run in runs):
+            raise InputError(f"--by {key}: no run has this key; they differ in {', '.join(differing(runs))}")
+    keys = [*by] or [key for key in differing(runs) if key != SEED]
+    members: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
+    scores = {values: [run.score for run in group if run.score is not None] for values, group in members.items()}
+    best = max(scores.values(), key=lambda group: statistics.mean(group) if group else -math.inf)
+    rows = []
+    for values, group in members.items():
+        count = Counter(run.state for run in group if run.state != State.done)
+        not_done = ", ".join(f"{number} {state}" for state, number in count.items())
+        settings = dict(zip(keys, values, strict=True))
+        rows.append({**settings, **_figures(scores[values], best), "not_done": not_done})
+    return ordered(rows, "score", descending=True)
+
+
+def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
+    """The scores of a group in figures, beside those of the best group."""
+    low, high = interval(scores, best) if min(len(scores), len(best)) > 1 and scores is not best else (None, None)
+    return {
+        "score": statistics.mean(scores) if scores else None,
+        "spread": statistics.stdev(scores) if len(scores) > 1 else None,
+        "done": len(scores),
+        "difference": statistics.mean(scores) - statistics.mean(best) if scores else None,
+        "low": low,
+        "high": high,
+        "within_spread": None if low is None or high is None else low <= 0 <= high,
+    }
+
+
+def interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """The confidence interval of the difference of two means whose variances may differ.
+
+    Welch's t interval (B. L. Welch, "The generalization of 'Student's' problem when several different population
+    variances are involved", Biometrika 34, 1947), with Satterthwaite's degrees of freedom.
+    """
+    from scipy.special import stdtrit
+
+    difference = statistics.mean(first) - statistics.mean(second)
+    parts = [(statistics.variance(scores) / len(scores), len(scores) - 1) for scores in (first, second)]
+    variance = sum(part for part, _ in parts)
+    if variance == 0:
+        return difference, difference
+    freedom = variance**2 / sum(part**2 / less for part, less in parts)
+    margin = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
+    return difference - margin, difference + margin
+
+
+def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[Row]:
+    """Rows by a column: numbers by size, then texts, and at the end what has none.
+
+    Raises:
+        InputError: there is no such column.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    if rows and key not in names:
+        raise InputError(f"--sort {key}: there is no such column; there are {', '.join(names)}")
+
+    def place(row: Row) -> tuple[int, float, str]:
+        value = row.get(key)
+        try:
+            return 0, float(value or 0) * (-1 if descending else 1), ""
+        except ValueError:
+            return 1, 0.0, str(value)
+
+    return sorted((row for row in rows if row.get(key) not in (None, "")), key=place) + [
+        row for row in rows if row.get(key) in (None, "")
+    ]
+
+
+def causes(runs: Sequence[Run]) -> list[Row]:
+    """What differs between two runs, the likeliest cause of different scores first.
+
+    Raises:
+        InputError: a file of a run is damaged.
+    """
+    first, second = (_facts(run, differing(runs)) for run in runs)
+    typed = {key for run in runs for key in run.typed}
+    rows = [
+        {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}
+        for kind, key in dict.fromkeys([*first, *second])
+    ]
+    rows = [row for row in rows if row["A"] != row["B"]]
+    return sorted(rows, key=lambda row: (CAUSES.index(row["cause"]), row["key"] not in typed, row["key"]))
+
+
+def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
+    """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
+    run_dir = RunDir(run.folder)
+    facts = {}
+    for key in keys:
+        kind = SEED if key == SEED else "config, to rounding" if _is_below(key, ROUNDING) else "config"
+        facts[kind, key] = run.settings.get(key, "none")
+    for key, value in leaves(_content(run_dir.environment)):
+        kind = "code" if _is_below(key, CODE) else "versions" if _is_below(key, VERSIONS) else "machine"
+        facts[kind, key.removeprefix("packages.")] = str(value)
+    newest = max(run_dir.checkpoints.glob("step-*/facts.json"), default=run_dir.checkpoints / "facts.json")
+    identity = _content(newest).get("identity")
+    for key, value in leaves(identity if isinstance(identity, Mapping) else {}):
+        if _is_below(key, DATA):
+            facts["data", key] = str(value)
+    return facts
+
+
+def _content(path: Path) -> Row:
+    """The content of a JSON file of a run; empty if it is missing."""
+    try:
+        loaded = safe_read.read_json(path)
+    except safe_read.UnreadableFile as error:
+        if error.missing:
+            return {}
+        raise
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _is_below(key: str, heads: Sequence[str]) -> bool:
+    return any(key == head or key.startswith(f"{head}.") for head in heads)

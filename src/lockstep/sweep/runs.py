@@ -1,0 +1,167 @@
+"""The one reader of runs that have begun or ended: what each was, how it ended, its score. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.config import yaml_io
+from lockstep.config.schema import GROUPS
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
+from lockstep.core.run_dir import LATEST, RunDir, latest
+from lockstep.core.safe_read import UnreadableFile, is_number
+from lockstep.sweep.ledger import Ledger, Record, State, born, record_of
+
+CLASS = "._target_"
+KILLED, DAMAGED = "killed", "damaged"  # the states of a run besides those of a job
+# Where a run is, and what it shows and keeps. Runs that differ only in these are equal.
+ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "logger", "telemetry", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run, from its folder and from its record if it is the job of a sweep.
+
+    Fields:
+        folder: its folder, which a job that failed early does not have.
+        state: a `State`, or `KILLED` or `DAMAGED`.
+        started: seconds since 1970; 0 if it has not started.
+        score: the objective of a run that is done.
+        error: why it has none.
+        settings: its config as the user gave it: the option of each group, and the value of each key.
+        typed: the overrides of its command, by their keys.
+    """
+
+    folder: Path
+    state: str = State.waiting
+    started: float = 0.0
+    score: float | None = None
+    error: str = ""
+    settings: Mapping[str, str]
+    typed: Mapping[str, str]
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """The folders of sweeps and runs in a folder, sorted, a sweep before its jobs; `root` can be one itself."""
+    for name, subfolders, _ in os.walk(root):
+        subfolders.sort()
+        if is_run := RunDir(Path(name)).overrides.is_file():
+            subfolders.clear()
+        if is_run or Ledger(Path(name)).exists:
+            yield Path(name)
+
+
+def existing(path: str) -> Path:
+    """The folder that a user named, or the newest run for `latest`.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = Path(path)
+    if folder.name == LATEST and not folder.is_dir():
+        newest = latest(folder.parent if len(folder.parts) > 1 else Path("outputs"))
+        folder = folder if newest is None else newest.path
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder; name a run, a sweep, or a folder of them, such as outputs")
+    return folder
+
+
+def read_runs(root: Path) -> list[Run]:
+    """The runs of a folder, also those of its sweeps.
+
+    Raises:
+        InputError: there are none, or a ledger is damaged.
+    """
+    runs: dict[Path, Run] = {}
+    for folder in run_folders(root):
+        for record in Ledger(folder).records():
+            runs[folder / record.folder] = read_job(folder, record)
+        if not Ledger(folder).exists and folder not in runs:
+            known = record_of(folder)
+            runs[folder] = read_run(folder) if known is None else read_job(folder.parent, known[1])
+    if not runs:
+        raise InputError(f"{root} has no run in it; name a run, a sweep, or a folder of them")
+    return list(runs.values())
+
+
+def read_job(sweep: Path, record: Record) -> Run:
+    """A job of a sweep: its record says how far it is, and its folder, if there is one, what it is."""
+    run = read_run(sweep / record.folder, record.overrides)
+    if run.state == DAMAGED:
+        return run
+    return replace(run, state=state_of(record), started=record.started, score=record.objective, error=record.error)
+
+
+def state_of(record: Record) -> str:
+    """The state of a job, whose record says `running` after a kill."""
+    here = record.host == socket.gethostname()
+    return KILLED if record.state is State.running and here and not record.runs_here else record.state
+
+
+def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
+    """A run from its folder; `overrides` are those of its record."""
+    run_dir = RunDir(folder)
+    try:
+        if not overrides and run_dir.overrides.exists():
+            overrides = yaml_io.load_list(run_dir.overrides)
+        typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+        settings = {**{key: value for key, value in typed.items() if not _is_elsewhere(key)}, **_settings(run_dir)}
+        facts = run_dir.read_summary()
+        status, started, score = facts.get("status", State.waiting), facts.get("started", 0), facts.get("objective")
+        if not (is_number(started) and (score is None or is_number(score)) and isinstance(status, str)):
+            raise UnreadableFile(run_dir.summary, "is not the summary of a run")
+    except InputError as error:
+        return Run(folder=folder, state=DAMAGED, error=str(error), settings={}, typed={})
+    state = State.done if status == "completed" else status
+    return Run(
+        folder=folder,
+        state=KILLED if state == State.running and not _is_alive(run_dir) else state,
+        started=started,
+        score=score,
+        error=str(facts.get("error", "")),
+        settings=settings,
+        typed=typed,
+    )
+
+
+def _settings(run_dir: RunDir) -> dict[str, str]:
+    """The keys of a config as Hydra composed it, with the option's name for each group; empty without a config."""
+    if not run_dir.composed.exists():
+        return {}
+    values = dict(leaves(yaml_io.load(run_dir.composed)))
+    values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
+    if (hydra := run_dir.hydra / "hydra.yaml").exists():
+        match safe_read.read_yaml(hydra):
+            case {"hydra": {"runtime": {"choices": dict(choices)}}}:
+                values |= {group: choices[group] for group in (*GROUPS, "experiment") if choices.get(group)}
+    return {key: str(value) for key, value in values.items() if not key.endswith(CLASS) and not _is_elsewhere(key)}
+
+
+def _is_elsewhere(key: str) -> bool:
+    return key.partition(".")[0] in ELSEWHERE
+
+
+def _is_alive(run_dir: RunDir) -> bool:
+    """Whether the process that holds the lock of a run lives, as far as this machine can see."""
+    try:
+        holder = safe_read.read_json(run_dir.lock)
+        return bool(holder["host"] != socket.gethostname() or born(holder["pid"]))
+    except (UnreadableFile, LookupError, TypeError):
+        return False
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """The keys in which runs differ, those that a user typed first.
+
+    Not the keys that only follow from the option of a group or from a recipe, in which runs differ too.
+    """
+    typed = dict.fromkeys(key for run in runs for key in run.typed if key in run.settings)
+    keys = dict.fromkeys([*typed, *(key for run in runs for key in run.settings)])
+    differ = [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
+    recipes = "experiment" in differ
+    return [key for key in differ if key in typed or not (recipes or key.partition(".")[0] in differ)]

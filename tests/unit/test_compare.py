@@ -1,0 +1,349 @@
+"""`lockstep compare` and `lockstep runs`: what they read, what they compute, what they refuse."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import string
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_ind
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from lockstep.cli.compare import compare
+from lockstep.cli.runs import runs
+from lockstep.config import yaml_io
+from lockstep.core.errors import InputError
+from lockstep.core.observer import RunInfo
+from lockstep.core.plan import make_plan
+from lockstep.core.run_dir import RunDir, slug
+from lockstep.inference.load import find_weights
+from lockstep.sweep.compare import causes, groups, interval
+from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.runs import differing, existing, read_runs
+from lockstep.telemetry.loggers import TensorBoard
+
+COMPOSED = {
+    "batch": 64,
+    "seed": 0,
+    "output_root": "outputs",
+    "model": {"_target_": "lockstep.models.DigitNet", "width": 32},
+    "optimizer": {"_target_": "lockstep.optim.AdamW", "lr": "auto"},
+    "loader": {"_target_": "lockstep.data.loading.Auto", "workers": "auto"},
+}
+CAPSYS = pytest.CaptureFixture[str]
+
+
+def run(folder: Path, *words: str, status: str = "completed", score: Any = None, **env: Any) -> Path:
+    """The folder of a run as a run leaves it, with these overrides."""
+    run_dir = RunDir.at(folder)
+    config = json.loads(json.dumps(COMPOSED))
+    choices = {"model": "digitnet", "optimizer": "adamw", "loader": "auto", "experiment": None}
+    for key, value in (word.split("=", 1) for word in words):
+        if key in choices:
+            choices[key] = value
+        elif "." in key:
+            config[key.split(".")[0]][key.split(".")[1]] = value
+        else:
+            config[key] = value
+    run_dir.composed.write_text(yaml_io.dump(config))
+    run_dir.overrides.write_text(yaml_io.dump_list([*words]))
+    (run_dir.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
+    run_dir.environment.write_text(json.dumps({"git": "a1", "packages": {"torch": "2.15.0"}, "threads": 1, **env}))
+    run_dir.start_summary(run="r", started=1.0)
+    run_dir.write_summary(status=status, **({} if score is None else {"objective": score}))
+    return folder
+
+
+def sweep(folder: Path, scores: dict[tuple[str, ...], float | None]) -> Ledger:
+    """A sweep with a job for each combination of overrides; one without a score has failed before its folder."""
+    ledger = Ledger(folder)
+    keys = sorted({word.split("=")[0] for words in scores for word in words})
+    ledger.create(Identity(base={}, swept=tuple(keys), words=tuple(f"{key}=1,2" for key in keys)))
+    records = ledger.enter((words, slug(",".join(words))) for words in scores)
+    for record, score in zip(records, scores.values(), strict=True):
+        started = ledger.start(record)
+        if score is None:
+            ledger.end(started, State.failed, exit_code=2, error="it is wrong")
+        else:
+            run(folder / record.folder, *record.overrides, score=score)
+            ledger.end(started, State.done, objective=score)
+    return ledger
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Ledger:
+    scores = {"0.1": (90.0, 92.0, 91.0), "0.2": (90.5, 91.0, 91.5), "0.5": (10.0, 12.0, None)}
+    jobs = {(f"optimizer.lr={lr}", f"seed={seed}"): score for lr in scores for seed, score in enumerate(scores[lr])}
+    return sweep(tmp_path / "outputs" / "sweeps" / "one", jobs)
+
+
+def table(capsys: CAPSYS) -> str:
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("first", "second"), [((3, 2), (4, 1)), ((2, 2), (9, 5)), ((30, 1), (2, 8))])
+def test_the_interval_is_the_one_of_welch(first: tuple[int, float], second: tuple[int, float]) -> None:
+    generator = np.random.default_rng(1)
+    samples = [generator.normal(90, spread, size).tolist() for size, spread in (first, second)]
+    expected = ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
+    assert interval(*samples) == pytest.approx(tuple(expected), rel=1e-12)
+
+
+def test_scores_without_spread_have_an_interval_of_one_point() -> None:
+    assert interval([3.0, 3.0], [1.0, 1.0]) == (2.0, 2.0)
+
+
+def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, capsys: CAPSYS) -> None:
+    rows = groups(read_runs(swept.folder))
+    assert [(row["optimizer.lr"], row["score"], row["done"], row["not_done"]) for row in rows] == [
+        ("0.1", 91.0, 3, ""),
+        ("0.2", 91.0, 3, ""),
+        ("0.5", 11.0, 2, "1 failed"),
+    ]
+    assert [row["within_spread"] for row in rows] == [None, True, False]
+    compare([str(swept.folder)], by=[], sort=None, form="table")
+    shown = table(capsys)
+    assert re.search(r"│ 0\.1 +│ 91\.00 ± 1\.00 │ 3 +│ +│ +│", shown)
+    assert "within the spread" in shown
+    assert "Welch's 95 % interval" in shown
+    assert "best run: 92.00, " in shown
+    assert "failed: it is wrong" in shown
+
+
+def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path: Path) -> None:
+    run(tmp_path / "a", "model=digitnet", "output_root=x", score=1.0)
+    run(tmp_path / "b", "model=basicnet", "model.width=32", "optimizer.lr=0.1", "output_root=y", score=2.0)
+    composed = yaml_io.load(RunDir(tmp_path / "b").composed)
+    composed["model"] |= {"_target_": "lockstep.models.BasicNet", "depth": 3}
+    RunDir(tmp_path / "b").composed.write_text(yaml_io.dump(composed))
+    assert differing(read_runs(tmp_path)) == ["model", "optimizer.lr"]
+
+
+def test_a_value_typed_in_another_way_is_the_same_value(tmp_path: Path) -> None:
+    for name, word in (("a", "optimizer.lr=0.1"), ("b", "optimizer.lr=1e-1")):
+        run(tmp_path / name, word, score=1.0)
+        composed = {**COMPOSED, "optimizer": {"lr": 0.1}}
+        RunDir(tmp_path / name).composed.write_text(yaml_io.dump(composed))
+    assert differing(read_runs(tmp_path)) == []
+
+
+def test_rows_are_sorted_and_grouped_by_any_key(swept: Ledger, capsys: CAPSYS) -> None:
+    compare([str(swept.folder)], by=["seed"], sort="seed", form="csv")
+    rows = list(csv.DictReader(io.StringIO(table(capsys))))
+    assert [(row["seed"], row["done"]) for row in rows] == [("0", "3"), ("1", "3"), ("2", "2")]
+    compare([str(swept.folder)], by=[], sort="optimizer.lr", form="json")
+    assert [row["optimizer.lr"] for row in json.loads(table(capsys))] == ["0.1", "0.2", "0.5"]
+
+
+def test_runs_of_several_folders_are_compared_once_each(swept: Ledger, tmp_path: Path, capsys: CAPSYS) -> None:
+    alone = run(tmp_path / "alone", "optimizer.lr=0.1", "seed=7", score=93.0)
+    job = swept.folder / swept.records()[0].folder
+    compare([str(swept.folder), str(alone), str(job)], by=[], sort=None, form="json")
+    best = json.loads(table(capsys))[0]
+    assert (best["optimizer.lr"], best["done"]) == ("0.1", 4)
+
+
+def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys: CAPSYS) -> None:
+    first = run(tmp_path / "a", "optimizer.lr=0.1", "seed=1", score=1.0)
+    packages = {"torch": "2.11.0"}
+    words = ("optimizer.lr=0.2", "seed=2", "loader.workers=3")
+    second = run(tmp_path / "b", *words, score=2.0, git="b2", packages=packages, threads=8)
+    for folder, digest in ((first, "aa"), (second, "bb")):
+        (RunDir(folder).checkpoints / "step-00000001").mkdir()
+        facts = {"identity": {"train": {"images": digest}, "seed": 1}}
+        (RunDir(folder).checkpoints / "step-00000001" / "facts.json").write_text(json.dumps(facts))
+    ranked = [(row["cause"], row["key"], row["A"], row["B"]) for row in causes(read_runs(tmp_path))]
+    assert ranked == [
+        ("data", "train.images", "aa", "bb"),
+        ("config", "optimizer.lr", "0.1", "0.2"),
+        ("seed", "seed", "1", "2"),
+        ("code", "git", "a1", "b2"),
+        ("versions", "torch", "2.15.0", "2.11.0"),
+        ("machine", "threads", "1", "8"),
+        ("config, to rounding", "loader.workers", "auto", "3"),
+    ]
+    compare([str(first), str(second)], by=[], sort=None, form="table")
+    assert "A  done  1.00  " in table(capsys)
+    compare([str(first), str(second)], by=[], sort=None, form="json")
+    assert len(json.loads(table(capsys))) == 7
+
+
+def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None:
+    paths = [str(run(tmp_path / name, "batch=64", score=1.0)) for name in "ab"]
+    compare(paths, by=[], sort=None, form="table")
+    assert "nothing differs" in table(capsys)
+
+
+def listed(capsys: CAPSYS, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    runs(str(folder), **{"sort": "when", "filters": [], "form": "json", **options})
+    return list(json.loads(table(capsys)))
+
+
+def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSYS) -> None:
+    outputs = swept.folder.parent.parent
+    run(outputs / "a", "batch=8", score=50.0)
+    run(outputs / "b", "batch=16", status="failed")
+    rows = {row["name"]: row for row in listed(capsys, outputs)}
+    assert rows["sweeps/one"]["what"] == "optimizer.lr=1,2 seed=1,2"
+    assert (rows["sweeps/one"]["score"], rows["sweeps/one"]["state"]) == (92.0, "8 done, 1 failed")
+    assert [rows[name]["what"] for name in "ab"] == ["batch=8", "batch=16"]
+    assert rows["a"]["size"] == sum(path.stat().st_size for path in (outputs / "a").rglob("*") if path.is_file())
+    assert [row["name"] for row in listed(capsys, outputs, sort="score")] == ["sweeps/one", "a", "b"]
+    assert [row["name"] for row in listed(capsys, outputs, filters=["state=failed"])] == ["b"]
+    assert [row["name"] for row in listed(capsys, outputs, filters=["batch<10", "score>40"])] == ["a"]
+    assert len(listed(capsys, swept.folder)) == 9
+    runs(str(outputs), sort="when", filters=[], form="table")
+    assert "sweeps/one" in table(capsys)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_run_that_was_killed_is_not_shown_as_running(tmp_path: Path, capsys: CAPSYS, alive: bool) -> None:
+    run_dir = RunDir(run(tmp_path / "a", status="running"))
+    pid = os.getpid() if alive else 2**22 + 1
+    run_dir.lock.write_text(json.dumps({"pid": pid, "host": socket.gethostname(), "since": ""}))
+    assert listed(capsys, tmp_path)[0]["state"] == ("running" if alive else "killed")
+
+
+def test_texts_of_files_cannot_move_the_cursor_or_be_computed(tmp_path: Path, capsys: CAPSYS) -> None:
+    words = ("optimizer.lr=\x1b[2J", "optimizer.lr==HYPERLINK(1)", "optimizer.lr=[red]x[/]")
+    for number, word in enumerate(words):
+        run(tmp_path / f"{number}-\x1b]0;x\x07", word, score=1.0 + number)
+    for form in ("table", "csv", "json"):
+        compare([str(tmp_path)], by=[], sort=None, form=form)
+        shown = table(capsys)
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", shown)
+        assert form != "csv" or "'=HYPERLINK(1)" in shown
+        assert form != "table" or "[red]x[/]" in shown
+    for form in ("table", "json"):
+        runs(str(tmp_path), sort="when", filters=[], form=form)
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", table(capsys))
+
+
+Command = Callable[[Path], None]
+WRONG: dict[str, tuple[Command, str]] = {
+    "compare: no folder": (lambda root: compare([str(root / "x")], by=[], sort=None, form="table"), "x is no folder"),
+    "compare: no run": (lambda root: compare([str(root / "no")], by=[], sort=None, form="table"), "has no run in it"),
+    "compare: a key": (lambda root: compare([str(root)], by=["lr"], sort=None, form="table"), "--by lr: no run has"),
+    "compare: a column": (lambda root: compare([str(root)], by=[], sort="lr", form="csv"), "--sort lr: there is no"),
+    "runs: no folder": (lambda root: runs(str(root / "x"), sort="when", filters=[], form="table"), "x is no folder"),
+    "runs: no run": (lambda root: runs(str(root / "no"), sort="when", filters=[], form="json"), "has no run in it"),
+    "runs: a column": (lambda root: runs(str(root), sort="lr", filters=[], form="json"), "--sort lr: there is no"),
+    "runs: a key": (
+        lambda root: runs(str(root), sort="when", filters=["lr=1"], form="json"),
+        "--filter lr=1: no run",
+    ),
+    "runs: a word": (lambda root: runs(str(root), sort="when", filters=["done"], form="json"), "expected KEY=VALUE"),
+    "runs: a number": (lambda root: runs(str(root), sort="when", filters=["batch>x"], form="json"), "a number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_words_are_one_sentence(tmp_path: Path, name: str) -> None:
+    run(tmp_path / "a", "batch=8", score=1.0)
+    run(tmp_path / "b", "batch=9", score=1.0)
+    (tmp_path / "no").mkdir()
+    act, sentence = WRONG[name]
+    with pytest.raises(InputError, match=re.escape(sentence)) as caught:
+        act(tmp_path)
+    assert len(caught.value.args) == 1
+    assert "\n" not in str(caught.value)
+
+
+DAMAGE = ("", "{", "[]", "\x00", '{"status": 3}', '{"started": "x"}', '{"objective": "1"}', '{"objective": NaN}')
+FILES = ("summary", "overrides", "composed", "hydra.yaml")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("text", DAMAGE)
+def test_a_damaged_run_is_named_and_the_others_are_shown(
+    tmp_path: Path, capsys: CAPSYS, file: str, text: str
+) -> None:
+    run(tmp_path / "a", "batch=8", score=91.25)
+    run_dir = RunDir(run(tmp_path / "b", "batch=9", score=2.0))
+    path = run_dir.hydra / file if "." in file else getattr(run_dir, file)
+    path.write_text(text)
+    acts: tuple[Command, ...] = (
+        lambda root: compare([str(root)], by=[], sort=None, form="table"),
+        lambda root: runs(str(root), sort="when", filters=[], form="table"),
+    )
+    for act in acts:
+        try:
+            act(tmp_path)
+        except InputError as error:
+            assert str(path) in str(error)  # noqa: PT017, some texts are whole files of another kind
+            assert len(error.args) == 1  # noqa: PT017
+        else:
+            assert file != "summary"
+        assert "91.25" in table(capsys)
+
+
+def test_a_damaged_ledger_is_named(swept: Ledger, capsys: CAPSYS) -> None:
+    run(swept.folder.parent / "alone", score=91.25)
+    (swept.folder / "jobs" / "000.json").write_text("{")
+    with pytest.raises(InputError, match=r"000\.json"):
+        runs(str(swept.folder.parent), sort="when", filters=[], form="table")
+    assert "91.25" in table(capsys)
+    with pytest.raises(InputError, match=r"000\.json"):
+        compare([str(swept.folder)], by=[], sort=None, form="table")
+
+
+def test_latest_is_the_newest_run(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", score=1.0)
+    RunDir(folder).mark_latest(tmp_path)
+    assert existing(str(tmp_path / "latest")).resolve() == folder.resolve()
+
+
+def test_best_names_the_winner_while_a_sweep_runs_and_its_weights_are_used(swept: Ledger) -> None:
+    assert swept.best == swept.records()[1].folder
+    winner = swept.folder / swept.best
+    (winner / "model.safetensors").write_bytes(b"")
+    assert find_weights(swept.folder / "best") == winner / "model.safetensors"
+
+
+def test_a_damaged_record_of_another_job_ends_no_job(swept: Ledger) -> None:
+    record = swept.records()[3]
+    (swept.folder / "jobs" / "000.json").write_text("{")
+    assert swept.end(record, State.done, objective=99.0).objective == 99.0
+
+
+TEXTS = [*(f"a{character}b" for character in string.printable), "~/x", "$(ls)", "{a,b}", "*", "-n", "!!", "é", ""]
+
+
+def test_the_folder_of_a_job_is_one_word_of_a_shell(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(base={}, swept=("k",), words=()))
+    names = [record.folder for record in ledger.enter(((f"k={text}",), slug(f"k={text}")) for text in TEXTS)]
+    shown = subprocess.run(["bash", "-c", f"printf '%s\n' {' '.join(names)}"], capture_output=True, check=True)
+    assert shown.stdout.decode().splitlines() == names
+    assert [name for name in names if name.isascii() and shlex.quote(name) != name] == []
+
+
+def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Path) -> None:
+    job = RunDir(swept.folder / swept.records()[3].folder)
+    assert job.swept() == {"optimizer.lr": "0.2", "seed": "0"}
+    assert RunDir(run(tmp_path / "alone", "seed=1")).swept() == {}
+    every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
+    plan = make_plan(examples=64, batch=64, epochs=1, total_steps=None, micro_batches=1, **every)
+    facts = RunInfo(run_dir=job, plan=plan, step=0, after=0, logged=0, config={}, hyperparameters={"batch": 64})
+    TensorBoard().build(facts).end("completed")
+    content = EventAccumulator(str(job.path)).Reload().SummaryMetadata("_hparams_/session_start_info")
+    session = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content).session_start_info
+    assert {key: value.number_value for key, value in session.hparams.items()} == {"optimizer.lr": 0.2, "seed": 0.0}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"swept": 3}', '{"swept": [[]]}'])
+def test_a_damaged_sweep_ends_no_job_of_it(swept: Ledger, text: str) -> None:
+    (swept.folder / "sweep.json").write_text(text)
+    assert RunDir(swept.folder / swept.records()[3].folder).swept() == {}
