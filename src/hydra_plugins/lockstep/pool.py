@@ -29,13 +29,14 @@ from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger, Record
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
-# and whether failed jobs run again.
+# whether failed jobs run again, and of how many jobs one goes on (`lockstep.sweep.halving`).
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
     "gpus": 1,
     "cores": 1,
     "retry": False,
+    "halving": None,
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra")
 
@@ -43,8 +44,8 @@ ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, p
 class PoolLauncher(Launcher):
     """Hydra's interface to the pool."""
 
-    def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool) -> None:
-        self.jobs, self.gpus, self.cores, self.retry = jobs, gpus, cores, retry
+    def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None) -> None:
+        self.jobs, self.gpus, self.cores, self.retry, self.halving = jobs, gpus, cores, retry, halving
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
@@ -66,6 +67,7 @@ class PoolLauncher(Launcher):
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
+        from lockstep.sweep import halving
         from lockstep.sweep.pool import Pool, Task, start, to_run
         from lockstep.sweep.view import Screen, show_table, swept_keys, varied
 
@@ -98,7 +100,11 @@ class PoolLauncher(Launcher):
         if tasks or None not in needs:
             try:
                 with Screen(ledger, records) as screen:
-                    Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start).run(tasks)
+                    pool = Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start)
+                    if self.halving is None:
+                        pool.run(tasks)
+                    else:
+                        halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
             finally:
                 show_table(ledger, [ledger.read(record) for record in records])
         return [ledger.read(record) for record in records]

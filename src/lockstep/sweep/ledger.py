@@ -35,13 +35,18 @@ DIFFERENCES_SHOWN = 3
 
 
 class State(StrEnum):
-    """How far a job is. `stopped`: it saved its state after a stop; its next start goes on from there."""
+    """How far a job is.
+
+    `stopped`: it saved its state after a stop; its next start goes on from there. `pruned`: it was stopped so because
+    others are better.
+    """
 
     waiting = "waiting"
     running = "running"
     done = "done"
     failed = "failed"
     stopped = "stopped"
+    pruned = "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
