@@ -302,14 +302,14 @@ def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -
     for advice in ADVICE.findall(message):
         proposed = re.sub(r"[,;.]$", "", advice.strip()).split()
         keys = [word.partition("=")[0] for word in proposed]
-        rest = [word for word in words if word.partition("=")[0].strip("+") not in keys]
+        unchanged = [word for word in words if word.partition("=")[0].strip("+") not in keys]
         if "dataset=fake" in words and "dataset.examples=" in advice:  # so many images take half a minute to make
-            check_data_memory(built(*rest, *proposed))
+            check_data_memory(built(*unchanged, *proposed))
             continue
         with suppress(Exception):
-            prepared(f"output_root={tmp_path / 'typed'}", *rest, *proposed)
+            prepared(f"output_root={tmp_path / 'typed'}", *unchanged, *proposed)
             continue
-        assert refusal(tmp_path / "runs", *rest, *proposed)[:30] != message[:30]
+        assert refusal(tmp_path / "runs", *unchanged, *proposed)[:30] != message[:30]
 
 
 @pytest.mark.parametrize(
