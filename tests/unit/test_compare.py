@@ -115,7 +115,7 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
     assert [row["within_spread"] for row in rows] == [None, True, False]
     compare([str(swept.folder)], by=[], sort=None, form="table")
     shown = table(capsys)
-    assert re.search(r"│ 0\.1 +│ 91\.00 ± 1\.00 │ 3 +│ +│ +│", shown)
+    assert re.search(r"│ optimizer.lr=0\.1 +│ 91\.00 ± 1\.00 │ 3 +│ +│ +│", shown)
     assert "within the spread" in shown
     assert "Welch's 95 % interval" in shown
     assert "best run: 92.00, " in shown
@@ -245,7 +245,10 @@ WRONG: dict[str, tuple[Command, str]] = {
         "--filter lr=1: no run",
     ),
     "runs: a word": (lambda root: runs(str(root), sort="when", filters=["done"], form="json"), "expected KEY=VALUE"),
-    "runs: a number": (lambda root: runs(str(root), sort="when", filters=["batch>x"], form="json"), "a number"),
+    "runs: a number": (
+        lambda root: runs(str(root), sort="when", filters=["batch>x"], form="json"),
+        "batch>x: it is no",
+    ),
 }
 
 
@@ -347,3 +350,10 @@ def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Pa
 def test_a_damaged_sweep_ends_no_job_of_it(swept: Ledger, text: str) -> None:
     (swept.folder / "sweep.json").write_text(text)
     assert RunDir(swept.folder / swept.records()[3].folder).swept() == {}
+
+
+def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -> None:
+    for number, seed in enumerate((1, 1, 2)):
+        run(tmp_path / str(number), f"seed={seed}", score=90.0 + seed)
+    (row,) = groups(read_runs(tmp_path))
+    assert (row["done"], row["score"]) == (2, 91.5)

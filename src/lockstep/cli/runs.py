@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.table import Column, Table
 
-from lockstep.cli.compare import figure, show_rows
-from lockstep.core import log
+from lockstep.cli.compare import figure, show_rows, show_table
 from lockstep.core.errors import InputError
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
@@ -41,12 +40,13 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
     if form == "json":
         show_rows(rows, form)
     else:
-        table = Table(*COLUMNS[:3], *(Column(name, justify="right") for name in COLUMNS[3:]))
+        table = Table(
+            "when", "name", "what differs", *(Column(name, no_wrap=True) for name in ("score", "state", "size"))
+        )
         for row in rows:
-            table.add_row(
-                row["when"], row["name"], row["what"], figure(row["score"]), row["state"], amount(row["size"] / GB)
-            )
-        log.console.print(table)
+            figures = (figure(row["score"]), row["state"], amount(row["size"] / GB))
+            table.add_row(row["when"], row["name"], row["what"], *figures)
+        show_table(table)
     if damaged:
         raise InputError(*damaged)
 
@@ -88,7 +88,7 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
 
 
 def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else ""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
     size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
     name = str(path.relative_to(root)) if path != root else path.name
     return dict(zip(COLUMNS, (when, name, what, score, state, size), strict=True))
@@ -96,20 +96,16 @@ def _columns(path: Path, root: Path, started: float, what: str, score: float | N
 
 def _fits(row: Row, condition: str, known: set[str]) -> bool:
     """Whether a row fulfils a condition. A row without the key does not."""
-    match = re.fullmatch(r"([^=<>]+)([=<>])(.*)", condition)
+    match = re.fullmatch(r"([^=<>]+)(=.*|[<>]-?\d+(?:\.\d*)?(?:e-?\d+)?)", condition)
     if match is None or match[1] not in known:
         wrong = f"no run has {match[1]}" if match else "it is no condition"
         raise InputError(
             f"--filter {condition}: {wrong}; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done"
         )
-    key, sign, value = match.groups()
+    value, sign, limit = row.get(match[1]), match[2][0], match[2][1:]
     if sign == "=":
-        return str(row.get(key)) == value
+        return str(value) == limit
     try:
-        limit = float(value)
+        return float(value or "none") < float(limit) if sign == "<" else float(value or "none") > float(limit)
     except ValueError:
-        raise InputError(f"--filter {condition}: expected a number behind {sign}: --filter 'score>90'") from None
-    try:
-        return (float(row[key]) - limit) * (1 if sign == ">" else -1) > 0
-    except (KeyError, TypeError, ValueError):
         return False

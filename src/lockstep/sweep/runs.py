@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,8 @@ def _settings(run_dir: RunDir) -> dict[str, str]:
         match safe_read.read_yaml(hydra):
             case {"hydra": {"runtime": {"choices": dict(choices)}}}:
                 values |= {group: choices[group] for group in (*GROUPS, "experiment") if choices.get(group)}
-    return {key: str(value) for key, value in values.items() if not key.endswith(CLASS) and not _is_elsewhere(key)}
+    keys = [key for key in values if not key.endswith(CLASS) and not _is_elsewhere(key)]
+    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 
 
 def _is_elsewhere(key: str) -> bool:
