@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import string
 import subprocess
@@ -300,6 +301,28 @@ def test_a_damaged_ledger_is_named(swept: Ledger, capsys: CAPSYS) -> None:
     assert "91.25" in table(capsys)
     with pytest.raises(InputError, match=r"000\.json"):
         compare([str(swept.folder)], by=[], sort=None, form="table")
+
+
+def test_a_ledger_of_another_version_is_refused(swept: Ledger) -> None:
+    text = (swept.folder / "sweep.json").read_text()
+    (swept.folder / "sweep.json").write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(InputError, match="is of version 2 of the ledger"):
+        compare([str(swept.folder)], by=[], sort=None, form="table")
+
+
+def test_the_jobs_of_another_app_of_hydra_are_compared_too(tmp_path: Path, capsys: CAPSYS) -> None:
+    ledger = sweep(tmp_path, {("x=1",): 1.0, ("x=2",): 4.0})
+    for record, text in zip(ledger.records(), ("{}", "x: 2\ny: ${x}\n"), strict=True):
+        shutil.rmtree(tmp_path / record.folder)
+        (tmp_path / record.folder / ".hydra").mkdir(parents=True)
+        (tmp_path / record.folder / ".hydra" / "config.yaml").write_text(text)
+    compare([str(tmp_path)], by=[], sort=None, form="json")
+    assert [(row["x"], row["score"]) for row in json.loads(table(capsys))] == [("2", 4.0), ("1", 1.0)]
+
+
+def test_a_condition_that_no_run_fulfils_says_so(swept: Ledger, capsys: CAPSYS) -> None:
+    runs(str(swept.folder), sort="when", filters=["score>99"], form="table")
+    assert table(capsys) == "no run fits score>99\n"
 
 
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:

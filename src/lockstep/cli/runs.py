@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Column, Table
-
-from lockstep.cli.compare import figure, show_rows, show_table
+from lockstep.cli.compare import figure, show_rows
+from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
@@ -39,16 +38,24 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
     rows = ordered(rows, sort, descending=sort == "score")
     if form == "json":
         show_rows(rows, form)
-    else:
-        table = Table(
-            "when", "name", "what differs", *(Column(name, no_wrap=True) for name in ("score", "state", "size"))
-        )
-        for row in rows:
-            figures = (figure(row["score"]), row["state"], amount(row["size"] / GB))
-            table.add_row(row["when"], row["name"], row["what"], *figures)
-        show_table(table)
+    elif rows:
+        _show(rows)
+    elif not damaged:
+        log.show(f"no run fits {' and '.join(filters)}")
     if damaged:
         raise InputError(*damaged)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    """Print two lines for each row: its figures, with the name at the end, where it can be copied; what differs."""
+    shown = [(row["when"], figure(row["score"]), amount(row["size"] / GB), row["state"], row["name"]) for row in rows]
+    shown = [("when", "score", "size", "state", "name"), *shown]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for cells, what in zip(shown, ["", *(row["what"] for row in rows)], strict=True):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        log.console.print(line.rstrip(), soft_wrap=True)
+        if what:
+            log.show(f"    {what}")
 
 
 def _rows(root: Path) -> tuple[list[Row], list[str]]:
@@ -79,7 +86,8 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
 
 def _sweep(ledger: Ledger, root: Path) -> Row:
     identity, records = ledger.identity(), ledger.records()
-    what = " ".join(word for word in identity.words if word.partition("=")[0] in identity.swept)
+    typed = {word.partition("=")[0]: word for word in identity.words}
+    what = " ".join(word for key, word in typed.items() if key in identity.swept)
     started = min((record.started for record in records if record.started), default=0.0)
     score = max((record.objective for record in records if record.objective is not None), default=None)
     count = Counter(map(state_of, records))

@@ -80,9 +80,11 @@ def read_runs(root: Path) -> list[Run]:
     """
     runs: dict[Path, Run] = {}
     for folder in run_folders(root):
-        for record in Ledger(folder).records():
-            runs[folder / record.folder] = read_job(folder, record)
-        if not Ledger(folder).exists and folder not in runs:
+        ledger = Ledger(folder)
+        if ledger.exists:
+            ledger.identity()  # refuses another version
+            runs |= {folder / record.folder: read_job(folder, record) for record in ledger.records()}
+        elif folder not in runs:
             known = record_of(folder)
             runs[folder] = read_run(folder) if known is None else read_job(folder.parent, known[1])
     if not runs:
@@ -134,7 +136,12 @@ def _settings(run_dir: RunDir) -> dict[str, str]:
     """The keys of a config as Hydra composed it, with the option's name for each group; empty without a config."""
     if not run_dir.composed.exists():
         return {}
-    values = dict(leaves(yaml_io.load(run_dir.composed)))
+    composed = safe_read.read_yaml(
+        run_dir.composed
+    )  # of another app of Hydra it may be empty, and have interpolations
+    if not isinstance(composed, dict):
+        raise UnreadableFile(run_dir.composed, "is not a config of a run: expected keys and their values")
+    values = dict(leaves(composed))
     values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
     if (hydra := run_dir.hydra / "hydra.yaml").exists():
         match safe_read.read_yaml(hydra):
