@@ -181,6 +181,15 @@ def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys
     assert len(json.loads(table(capsys))) == 7
 
 
+def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) -> None:
+    for name, rate in (("a", "0.1"), ("b", "0.2")):
+        run_dir = RunDir(run(tmp_path / name, f"experiment={name}", score=1.0))
+        run_dir.composed.write_text(yaml_io.dump({**COMPOSED, "optimizer": {"lr": rate}}))
+    both = read_runs(tmp_path)
+    assert [[*row][:1] for row in groups(both)] == [["experiment"], ["experiment"]]
+    assert [row["key"] for row in causes(both)] == ["experiment", "optimizer.lr"]
+
+
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None:
     paths = [str(run(tmp_path / name, "batch=64", score=1.0)) for name in "ab"]
     compare(paths, by=[], sort=None, form="table")

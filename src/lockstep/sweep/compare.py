@@ -121,7 +121,8 @@ def causes(runs: Sequence[Run]) -> list[Row]:
     Raises:
         InputError: a file of a run is damaged.
     """
-    first, second = (_facts(run, differing(runs)) for run in runs)
+    keys = differing(runs, of_recipes=True)
+    first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed}
     rows = [
         {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}

@@ -164,13 +164,14 @@ def _is_alive(run_dir: RunDir) -> bool:
         return False
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
     """The keys in which runs differ, those that a user typed first.
 
-    Not the keys that only follow from the option of a group or from a recipe, in which runs differ too.
+    Not the keys that only follow from the option of a group or, without `of_recipes`, from a recipe, in which runs
+    differ too.
     """
     typed = dict.fromkeys(key for run in runs for key in run.typed if key in run.settings)
     keys = dict.fromkeys([*typed, *(key for run in runs for key in run.settings)])
     differ = [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
-    recipes = "experiment" in differ
+    recipes = "experiment" in differ and not of_recipes
     return [key for key in differ if key in typed or not (recipes or key.partition(".")[0] in differ)]
