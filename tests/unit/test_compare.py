@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import string
 import subprocess
@@ -115,7 +116,7 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
     assert [row["within_spread"] for row in rows] == [None, True, False]
     compare([str(swept.folder)], by=[], sort=None, form="table")
     shown = table(capsys)
-    assert re.search(r"│ 0\.1 +│ 91\.00 ± 1\.00 │ 3 +│ +│ +│", shown)
+    assert re.search(r"│ optimizer.lr=0\.1 +│ 91\.00 ± 1\.00 │ 3 +│ +│ +│", shown)
     assert "within the spread" in shown
     assert "Welch's 95 % interval" in shown
     assert "best run: 92.00, " in shown
@@ -178,6 +179,15 @@ def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys
     assert "A  done  1.00  " in table(capsys)
     compare([str(first), str(second)], by=[], sort=None, form="json")
     assert len(json.loads(table(capsys))) == 7
+
+
+def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) -> None:
+    for name, rate in (("a", "0.1"), ("b", "0.2")):
+        run_dir = RunDir(run(tmp_path / name, f"experiment={name}", score=1.0))
+        run_dir.composed.write_text(yaml_io.dump({**COMPOSED, "optimizer": {"lr": rate}}))
+    both = read_runs(tmp_path)
+    assert [[*row][:1] for row in groups(both)] == [["experiment"], ["experiment"]]
+    assert [row["key"] for row in causes(both)] == ["experiment", "optimizer.lr"]
 
 
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None:
@@ -245,7 +255,10 @@ WRONG: dict[str, tuple[Command, str]] = {
         "--filter lr=1: no run",
     ),
     "runs: a word": (lambda root: runs(str(root), sort="when", filters=["done"], form="json"), "expected KEY=VALUE"),
-    "runs: a number": (lambda root: runs(str(root), sort="when", filters=["batch>x"], form="json"), "a number"),
+    "runs: a number": (
+        lambda root: runs(str(root), sort="when", filters=["batch>x"], form="json"),
+        "batch>x: it is no",
+    ),
 }
 
 
@@ -299,6 +312,28 @@ def test_a_damaged_ledger_is_named(swept: Ledger, capsys: CAPSYS) -> None:
         compare([str(swept.folder)], by=[], sort=None, form="table")
 
 
+def test_a_ledger_of_another_version_is_refused(swept: Ledger) -> None:
+    text = (swept.folder / "sweep.json").read_text()
+    (swept.folder / "sweep.json").write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(InputError, match="is of version 2 of the ledger"):
+        compare([str(swept.folder)], by=[], sort=None, form="table")
+
+
+def test_the_jobs_of_another_app_of_hydra_are_compared_too(tmp_path: Path, capsys: CAPSYS) -> None:
+    ledger = sweep(tmp_path, {("x=1",): 1.0, ("x=2",): 4.0})
+    for record, text in zip(ledger.records(), ("{}", "x: 2\ny: ${x}\n"), strict=True):
+        shutil.rmtree(tmp_path / record.folder)
+        (tmp_path / record.folder / ".hydra").mkdir(parents=True)
+        (tmp_path / record.folder / ".hydra" / "config.yaml").write_text(text)
+    compare([str(tmp_path)], by=[], sort=None, form="json")
+    assert [(row["x"], row["score"]) for row in json.loads(table(capsys))] == [("2", 4.0), ("1", 1.0)]
+
+
+def test_a_condition_that_no_run_fulfils_says_so(swept: Ledger, capsys: CAPSYS) -> None:
+    runs(str(swept.folder), sort="when", filters=["score>99"], form="table")
+    assert table(capsys) == "no run fits score>99\n"
+
+
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", score=1.0)
     RunDir(folder).mark_latest(tmp_path)
@@ -336,14 +371,23 @@ def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Pa
     assert RunDir(run(tmp_path / "alone", "seed=1")).swept() == {}
     every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
     plan = make_plan(examples=64, batch=64, epochs=1, total_steps=None, micro_batches=1, **every)
-    facts = RunInfo(run_dir=job, plan=plan, step=0, after=0, logged=0, config={}, hyperparameters={"batch": 64})
+    facts = RunInfo(
+        run_dir=job, plan=plan, step=0, after=0, logged=0, config={}, hyperparameters={"lr": 0.2, "batch": 64}
+    )
     TensorBoard().build(facts).end("completed")
     content = EventAccumulator(str(job.path)).Reload().SummaryMetadata("_hparams_/session_start_info")
     session = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content).session_start_info
-    assert {key: value.number_value for key, value in session.hparams.items()} == {"optimizer.lr": 0.2, "seed": 0.0}
+    assert {key: value.number_value for key, value in session.hparams.items()} == {"lr": 0.2, "seed": 0.0}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"swept": 3}', '{"swept": [[]]}'])
 def test_a_damaged_sweep_ends_no_job_of_it(swept: Ledger, text: str) -> None:
     (swept.folder / "sweep.json").write_text(text)
     assert RunDir(swept.folder / swept.records()[3].folder).swept() == {}
+
+
+def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -> None:
+    for number, seed in enumerate((1, 1, 2)):
+        run(tmp_path / str(number), f"seed={seed}", score=90.0 + seed)
+    (row,) = groups(read_runs(tmp_path))
+    assert (row["done"], row["score"]) == (2, 91.5)

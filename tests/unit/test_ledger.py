@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -262,6 +263,28 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
         "2 of 2  job 1  seed=2  failed: no  in 0:00",
     ]
     assert shown.err == "lockstep: job 1: no\n"
+
+
+def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    records = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
+    screen = Screen(ledger, records)
+    monkeypatch.setattr(type(screen.live), "is_started", True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for record in records:
+        ledger.end(ledger.start(record), State.failed, exit_code=2, error="no")
+    screen.running = [0, 1]
+    screen.refresh()  # reads that both have ended, before the pool says so
+    for record in records:
+        screen.ended(ledger.read(record))
+    shown = capsys.readouterr()
+    assert re.findall(r"^\d of 2  job \d  seed=\d  failed: no", shown.out, re.MULTILINE) == [
+        f"{number + 1} of 2  job {number}  seed={number + 1}  failed: no" for number in range(2)
+    ]
+    assert shown.err == ""
 
 
 def test_a_running_job_shows_how_far_it_is(tmp_path: Path) -> None:

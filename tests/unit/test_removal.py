@@ -25,6 +25,7 @@ from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
+from lockstep.sweep.ledger import Identity, Ledger, State
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,18 @@ def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, l
     run.write_summary(status=status)
     assert [step for step in cleaned(run, everything=True) if step in (8, *left)] == left
     load(run.path)
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best: bool) -> None:
+    ledger = Ledger(run.path.parent)
+    ledger.create(Identity(base={}, swept=("seed",), words=()))
+    for record, objective in zip(
+        ledger.enter([(["a"], "seed=1"), (["b"], "b")]), (2.0, 3.0 - 2 * is_best), strict=True
+    ):
+        ledger.end(record, State.done, objective=objective)
+    assert bool(cleaned(run, everything=True)) == is_best
+    assert ledger.best == (run.path.name if is_best else "001-b")
 
 
 def test_a_best_checkpoint_without_state_loads_and_is_no_resume(run: RunDir) -> None:

@@ -184,7 +184,7 @@ def distribution(word: Override) -> BaseDistribution:
             assert value.end is not None
             is_whole = isinstance(value.start, int) and isinstance(value.end, int)
             kind: Any = IntDistribution if is_whole else FloatDistribution
-            return kind(value.start, value.end, log="log" in value.tags)  # type: ignore[no-any-return]
+            return kind(value.start, value.end, log="log" in value.tags)
         if isinstance(value, RangeSweep):
             numbers: list[Any] = [*value.range()]
             if len(numbers) > 1 and all(isinstance(number, int) for number in numbers):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from lockstep.core import log
 from lockstep.core.csv_row import csv_row
@@ -14,8 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.sweep.compare import Row, causes, groups, ordered
 from lockstep.sweep.runs import DAMAGED, Run, existing, read_runs
 
-SHOWN = 40  # characters of a value in the table of two runs
-FIGURES = ("score", "spread", "done", "difference", "low", "high", "within_spread", "not_done")
+WIDE = 10_000  # columns
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it holds 0, the "
     "difference is within the spread: other seeds could turn it round"
@@ -61,21 +62,30 @@ def show_rows(rows: Sequence[Row], form: str) -> None:
         log.console.print(line, soft_wrap=True)
 
 
+def show_table(table: Table) -> None:
+    """Print a table: as wide as the terminal, or as wide as it is where there is no terminal."""
+    for column in table.columns:
+        column.overflow = "fold"  # not an ellipsis, which hides what differs
+    if not log.has_terminal():
+        table.width = log.console.measure(table, options=log.console.options.update(max_width=WIDE)).maximum
+    log.console.print(table, crop=False)
+
+
 def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
-    table = Table(*(key for key in rows[0] if key not in FIGURES), "score", "done", "not done", "to the best")
+    table = Table("what differs", Column("score", no_wrap=True), "done", "not done", "to the best")
     for row in rows:
-        settings = [str(value) for key, value in row.items() if key not in FIGURES]
+        settings = " ".join(f"{key}={row[key]}" for key in takewhile(lambda key: key != "score", row) if row[key])
         score = figure(row["score"]) + ("" if row["spread"] is None else f" ± {row['spread']:.2f}")
-        table.add_row(*settings, score, str(row["done"]), row["not_done"], _difference(row))
-    log.console.print(table)
+        table.add_row(settings, score, str(row["done"]), row["not_done"], _difference(row))
+    show_table(table)
     if any(row["low"] is not None for row in rows):
         log.show(INTERVAL)
     if scored := [run for run in runs if run.score is not None]:
         best = max(scored, key=lambda run: run.score or 0)
         log.show(f"best run: {figure(best.score)}, {best.folder}")
-    for run in runs:
-        if run.error and run.state != DAMAGED:
-            log.show(f"{run.folder.name}: {run.state}: {run.error}")
+    endings = Counter((run.state, run.error) for run in runs if run.error and run.state != DAMAGED)
+    for (state, error), number in endings.items():
+        log.show(f"{number} {state}: {error}")
 
 
 def figure(score: Any) -> str:
@@ -92,11 +102,10 @@ def _difference(row: Row) -> str:
 def _show_causes(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     for name, run in zip("AB", runs, strict=True):
         log.show(f"{name}  {run.state}  {figure(run.score)}  {run.folder}")
-    if not rows:
-        log.show("nothing differs that their folders know of: data, config, code, versions, machine")
-        return
     table = Table("likely cause", "key", "A", "B")
     for row in rows:
-        cells = [text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..." for text in (row["A"], row["B"])]
-        table.add_row(row["cause"], row["key"], *cells)
-    log.console.print(table)
+        table.add_row(*row.values())
+    if rows:
+        show_table(table)
+    else:
+        log.show("nothing differs that their folders know of: data, config, code, versions, machine")

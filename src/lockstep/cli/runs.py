@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Column, Table
-
 from lockstep.cli.compare import figure, show_rows
 from lockstep.core import log
 from lockstep.core.errors import InputError
@@ -40,15 +38,24 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
     rows = ordered(rows, sort, descending=sort == "score")
     if form == "json":
         show_rows(rows, form)
-    else:
-        table = Table(*COLUMNS[:3], *(Column(name, justify="right") for name in COLUMNS[3:]))
-        for row in rows:
-            table.add_row(
-                row["when"], row["name"], row["what"], figure(row["score"]), row["state"], amount(row["size"] / GB)
-            )
-        log.console.print(table)
+    elif rows:
+        _show(rows)
+    elif not damaged:
+        log.show(f"no run fits {' and '.join(filters)}")
     if damaged:
         raise InputError(*damaged)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    """Print two lines for each row: its figures, with the name at the end, where it can be copied; what differs."""
+    shown = [(row["when"], figure(row["score"]), amount(row["size"] / GB), row["state"], row["name"]) for row in rows]
+    shown = [("when", "score", "size", "state", "name"), *shown]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for cells, what in zip(shown, ["", *(row["what"] for row in rows)], strict=True):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        log.console.print(line.rstrip(), soft_wrap=True)
+        if what:
+            log.show(f"    {what}")
 
 
 def _rows(root: Path) -> tuple[list[Row], list[str]]:
@@ -79,7 +86,8 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
 
 def _sweep(ledger: Ledger, root: Path) -> Row:
     identity, records = ledger.identity(), ledger.records()
-    what = " ".join(word for word in identity.words if word.partition("=")[0] in identity.swept)
+    typed = {word.partition("=")[0]: word for word in identity.words}
+    what = " ".join(word for key, word in typed.items() if key in identity.swept)
     started = min((record.started for record in records if record.started), default=0.0)
     score = max((record.objective for record in records if record.objective is not None), default=None)
     count = Counter(map(state_of, records))
@@ -88,7 +96,7 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
 
 
 def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else ""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
     size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
     name = str(path.relative_to(root)) if path != root else path.name
     return dict(zip(COLUMNS, (when, name, what, score, state, size), strict=True))
@@ -96,20 +104,16 @@ def _columns(path: Path, root: Path, started: float, what: str, score: float | N
 
 def _fits(row: Row, condition: str, known: set[str]) -> bool:
     """Whether a row fulfils a condition. A row without the key does not."""
-    match = re.fullmatch(r"([^=<>]+)([=<>])(.*)", condition)
+    match = re.fullmatch(r"([^=<>]+)(=.*|[<>]-?\d+(?:\.\d*)?(?:e-?\d+)?)", condition)
     if match is None or match[1] not in known:
         wrong = f"no run has {match[1]}" if match else "it is no condition"
         raise InputError(
             f"--filter {condition}: {wrong}; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done"
         )
-    key, sign, value = match.groups()
+    value, sign, limit = row.get(match[1]), match[2][0], match[2][1:]
     if sign == "=":
-        return str(row.get(key)) == value
+        return str(value) == limit
     try:
-        limit = float(value)
+        return float(value or "none") < float(limit) if sign == "<" else float(value or "none") > float(limit)
     except ValueError:
-        raise InputError(f"--filter {condition}: expected a number behind {sign}: --filter 'score>90'") from None
-    try:
-        return (float(row[key]) - limit) * (1 if sign == ">" else -1) > 0
-    except (KeyError, TypeError, ValueError):
         return False

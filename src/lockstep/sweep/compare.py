@@ -47,7 +47,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     members: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
-    scores = {values: [run.score for run in group if run.score is not None] for values, group in members.items()}
+    scores = {values: _scores(group) for values, group in members.items()}
     best = max(scores.values(), key=lambda group: statistics.mean(group) if group else -math.inf)
     rows = []
     for values, group in members.items():
@@ -56,6 +56,12 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
         settings = dict(zip(keys, values, strict=True))
         rows.append({**settings, **_figures(scores[values], best), "not_done": not_done})
     return ordered(rows, "score", descending=True)
+
+
+def _scores(runs: Sequence[Run]) -> list[float]:
+    """The scores of runs. A run that was made twice, with the same seed, is one sample of the spread."""
+    samples = {frozenset(run.settings.items()): run.score for run in runs if run.score is not None}
+    return [*samples.values()]
 
 
 def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
@@ -101,15 +107,12 @@ def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[
         raise InputError(f"--sort {key}: there is no such column; there are {', '.join(names)}")
 
     def place(row: Row) -> tuple[int, float, str]:
-        value = row.get(key)
         try:
-            return 0, float(value or 0) * (-1 if descending else 1), ""
-        except ValueError:
-            return 1, 0.0, str(value)
+            return 0, float(row[key]) * (-1 if descending else 1), ""
+        except (KeyError, TypeError, ValueError):
+            return (1, 0.0, str(row[key])) if row.get(key) else (2, 0.0, "")
 
-    return sorted((row for row in rows if row.get(key) not in (None, "")), key=place) + [
-        row for row in rows if row.get(key) in (None, "")
-    ]
+    return sorted(rows, key=place)
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:
@@ -118,7 +121,8 @@ def causes(runs: Sequence[Run]) -> list[Row]:
     Raises:
         InputError: a file of a run is damaged.
     """
-    first, second = (_facts(run, differing(runs)) for run in runs)
+    keys = differing(runs, of_recipes=True)
+    first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed}
     rows = [
         {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}

@@ -223,16 +223,17 @@ class Ledger:
         """Record how a job ended."""
         ended = replace(record, state=state, ended=time.time(), objective=objective, exit_code=exit_code, error=error)
         ended = self.write(ended)
-        with suppress(InputError, StorageError):  # another job's record is damaged, or the disk is full
-            self.mark_best()
+        with suppress(InputError, StorageError):  # another record is damaged, or the disk is full
+            present = record_of(self.folder / self.best)
+            self.mark_best([ended, *(present[1:] if present else ())])
         return ended
 
-    def mark_best(self) -> None:
-        """Name the folder of the best job in the file `best`, the first of equal ones."""
-        scores = {record.folder: record.objective for record in self.records() if record.objective is not None}
-        best = max(scores, key=scores.__getitem__, default="")
-        if best != self.best:
-            write_atomic(self.folder / BEST, f"{best}\n")
+    def mark_best(self, records: Iterable[Record]) -> None:
+        """Name the folder of the best of these jobs in the file `best`, the first of equal ones."""
+        scores = {record: (record.objective, -record.number) for record in records if record.objective is not None}
+        best = max(scores, key=scores.__getitem__, default=None)
+        if best is not None and best.folder != self.best:
+            write_atomic(self.folder / BEST, f"{best.folder}\n")
 
     @property
     def best(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,9 +80,11 @@ def read_runs(root: Path) -> list[Run]:
     """
     runs: dict[Path, Run] = {}
     for folder in run_folders(root):
-        for record in Ledger(folder).records():
-            runs[folder / record.folder] = read_job(folder, record)
-        if not Ledger(folder).exists and folder not in runs:
+        ledger = Ledger(folder)
+        if ledger.exists:
+            ledger.identity()  # refuses another version
+            runs |= {folder / record.folder: read_job(folder, record) for record in ledger.records()}
+        elif folder not in runs:
             known = record_of(folder)
             runs[folder] = read_run(folder) if known is None else read_job(folder.parent, known[1])
     if not runs:
@@ -133,13 +136,19 @@ def _settings(run_dir: RunDir) -> dict[str, str]:
     """The keys of a config as Hydra composed it, with the option's name for each group; empty without a config."""
     if not run_dir.composed.exists():
         return {}
-    values = dict(leaves(yaml_io.load(run_dir.composed)))
+    composed = safe_read.read_yaml(
+        run_dir.composed
+    )  # of another app of Hydra it may be empty, and have interpolations
+    if not isinstance(composed, dict):
+        raise UnreadableFile(run_dir.composed, "is not a config of a run: expected keys and their values")
+    values = dict(leaves(composed))
     values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
     if (hydra := run_dir.hydra / "hydra.yaml").exists():
         match safe_read.read_yaml(hydra):
             case {"hydra": {"runtime": {"choices": dict(choices)}}}:
                 values |= {group: choices[group] for group in (*GROUPS, "experiment") if choices.get(group)}
-    return {key: str(value) for key, value in values.items() if not key.endswith(CLASS) and not _is_elsewhere(key)}
+    keys = [key for key in values if not key.endswith(CLASS) and not _is_elsewhere(key)]
+    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 
 
 def _is_elsewhere(key: str) -> bool:
@@ -155,13 +164,14 @@ def _is_alive(run_dir: RunDir) -> bool:
         return False
 
 
-def differing(runs: Sequence[Run]) -> list[str]:
+def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
     """The keys in which runs differ, those that a user typed first.
 
-    Not the keys that only follow from the option of a group or from a recipe, in which runs differ too.
+    Not the keys that only follow from the option of a group or, without `of_recipes`, from a recipe, in which runs
+    differ too.
     """
     typed = dict.fromkeys(key for run in runs for key in run.typed if key in run.settings)
     keys = dict.fromkeys([*typed, *(key for run in runs for key in run.settings)])
     differ = [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
-    recipes = "experiment" in differ
+    recipes = "experiment" in differ and not of_recipes
     return [key for key in differ if key in typed or not (recipes or key.partition(".")[0] in differ)]

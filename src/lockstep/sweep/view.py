@@ -144,7 +144,7 @@ def show_table(ledger: Ledger, records: Sequence[Record]) -> None:
     for line in seeds_together(records, swept):
         log.console.print(line, soft_wrap=True)
     if best := best_of(records):
-        ledger.mark_best()  # two jobs that ended at once may each have named itself
+        ledger.mark_best(ledger.records())  # two jobs that ended at once may have named the worse one
         log.console.print(
             f"best: job {best.number} with {score(best)}, {ledger.folder / best.folder}", soft_wrap=True
         )

@@ -28,12 +28,16 @@ class TensorBoard:
 
     def build(self, run: RunInfo) -> Observer:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
-        facts = {key: _number_or_text(value) for key, value in run.run_dir.swept().items()} or run.hyperparameters
+        facts = dict(_fact(run, key, value) for key, value in run.run_dir.swept().items()) or run.hyperparameters
         return sinks.TensorBoard(run.folder, run.after, facts, sinks.layout_of(run.config))
 
 
-def _number_or_text(value: str) -> float | str:
+def _fact(run: RunInfo, key: str, value: str) -> tuple[str, str | float]:
+    """A swept key with its value, as the runs that are in no sweep name them if they have it."""
+    name = key.rpartition(".")[2]
+    if name in run.hyperparameters:
+        return name, run.hyperparameters[name]
     try:
-        return float(value)
+        return key, float(value)
     except ValueError:
-        return value
+        return key, value
