@@ -5,18 +5,17 @@ from __future__ import annotations
 import csv
 import io
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import classes_of, first_unknown, missing_split
-from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
+from lockstep.data.datasets.listing import Listing, Names, as_names, classes_of, held_out, list_files, missing_split
 
 DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
@@ -43,8 +42,6 @@ class CSV(FileSource):
         images: the folder that the paths in the file are relative to; null is the folder of the file.
         path_column, label_column, split_column: the names of the columns.
         train_split, val_split: the value of the split column for each split. Examples with other values are left out.
-        val_share: for a table without a split column: the share of each class that is evaluated, chosen by the names
-            of the files.
     """
 
     path: str = pathname("???")
@@ -54,16 +51,10 @@ class CSV(FileSource):
     split_column: str = ruled("split", Text())
     train_split: str = ruled("train", Text())
     val_split: str = ruled("val", Text())
-    val_share: float | None = ranged(None, above=0.0, below=1)
 
     @property
     def folder(self) -> Path:
         return Path(self.path).parent if self.images is None else Path(self.images)
-
-    @property
-    def place(self) -> Hashable:
-        columns = (self.path_column, self.label_column, self.split_column)
-        return CSV, self.path, self.images, columns, self.train_split, self.val_split, self.val_share
 
     def list_files(self) -> tuple[Listing, Listing]:
         rows = self._checked_rows()
@@ -81,28 +72,22 @@ class CSV(FileSource):
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
         val = splits[self.val_split]
-        if (unknown := first_unknown((row.label for row in val), classes)) is not None:
-            row = val[unknown]
-            raise self._wrong(row.line, f"has the label {row.label!r}, which no training example has")
+        if (unknown := next((row for row in val if row.label not in classes), None)) is not None:
+            raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")
         return self._listing(_by_class(train, classes), classes, notes), self._listing(
             _by_class(val, classes), classes
         )
 
     def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
         assert self.val_share is not None
-        parts = [hold_out(names, self.val_share) for names in _by_class(rows, classes)]
-        train, val = (self._listing(names, classes) for names in zip(*parts, strict=True))
-        if not val.files:
-            raise InputError(f"dataset.val_share is {self.val_share:g}, but every class of {self.path} has one image")
-        return train, val
+        names = _by_class(rows, classes)
+        masks = held_out(names, self.val_share)
+        train = [files[~mask] for files, mask in zip(names, masks, strict=True)]
+        val = [files[mask] for files, mask in zip(names, masks, strict=True)]
+        return self._listing(train, classes), self._listing(val, classes)
 
-    def _listing(
-        self, names_by_class: Iterable[list[str]], classes: tuple[str, ...], notes: tuple[str, ...] = ()
-    ) -> Listing:
-        builder = ListingBuilder(self.folder, classes, in_class_folders=False)
-        for label, names in enumerate(names_by_class):
-            builder.add(label, names)
-        return builder.listing(notes)
+    def _listing(self, names: list[Names], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+        return list_files(self.folder, classes, names, notes, in_class_folders=False)
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
@@ -149,9 +134,8 @@ class CSV(FileSource):
         if self.val_share is None:
             columns["split_column"] = self.split_column
         elif self.split_column in names:
-            raise InputError(
-                f"dataset.val_share is {self.val_share:g}, but {self.path} has a column {self.split_column!r} too; "
-                "leave out dataset.val_share, or name no column with dataset.split_column=none"
+            self.refuse_val_share(
+                f"{self.path} has a column {self.split_column!r}", "name no column with dataset.split_column=none"
             )
         for key, name in columns.items():
             if name not in names:
@@ -169,9 +153,9 @@ class CSV(FileSource):
         return InputError(f"dataset.{key}: line {line:,} of {self.path} {problem}; {remedy}")
 
 
-def _by_class(rows: list[Row], classes: tuple[str, ...]) -> Iterator[list[str]]:
+def _by_class(rows: list[Row], classes: tuple[str, ...]) -> list[Names]:
     """The sorted names of each class's files, by label."""
     names: dict[str, list[str]] = defaultdict(list)
     for row in rows:
         names[row.label].append(row.name)
-    return (sorted(names[name]) for name in classes)
+    return [as_names(sorted(names[name])) for name in classes]

@@ -6,7 +6,6 @@ import hashlib
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
-from lockstep.data.datasets.class_folders import SUFFIXES, left_out_note
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import as_labels, classes_of, first_unknown
-from lockstep.data.datasets.members import Members
+from lockstep.data.datasets.folder import SUFFIXES, left_out_note
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of
 
 LABEL_BYTES = 1000
 
@@ -63,39 +61,25 @@ class WebDataset(FileSource):
         path: the folder of the shards.
         train_shards, val_shards: the patterns of the shards' names.
         label: the suffix of the label files.
-        val_share: for a data set without validation shards: the share of each class that is evaluated, chosen by the
-            names of the files.
     """
 
     path: str = pathname("???")
     train_shards: str = pathname("train*.tar")
     val_shards: str = pathname("val*.tar")
     label: str = ruled("cls", Text())
-    val_share: float | None = ranged(None, above=0.0, below=1)
-
-    @property
-    def place(self) -> Hashable:
-        return WebDataset, self.path, self.train_shards, self.val_shards, self.label, self.val_share
 
     def list_files(self) -> tuple[Members, Members]:
         left_out: Counter[str] = Counter()
         train = self._examples("train_shards", self.train_shards, left_out)
         classes = classes_of([example.label for example in train], lambda index: str(train[index].image), gaps=True)
-        val_shards = sorted(Path(self.path).glob(self.val_shards))
-        if self.val_share is None:
-            val = self._examples("val_shards", self.val_shards, left_out)
-            if (unknown := first_unknown((example.label for example in val), classes)) is not None:
-                image, _, label = val[unknown]
-                raise InputError(f"dataset: {image} is of class {label!r}, but no training example is")
-            notes = left_out_note(self.path, left_out)
-            return _members(train, classes, notes), _members(val, classes)
-        if val_shards:
-            raise InputError(
-                f"dataset.val_share is {self.val_share:g}, but there are shards for validation too, {val_shards[0]}; "
-                "leave out dataset.val_share, or name none with dataset.val_shards=none"
-            )
-        members = _members(train, classes, left_out_note(self.path, left_out))
-        return members.split([example.key for example in train], self.val_share)
+        if self.val_share is not None:
+            if val_shards := sorted(Path(self.path).glob(self.val_shards)):
+                split = f"there are shards for validation, {val_shards[0]},"
+                self.refuse_val_share(split, "name none with dataset.val_shards=none")
+            members = _members(train, classes, left_out_note(self.path, left_out))
+            return members.split(as_names(example.key for example in train), self.val_share)
+        val = self._examples("val_shards", self.val_shards, left_out)
+        return _members(train, classes, left_out_note(self.path, left_out)), _members(val, classes)
 
     def _examples(self, key: str, pattern: str, left_out: Counter[str]) -> list[Example]:
         shards = sorted(Path(self.path).glob(pattern))
@@ -148,9 +132,9 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", suffix.lower()
 
 
-def _members(examples: list[Example], classes: tuple[str, ...], notes: Iterable[str] = ()) -> Members:
-    labels = as_labels((example.label for example in examples), classes)
+def _members(examples: list[Example], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Members:
+    labels = as_labels([example.label for example in examples], classes, lambda index: str(examples[index].image))
     stored = "\0".join(f"{example.key} {example.image.size}" for example in examples)
     digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
     images = [example.image for example in examples]
-    return Members(images.__getitem__, np.arange(len(images)), labels, classes, digest, tuple(notes))
+    return Members(images.__getitem__, np.arange(len(images)), labels, classes, digest, notes)
