@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
 from lockstep.core.update_scope import UpdateScope
-from lockstep.optim.optimizers import OptimizerOption, ParamGroups
-from lockstep.optim.usual_rate import OF_ADAM, UsualRate
+from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 
 @dataclass(frozen=True, kw_only=True)
