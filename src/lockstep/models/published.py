@@ -49,20 +49,21 @@ def published_weights(name: str) -> WeightsFile:
     cfg = timm.get_pretrained_cfg(name)
     if cfg is None or not (cfg.hf_hub_id or cfg.url):
         raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
-    file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(cfg.url or "").path).name)
+    url = str(cfg.url or "")
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
     if cfg.hf_hub_id:
         with suppress(EntryNotFoundError):
             return _of_hub(cfg, cached=True)
-    if cfg.url and file.is_file():
+    if url and file.is_file():
         return WeightsFile(file, bool(cfg.custom_load))
-    address = constants.ENDPOINT if cfg.hf_hub_id else cfg.url
+    address = constants.ENDPOINT if cfg.hf_hub_id else url
     reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
     try:
         if not reason and cfg.hf_hub_id:
             return _of_hub(cfg, cached=False)
         if not reason:
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(cfg.url, str(file), progress=False)
+            torch.hub.download_url_to_file(url, str(file), progress=False)
             return WeightsFile(file, bool(cfg.custom_load))
     except Exception as error:  # the libraries raise all kinds of errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

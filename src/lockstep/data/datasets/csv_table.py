@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Listing, Names, as_names, classes_of, held_out, list_files, missing_split
+from lockstep.data.datasets.listing import Listing, as_names, classes_of, missing_split
 
 DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
@@ -67,27 +67,21 @@ class CSV(FileSource):
             [row.label for row in train], lambda index: f"line {train[index].line:,} of {self.path}", gaps=False
         )
         if self.val_share is not None:
-            return self._with_share(train, classes)
+            return self._listing(train, classes).split(self.val_share)
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
         val = splits[self.val_split]
         if (unknown := next((row for row in val if row.label not in classes), None)) is not None:
             raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")
-        return self._listing(_by_class(train, classes), classes, notes), self._listing(
-            _by_class(val, classes), classes
-        )
+        return self._listing(train, classes, notes), self._listing(val, classes)
 
-    def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
-        assert self.val_share is not None
-        names = _by_class(rows, classes)
-        masks = held_out(names, self.val_share)
-        train = [files[~mask] for files, mask in zip(names, masks, strict=True)]
-        val = [files[mask] for files, mask in zip(names, masks, strict=True)]
-        return self._listing(train, classes), self._listing(val, classes)
-
-    def _listing(self, names: list[Names], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
-        return list_files(self.folder, classes, names, notes, in_class_folders=False)
+    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+        labels = {name: label for label, name in enumerate(classes)}
+        rows = sorted(rows, key=lambda row: (labels[row.label], row.name))
+        by_class = Counter(row.label for row in rows)
+        counts = tuple(by_class[name] for name in classes)
+        return Listing(self.folder, classes, counts, as_names(row.name for row in rows), False, notes)
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
@@ -151,11 +145,3 @@ class CSV(FileSource):
         if key == "images":
             remedy += ", or name the folder that its paths start from with dataset.images=FOLDER"
         return InputError(f"dataset.{key}: line {line:,} of {self.path} {problem}; {remedy}")
-
-
-def _by_class(rows: list[Row], classes: tuple[str, ...]) -> list[Names]:
-    """The sorted names of each class's files, by label."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        names[row.label].append(row.name)
-    return [as_names(sorted(names[name])) for name in classes]

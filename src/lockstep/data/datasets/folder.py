@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import CropFrom, FileSource
-from lockstep.data.datasets.listing import Listing, Names, as_names, held_out, list_files
+from lockstep.data.datasets.listing import Listing, as_names
 
 SUFFIXES = frozenset(
     [
@@ -60,7 +62,7 @@ class Folder(FileSource):
             return list_split(train, train), list_split(val, train)
         if val.exists():
             self.refuse_val_share(f"there is a validation folder, {val},", "move that folder away")
-        return list_with_share(train, self.val_share)
+        return list_split(train, train).split(self.val_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +78,27 @@ def list_split(folder: Path, train: Path) -> Listing:
     Raises:
         InputError: `folder` is not a split, or has a class that `train` does not have.
     """
-    names, notes = _names_by_class(folder, train)
-    return list_files(folder, class_names(train), names, notes)
-
-
-def list_with_share(folder: Path, share: float) -> tuple[Listing, Listing]:
-    """Divide the files of the split in `folder` into training and evaluation: `share` of each class is evaluated.
-
-    Raises:
-        InputError: `folder` is not a split, or has no class of two files.
-    """
-    classes = class_names(folder)
-    names, notes = _names_by_class(folder, folder)
-    masks = held_out(names, share, [f"{name}/" for name in classes])
-    train = [files[~mask] for files, mask in zip(names, masks, strict=True)]
-    val = [files[mask] for files, mask in zip(names, masks, strict=True)]
-    return list_files(folder, classes, train, notes), list_files(folder, classes, val)
+    classes = class_names(train)
+    class_folders, other_kinds = _scan_split(folder)
+    names = dict.fromkeys(classes, as_names([]))
+    left_out, unreadable = Counter(other_kinds), Counter[photos.PhotoFormat]()
+    for name in class_folders:
+        if name not in names:
+            raise InputError(
+                f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
+            )
+        files = sorted(_image_files(folder / name, left_out))
+        if not files:
+            raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
+        unreadable.update(kind for kind in map(_unreadable, files) if kind is not None)
+        names[name] = as_names(files)
+    for kind, number in unreadable.items():
+        raise InputError(
+            f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
+            f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
+        )
+    counts = tuple(map(len, names.values()))
+    return Listing(folder, classes, counts, np.concatenate([*names.values()]), notes=left_out_note(folder, left_out))
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -128,30 +135,6 @@ def _expected(folder: Path) -> str:
     if siblings:
         expected += ", or, if the folders beside it are the classes, use dataset.train_folder=. dataset.val_share=0.1"
     return expected
-
-
-def _names_by_class(folder: Path, train: Path) -> tuple[list[Names], tuple[str, ...]]:
-    """The sorted names of the files of each class of `train` in `folder`, and notes about left-out files."""
-    classes = class_names(train)
-    class_folders, other_kinds = _scan_split(folder)
-    names = dict.fromkeys(classes, as_names([]))
-    left_out, unreadable = Counter(other_kinds), Counter[photos.PhotoFormat]()
-    for name in class_folders:
-        if name not in names:
-            raise InputError(
-                f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
-            )
-        files = sorted(_image_files(folder / name, left_out))
-        if not files:
-            raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
-        unreadable.update(kind for kind in map(_unreadable, files) if kind is not None)
-        names[name] = as_names(files)
-    for kind, number in unreadable.items():
-        raise InputError(
-            f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
-            f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
-        )
-    return [*names.values()], left_out_note(folder, left_out)
 
 
 def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:

@@ -63,27 +63,29 @@ class Listing:
         # A path from one string: joining its parts takes twice as long.
         return Path(f"{self.folder}/{self.classes[self.labels.numpy()[index]]}/{name}")
 
+    @property
+    def names_by_class(self) -> list[Names]:
+        return np.split(self.names, np.cumsum(self.counts)[:-1])
+
     def fingerprint(self) -> dict[str, str]:
         """For each class with files: their number and a hash of their names. Does not depend on the folder's path."""
         by_class = {}
-        for name, names in zip(self.classes, np.split(self.names, np.cumsum(self.counts)[:-1]), strict=True):
+        for name, names in zip(self.classes, self.names_by_class, strict=True):
             if count := len(names):
                 digest = hashlib.sha256(b"".join(file + b"\0" for file in names.tolist())).hexdigest()[:16]
                 by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
         return by_class
 
-
-def list_files(
-    folder: Path,
-    classes: tuple[str, ...],
-    names_by_class: Sequence[Names],
-    notes: tuple[str, ...] = (),
-    *,
-    in_class_folders: bool = True,
-) -> Listing:
-    """The listing of files whose names are sorted, class by class."""
-    counts = tuple(map(len, names_by_class))
-    return Listing(folder, classes, counts, np.concatenate(names_by_class), in_class_folders, notes)
+    def split(self, share: float) -> tuple[Listing, Listing]:
+        """Divide into training and evaluation: `share` of each class is evaluated, chosen by `held_out`."""
+        prefixes = [f"{name}/" * self.in_class_folders for name in self.classes]
+        masks = held_out(self.names_by_class, share, prefixes)
+        evaluated, counts = np.concatenate(masks), [int(mask.sum()) for mask in masks]
+        rest = tuple(count - number for count, number in zip(self.counts, counts, strict=True))
+        return (
+            replace(self, counts=rest, names=self.names[~evaluated]),
+            replace(self, counts=tuple(counts), names=self.names[evaluated], notes=()),
+        )
 
 
 def as_names(names: Iterable[str]) -> Names:
@@ -134,7 +136,9 @@ class Members:
         order = np.argsort(labels, kind="stable")
         by_class = np.split(order, np.bincount(labels, minlength=len(self.classes)).cumsum()[:-1])
         evaluated = np.zeros(len(self), dtype=bool)
-        evaluated[order] = np.concatenate(held_out([names[numbers] for numbers in by_class], share))
+        evaluated[order] = np.concatenate(
+            held_out([names[numbers] for numbers in by_class], share, [""] * len(by_class))
+        )
         train, val = (
             replace(self, positions=self.positions[chosen], labels=self.labels[torch.from_numpy(chosen)])
             for chosen in (~evaluated, evaluated)
@@ -142,7 +146,7 @@ class Members:
         return train, val
 
 
-def held_out(names_by_class: Sequence[Names], share: float, prefixes: Sequence[str] = ()) -> list[NDArray[np.bool_]]:
+def held_out(names_by_class: Sequence[Names], share: float, prefixes: Sequence[str]) -> list[NDArray[np.bool_]]:
     """Which files of each class are evaluated, by their names: bool, of the shapes of `names_by_class`.
 
     The `share` of the names with the smallest hashes (of the class's prefix and the name) is evaluated: at least one
@@ -152,8 +156,7 @@ def held_out(names_by_class: Sequence[Names], share: float, prefixes: Sequence[s
         InputError: every class has one file.
     """
     masks = []
-    for label, names in enumerate(names_by_class):
-        prefix = os.fsencode(prefixes[label]) if prefixes else b""
+    for prefix, names in zip(map(os.fsencode, prefixes), names_by_class, strict=True):
         hashes = [hashlib.blake2b(prefix + name, digest_size=16, key=SHARE_KEY).digest() for name in names.tolist()]
         number = min(max(1, round(share * len(names))), len(names) - 1)
         mask = np.zeros(len(names), dtype=np.bool_)
