@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import socket
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,17 +94,8 @@ def _unreachable(address: str) -> str:
     proxy = urlsplit(getproxies().get(parts.scheme, ""))
     host, port = (proxy.hostname, proxy.port) if proxy.hostname else (parts.hostname, parts.port)
     port = port or (443 if parts.scheme == "https" else 80)
-    outcome: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host or "", port), timeout=REACH_S).close()
-            outcome.append("")
-        except OSError as error:
-            outcome.append(f"{host}: {error.strerror or error}")
-
-    # In a thread, because looking up a host name has no time limit.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(REACH_S)
-    return outcome[0] if outcome else f"{host} does not answer within {REACH_S:g} s"
+    try:
+        socket.create_connection((host or "", port), timeout=REACH_S).close()
+    except OSError as error:
+        return f"{host}: {error.strerror or error}"
+    return ""

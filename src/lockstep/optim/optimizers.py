@@ -135,11 +135,7 @@ class OptimizerOption(ABC):
         return [group for group in groups if group["params"]]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a model's parameters.
-
-        Raises:
-            InputError: the optimizer refuses a value.
-        """
+        """The optimizer over a model's parameters. Raises InputError: the optimizer refuses a value."""
         try:
             return self.make(self.groups(model))
         except (TypeError, ValueError, AssertionError) as error:
@@ -191,16 +187,14 @@ class Adam(OptimizerOption):
     eps: float = ranged(1e-8, least=0, most=1e3)
     scope: ClassVar[UpdateScope] = UpdateScope.element
     recordable: ClassVar[bool] = True
+    original: ClassVar[Any] = torch.optim.Adam
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
             raise InputError(f"optimizer.betas is {self.betas}, expected two numbers: optimizer.betas=[0.9,0.999]")
 
-    def _options(self) -> dict[str, Any]:
-        return {"lr": self.rate, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
-
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return fused(torch.optim.Adam)(groups, **self._options())
+        return fused(self.original)(groups, lr=self.rate, betas=tuple(self.betas), eps=self.eps, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +202,7 @@ class AdamW(Adam):
     """`torch.optim.AdamW`: weight decay decoupled from the gradient (Loshchilov and Hutter 2019)."""
 
     weight_decay: float = 0.01
-
-    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return fused(torch.optim.AdamW)(groups, **self._options())
+    original: ClassVar[Any] = torch.optim.AdamW
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,13 +107,8 @@ class ImageFile(NamedTuple):
 
         A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
-        pixels, eighths = self._stored(share, bottom)
-        return photos.upright(pixels, self.orientation), eighths
-
-    def _stored(self, share: float, bottom: int) -> tuple[Pixels, int]:
-        """Like `_decoded`, but does not turn the image upright."""
         if self.decoder is not None:
-            return self.decoder(self.data), 8
+            return photos.upright(self.decoder(self.data), self.orientation), 8
         data, rows, columns = self._above(bottom)
         # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.
         scaled = share <= 0.5 and max(rows, columns) >= 8
@@ -121,10 +116,11 @@ class ImageFile(NamedTuple):
         height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
         try:
             whole = data is self.data
-            return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
+            pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole)
         except ValueError:
             # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
-            return _by_torchvision(self.data), 8
+            pixels, eighths = _by_torchvision(self.data), 8
+        return photos.upright(pixels, self.orientation), eighths
 
     def _above(self, bottom: int) -> tuple[bytes, int, int]:
         """The JPEG with a smaller height in its header, so that decoding stops just below `bottom`.

@@ -81,7 +81,7 @@ def list_split(folder: Path, train: Path) -> Listing:
     classes = class_names(train)
     class_folders, other_kinds = _scan_split(folder)
     names = dict.fromkeys(classes, as_names([]))
-    left_out, unreadable = Counter(other_kinds), Counter[photos.PhotoFormat]()
+    left_out, suffixes = Counter(other_kinds), Counter[str]()
     for name in class_folders:
         if name not in names:
             raise InputError(
@@ -90,15 +90,16 @@ def list_split(folder: Path, train: Path) -> Listing:
         files = sorted(_image_files(folder / name, left_out))
         if not files:
             raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
-        unreadable.update(kind for kind in map(_unreadable, files) if kind is not None)
+        suffixes.update(map(_kind, files))
         names[name] = as_names(files)
-    for kind, number in unreadable.items():
-        raise InputError(
-            f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
-            f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
-        )
+    for kind in (photos.AVIF, photos.HEIC):
+        if (number := sum(suffixes[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
+            raise InputError(
+                f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
+                f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
+            )
     counts = tuple(map(len, names.values()))
-    return Listing(folder, classes, counts, np.concatenate([*names.values()]), notes=left_out_note(folder, left_out))
+    return Listing(folder, classes, counts, np.concatenate([*names.values()]), notes=_left_out_note(folder, left_out))
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -175,17 +176,11 @@ def _kind(name: str) -> str:
     """The suffix of a file in lower case, or `HIDDEN`, or `NO_SUFFIX`."""
     if name.startswith("."):
         return HIDDEN
-    stem, dot, suffix = name.rpartition(".")
-    return f".{suffix.lower()}" if stem and dot else NO_SUFFIX
+    _, dot, suffix = name.rpartition(".")
+    return f".{suffix.lower()}" if dot else NO_SUFFIX
 
 
-def _unreadable(name: str) -> photos.PhotoFormat | None:
-    """The format of an image file by its name, if the package that reads this format is missing."""
-    kind = photos.of_suffix(_kind(name.rpartition("/")[2]))
-    return None if kind is None or photos.readable(kind) else kind
-
-
-def left_out_note(folder: Path | str, left_out: Counter[str]) -> tuple[str, ...]:
+def _left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
     """A sentence about the files of a split that are left out; empty if there are none."""
     if not (number := left_out.total()):
         return ()

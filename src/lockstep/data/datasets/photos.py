@@ -82,17 +82,8 @@ def readable(kind: PhotoFormat) -> bool:
     return True
 
 
-def of_suffix(suffix: str) -> PhotoFormat | None:
-    """The format of a file by its suffix in lower case; None if it is neither AVIF nor HEIC."""
-    return next((kind for kind in (AVIF, HEIC) if suffix in kind.suffixes), None)
-
-
 def opened_by_pillow(data: bytes) -> Any:
-    """The image opened by Pillow, which reads only its header.
-
-    Raises:
-        ValueError: its format is not supported.
-    """
+    """The image opened by Pillow, which reads only its header. Raises ValueError: its format is not supported."""
     from PIL import Image, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # we have our own limit
