@@ -250,6 +250,7 @@ READS: dict[str, str] = {
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.photos": "images, from bytes that were read",
     "data.datasets.published": "an archive in the file that the guarded reader has opened",
+    "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
     "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",

@@ -1,4 +1,4 @@
-"""The image files of a split, wherever they are stored: in folders, or in the rows of a table."""
+"""The image files of a split, wherever they are stored: in folders, in tar shards, or in the rows of a table."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def as_names(names: Iterable[str]) -> Names:
 
 
 class Member(Protocol):
-    """An image file inside another file, such as a row of a table. `str` gives its name for errors."""
+    """An image file inside another file. `str` gives its name for errors."""
 
     def contents(self) -> bytes:
         """Its bytes. Raises OSError or ValueError."""

@@ -1,0 +1,140 @@
+"""Tar shards of images and labels: `dataset=webdataset`, read by offset with the standard library."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.core.errors import InputError
+from lockstep.core.fields import pathname, ruled
+from lockstep.core.rules import Text
+from lockstep.core.safe_read import opened
+from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.folder import SUFFIXES, left_out_note
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of
+
+LABEL_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class TarMember:
+    """A file in a shard."""
+
+    shard: Path
+    name: str
+    offset: int
+    size: int
+
+    def contents(self) -> bytes:
+        descriptor = os.open(self.shard, os.O_RDONLY)
+        try:
+            return os.pread(descriptor, self.size, self.offset)
+        finally:
+            os.close(descriptor)
+
+    def __str__(self) -> str:
+        return f"{self.shard}:{self.name}"
+
+
+class Example(NamedTuple):
+    """An image in a shard, the name that its files share, and its label."""
+
+    image: TarMember
+    key: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebDataset(FileSource):
+    """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
+
+    Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
+
+    Fields:
+        path: the folder of the shards.
+        train_shards, val_shards: the patterns of the shards' names.
+        label: the suffix of the label files.
+    """
+
+    path: str = pathname("???")
+    train_shards: str = pathname("train*.tar")
+    val_shards: str = pathname("val*.tar")
+    label: str = ruled("cls", Text())
+
+    def list_files(self) -> tuple[Members, Members]:
+        left_out: Counter[str] = Counter()
+        train = self._examples("train_shards", self.train_shards, left_out)
+        classes = classes_of([example.label for example in train], lambda index: str(train[index].image), gaps=True)
+        if self.val_share is not None:
+            if val_shards := sorted(Path(self.path).glob(self.val_shards)):
+                split = f"there are shards for validation, {val_shards[0]},"
+                self.refuse_val_share(split, "name none with dataset.val_shards=none")
+            members = _members(train, classes, left_out_note(self.path, left_out))
+            return members.split(as_names(example.key for example in train), self.val_share)
+        val = self._examples("val_shards", self.val_shards, left_out)
+        return _members(train, classes, left_out_note(self.path, left_out)), _members(val, classes)
+
+    def _examples(self, key: str, pattern: str, left_out: Counter[str]) -> list[Example]:
+        shards = sorted(Path(self.path).glob(pattern))
+        if not shards:
+            remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
+            raise InputError(
+                f"dataset.{key}: there is no {pattern} in {self.path}; name the shards with dataset.{key}=PATTERN "
+                f"and their folder with dataset.path=FOLDER{remedy}"
+            )
+        return [example for shard in shards for example in self._index(shard, left_out)]
+
+    def _index(self, shard: Path, left_out: Counter[str]) -> list[Example]:
+        """The examples of a shard, in its order. Counts all other files in `left_out`, by suffix."""
+        images: dict[str, TarMember] = {}
+        labels: dict[str, str] = {}
+        with opened(shard, links=True) as file:
+            try:
+                with tarfile.open(fileobj=file, mode="r:") as tar:
+                    for member in tar:
+                        key, suffix = _key_and_suffix(member.name)
+                        if not member.isfile():
+                            continue
+                        if f".{suffix.rpartition('.')[2]}" in SUFFIXES:
+                            if key in images:
+                                raise InputError(f"dataset: {shard} has two images named {key!r}, expected one")
+                            images[key] = TarMember(shard, member.name, member.offset_data, member.size)
+                        elif suffix == self.label:
+                            content = tar.extractfile(member)
+                            assert content is not None
+                            labels[key] = content.read(LABEL_BYTES).decode().strip()
+                        else:
+                            left_out[f".{suffix}"] += 1
+            except (tarfile.TarError, UnicodeDecodeError) as error:
+                raise InputError(
+                    f"dataset: {shard} cannot be indexed ({error}), expected a tar file that is not compressed"
+                ) from error
+        for key, image in images.items():
+            if not labels.get(key):
+                raise InputError(
+                    f"dataset: {image} has no label, expected {key}.{self.label} beside it; name another suffix with "
+                    "dataset.label=SUFFIX"
+                )
+        return [Example(image, key, labels[key]) for key, image in images.items()]
+
+
+def _key_and_suffix(name: str) -> tuple[str, str]:
+    """The key of an example and the suffix of its file, which begins at the first dot of the name."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    return f"{folder}{slash}{stem}", suffix.lower()
+
+
+def _members(examples: list[Example], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Members:
+    labels = as_labels([example.label for example in examples], classes, lambda index: str(examples[index].image))
+    stored = "\0".join(f"{example.key} {example.image.size}" for example in examples)
+    digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
+    images = [example.image for example in examples]
+    return Members(images.__getitem__, np.arange(len(images)), labels, classes, digest, notes)

@@ -1,0 +1,185 @@
+"""Images in tar shards and in saved tables."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.core.errors import InputError
+from lockstep.data.datasets import HF, WebDataset
+from lockstep.data.datasets.files import FileSource
+
+
+def png(level: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def shard(path: Path, **files: bytes) -> None:
+    """Write a tar file; two underscores in a name stand for a dot."""
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name.replace("__", "."))
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def levels(source: FileSource, indices: list[int]) -> list[int]:
+    return source.train().fetch(indices)[:, 0, 0, 0].tolist()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Two shards to train on and one to evaluate; labels are numbers."""
+    shard(tmp_path / "train-0.tar", a__png=png(10), a__cls=b"2", b__cls=b"10\n", b__png=png(20), b__json=b"{}")
+    shard(tmp_path / "train-1.tar", c__png=png(30), c__cls=b"2")
+    shard(tmp_path / "val-0.tar", d__png=png(40), d__cls=b"10")
+    return tmp_path
+
+
+def test_shards_are_read_in_any_order(shards: Path) -> None:
+    source = WebDataset(path=str(shards), decode_size=8)
+    source.prepare()
+    assert source.class_names == ("2", "10")
+    assert source.train().labels.tolist() == [0, 1, 0]
+    assert levels(source, [2, 0, 1, 0]) == [30, 10, 20, 10]
+    assert source.eval().fetch([0])[0, 0, 0, 0] == 40
+    assert source.notes()[0].endswith("left out 1 file whose name is not that of an image (1 .json)")
+    assert "2" in source.notes()[1]
+
+
+def test_shards_that_moved_are_the_same_and_others_are_not(shards: Path, tmp_path: Path) -> None:
+    here = WebDataset(path=str(shards)).fingerprint()
+    shutil.copytree(shards, tmp_path / "moved", ignore=shutil.ignore_patterns("moved"))
+    assert WebDataset(path=str(tmp_path / "moved")).fingerprint() == here
+    shard(tmp_path / "moved" / "train-1.tar", e__png=png(30), e__cls=b"2")
+    assert WebDataset(path=str(tmp_path / "moved"), val_shards="./val*.tar").fingerprint()["train"] != here["train"]
+
+
+def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
+    files = {
+        f"{number:02}__{kind}": png(number) if kind == "png" else b"cat"
+        for number in range(10)
+        for kind in ("png", "cls")
+    }
+    shard(tmp_path / "train.tar", **files)
+    source = WebDataset(path=str(tmp_path), val_share=0.3, decode_size=8)
+    train, val = ({str(path) for path in split.paths} for split in (source.train(), source.eval()))
+    assert (len(train), len(val), train & val) == (7, 3, set())
+    with pytest.raises(InputError, match=r"no val\*\.tar .*dataset\.val_share=0\.1"):
+        WebDataset(path=str(tmp_path)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"a__png": b"x"}, r"train-2.tar:a.png has no label, expected a.cls beside it"),
+        ({"a__png": b"x", "a__jpg": b"x", "a__cls": b"1"}, "has two images named 'a'"),
+        ({"a__png": b"x", "a__cls": b"\xff\xfe"}, "train-2.tar cannot be indexed"),
+    ],
+)
+def test_a_shard_that_does_not_fit_is_named(shards: Path, files: dict[str, bytes], sentence: str) -> None:
+    shard(shards / "train-2.tar", **files)
+    with pytest.raises(InputError, match=sentence):
+        WebDataset(path=str(shards)).prepare()
+
+
+def test_a_compressed_shard_and_a_class_only_to_evaluate_are_refused(shards: Path) -> None:
+    shard(shards / "val-1.tar", e__png=png(1), e__cls=b"7")
+    with pytest.raises(InputError, match=r"val-1.tar:e.png is of class '7', but no training example is"):
+        WebDataset(path=str(shards)).prepare()
+    with tarfile.open(shards / "train-2.tar", "w:gz") as tar:
+        tar.add(shards / "val-1.tar")
+    with pytest.raises(InputError, match=r"train-2.tar cannot be indexed .*, expected a tar file that is not compr"):
+        WebDataset(path=str(shards)).prepare()
+
+
+def test_a_broken_image_in_a_shard_is_named(shards: Path) -> None:
+    shard(shards / "train-2.tar", z__jpg=b"\xff\xd8\xff no photo", z__cls=b"2")
+    split = WebDataset(path=str(shards), decode_size=8).train()
+    with pytest.raises(InputError, match=r"image 3, .*train-2.tar:z.jpg, cannot be decoded") as caught:
+        split.fetch([3])
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_shards_that_webdataset_wrote_are_read(tmp_path: Path) -> None:
+    webdataset = pytest.importorskip("webdataset")
+    for split, number in (("train", 4), ("val", 2)):
+        with webdataset.TarWriter(str(tmp_path / f"{split}-0.tar")) as writer:
+            for index in range(number):
+                pixels = np.full((8, 8, 3), 10 * index, dtype=np.uint8)
+                writer.write({"__key__": f"{split}/{index:04}", "png": pixels, "cls": index % 2})
+    assert levels(WebDataset(path=str(tmp_path), decode_size=8), [3, 1]) == [30, 10]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A data set of six training and two evaluation images, written by `save_to_disk`."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["yak", "ant"])})
+
+    def table(numbers: range) -> object:
+        rows = {"image": [{"bytes": png(10 * n), "path": None} for n in numbers], "label": [n % 2 for n in numbers]}
+        return datasets.Dataset.from_dict(rows, features=features)
+
+    datasets.DatasetDict({"train": table(range(6)), "validation": table(range(2))}).save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_a_saved_table_is_read(saved: Path, tmp_path: Path) -> None:
+    source = HF(path=str(saved), decode_size=8)
+    source.prepare()
+    assert source.class_names == ("yak", "ant")
+    assert source.train().labels.tolist() == [0, 1, 0, 1, 0, 1]
+    assert levels(source, [5, 0, 3]) == [50, 0, 30]
+    assert len(source.eval()) == 2
+    shutil.copytree(saved, tmp_path / "moved")
+    assert HF(path=str(tmp_path / "moved")).fingerprint() == source.fingerprint()
+    datasets = pytest.importorskip("datasets")
+    changed = datasets.load_from_disk(saved)
+    changed["train"] = changed["train"].map(lambda row: {"image": Image.effect_noise((9, 7), 50)})
+    changed.save_to_disk(tmp_path / "changed")
+    fingerprint = HF(path=str(tmp_path / "changed")).fingerprint()
+    assert fingerprint["train"] != source.fingerprint()["train"], "other images under the same labels"
+    assert fingerprint["val"] == source.fingerprint()["val"]
+
+
+def test_a_saved_table_without_a_split_for_it_is_evaluated_on_a_share(saved: Path) -> None:
+    source = HF(path=str(saved), decode_size=8, val_split="none", val_share=0.34)
+    assert torch.bincount(source.eval().labels).tolist() == [1, 1]
+    assert len(source.train()) == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"val_split": "test"}, "val_split is 'test', but .* has 'train', 'validation'.*dataset.val_share=0.1"),
+        ({"train_split": "fit"}, "train_split is 'fit', but .* has 'train', 'validation'"),
+        ({"val_share": 0.1}, "val_share is 0.1, but .* has the split 'validation' too"),
+        ({"image_column": "img"}, "image_column is 'img', but the columns of .* are image, label"),
+        ({"image_column": "label"}, "image_column is 'label', which holds ClassLabel.*, expected images"),
+    ],
+)
+def test_what_a_saved_table_does_not_have_is_named(saved: Path, keys: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InputError, match=f"dataset.{sentence}"):
+        HF(path=str(saved), **keys).prepare()  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_not_a_saved_table_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(InputError, match=r"expected a folder that save_to_disk"):
+        HF(path=str(tmp_path)).prepare()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install datasets"):
+        HF(path=str(tmp_path)).prepare()
