@@ -99,7 +99,7 @@ def list_split(folder: Path, train: Path) -> Listing:
                 f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
             )
     counts = tuple(map(len, names.values()))
-    return Listing(folder, classes, counts, np.concatenate([*names.values()]), notes=_left_out_note(folder, left_out))
+    return Listing(folder, classes, counts, np.concatenate([*names.values()]), notes=left_out_note(folder, left_out))
 
 
 def class_names(folder: Path) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ def _kind(name: str) -> str:
     return f".{suffix.lower()}" if dot else NO_SUFFIX
 
 
-def _left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
+def left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
     """A sentence about the files of a split that are left out; empty if there are none."""
     if not (number := left_out.total()):
         return ()

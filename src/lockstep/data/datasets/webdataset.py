@@ -76,10 +76,10 @@ class WebDataset(FileSource):
             if val_shards := sorted(Path(self.path).glob(self.val_shards)):
                 split = f"there are shards for validation, {val_shards[0]},"
                 self.refuse_val_share(split, "name none with dataset.val_shards=none")
-            members = _members(train, classes, left_out_note(self.path, left_out))
+            members = _members(train, classes, left_out_note(Path(self.path), left_out))
             return members.split(as_names(example.key for example in train), self.val_share)
         val = self._examples("val_shards", self.val_shards, left_out)
-        return _members(train, classes, left_out_note(self.path, left_out)), _members(val, classes)
+        return _members(train, classes, left_out_note(Path(self.path), left_out)), _members(val, classes)
 
     def _examples(self, key: str, pattern: str, left_out: Counter[str]) -> list[Example]:
         shards = sorted(Path(self.path).glob(pattern))
