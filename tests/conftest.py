@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-import helpers
-import processes
-from lockstep.config import composition
+# Under nohup or in the background of a shell they are ignored, and the processes of the tests would ignore them too.
+# Before the import of `lockstep`, which asks.
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+
+import helpers  # noqa: E402
+import processes  # noqa: E402
+from lockstep.config import composition  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,10 +22,18 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     suggested = float(out.split("optimizer.lr=")[1].split()[0])
     assert 1e-4 < suggested < 0.1
     assert "(this job has 0.001)" in out
+    assert " of 40, since the next one's loss was more than 4 times the lowest, from " in out
     picture = ET.parse(tmp_path / "found.svg").getroot()
     points = next(picture.iter("{http://www.w3.org/2000/svg}polyline")).attrib["points"].split()
     assert 5 < len(points) <= 40
     assert any(text.text == f"{suggested:g}" for text in picture.iter("{http://www.w3.org/2000/svg}text"))
+
+
+def test_the_picture_is_where_the_runs_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "runs"
+    lr_find((*JOB, f"output_root={root}"), steps=4, low=1e-3, high=1e-2, out=None)
+    assert [path.name for path in root.iterdir()] == ["lr-find.svg"]
+    assert "4 steps, from 0.001 to 0.01: the loss is lowest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

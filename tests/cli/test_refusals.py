@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import struct
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, train_here
+from helpers import ROOT, built, train_here
 from lockstep.config import composition, messages, yaml_io
 from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job import prepare
-from lockstep.job.machine_limits import check_memory
+from lockstep.job.machine_limits import check_data_memory, check_memory
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.models import Timm
@@ -144,6 +145,7 @@ RANGES = [
     ("augment=standard augment.scale=[]", "augment.scale is [], expected two rising numbers: augment.scale=[0.08,1]"),
 ]
 LIMITS = [
+    ("model=resnet18 +model.options.depth=[" + "1," * 1000 + "1]", "lists of at most 1,000, and texts without"),
     ("launcher.threads=1000000", "launcher.threads is 1000000, expected auto or a whole number from 1 to 1,024"),
     ("launcher.ranks=100000", "launcher.ranks is 100000, expected auto or a whole number from 1 to 65,536"),
     ("dataset=fake dataset.size=999999", "dataset.size is 999999, expected a whole number from 1 to 16,384"),
@@ -265,6 +267,49 @@ def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overri
     assert sentence in message
     assert len(message.splitlines()) == 1
     assert len(message) < 400
+
+
+# Sentences with a proposal that is computed.
+COMPUTED = [
+    "strategy=strict strategy.shards=3",
+    "strategy=strict strategy.shards=1 launcher.ranks=2 device=cpu",
+    "repro=strict train.micro_batches=2",
+    "device=cpu strategy=pipeline launcher.ranks=2 strategy.cuts=[]",
+    "device=cpu strategy=pipeline launcher.ranks=2 strategy.cuts=[a,b]",
+    "device=cpu launcher=elastic launcher.nodes=1:2 repro=strict",
+    "device=cpu launcher=elastic launcher.node_rank=1",
+    "model.width=30",
+    "dataset.input_size=3",
+    "model=whitenet dataset.input_size=5",
+    "batch=2000 train.micro_batches=1500",
+    "batch=0.5",
+]
+# What stands behind `use`, `give` or `add`, or at the end behind a colon.
+ADVICE = re.compile(
+    r"(?:(?:; |\bor )(?:use|give|add) |[^;,]: )"
+    r"((?:[a-z_]+(?:\.[a-z_]+)*=(?![A-Z])\S+ ?)+)(?=$|[,;.]| or | for | has )"
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [overrides for overrides, _ in TYPES + RANGES + LIMITS + EFFECTS + MACHINE + BOXES + PLACES + HOSTILE] + COMPUTED,
+    ids=lambda text: text[:40],
+)
+def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -> None:
+    words = overrides.split()
+    message = refusal(tmp_path / "runs", *words)
+    for advice in ADVICE.findall(message):
+        proposed = re.sub(r"[,;.]$", "", advice.strip()).split()
+        keys = [word.partition("=")[0] for word in proposed]
+        rest = [word for word in words if word.partition("=")[0].strip("+") not in keys]
+        if "dataset=fake" in words and "dataset.examples=" in advice:  # so many images take half a minute to make
+            check_data_memory(built(*rest, *proposed))
+            continue
+        with suppress(Exception):
+            prepared(f"output_root={tmp_path / 'typed'}", *rest, *proposed)
+            continue
+        assert refusal(tmp_path / "runs", *rest, *proposed)[:30] != message[:30]
 
 
 @pytest.mark.parametrize(

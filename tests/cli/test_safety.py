@@ -5,7 +5,9 @@ Where the command adds nothing, its route from overrides to the run folder is ta
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,6 +19,7 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from helpers import ROOT, records, train, train_here
 from lockstep import checkpoint
@@ -24,6 +27,7 @@ from lockstep.config import composition, messages, schema
 from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir, latest
 from lockstep.core.world import World
 from lockstep.job import prepare
@@ -124,6 +128,21 @@ def test_a_config_cannot_read_the_environment(tmp_path: Path, run: Path, overrid
     assert refusal(tmp_path / "runs", override) == expected
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(["steps=3", "name=test", override]))
     assert refusal(tmp_path / "runs", f"resume={run}", "steps=6") == expected
+
+
+def test_no_key_of_a_job_can_read_the_environment() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", overrides=["name=test", "metric=f1"])
+    keys = [key for key, _ in leaves(composition.to_dict(config)) if "_target_" not in key]
+    assert {"metric.f1.average", "model.width", "epochs"} <= set(keys)
+    OmegaConf.set_struct(config, False)
+    for key in keys:
+        for reference in ("${oc.env:LOCKSTEP_TEST_SECRET}", "${oc.decode:${oc.env:LOCKSTEP_TEST_SECRET}}"):
+            changed = copy.deepcopy(config)
+            OmegaConf.update(changed, key, reference)
+            with pytest.raises(InputError, match=f"{re.escape(key)} asks for .*, which is not allowed") as raised:
+                composition.to_dict(changed)
+            assert SECRET not in str(raised.value)
 
 
 def test_a_reference_that_was_escaped_does_not_come_to_life_in_a_rank(tmp_path: Path) -> None:

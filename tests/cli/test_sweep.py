@@ -135,6 +135,10 @@ def test_a_failed_job_ends_no_sweep_and_is_tried_again_on_request(tmp_path: Path
     assert (again.code, "started" in again.out) == (2, False)
     assert "1 failed (sweep.retry=true tries them again)" in again.out
     assert sweep(tmp_path, *words, "sweep.retry=true").out.count("started") == 1
+    others = sweep(tmp_path, "precision=fp32,fp64", *words[1:])
+    assert (others.code, others.out.count("started"), len(states(tmp_path))) == (0, 1, 3), (
+        "the code is that of the line"
+    )
     assert processes(tmp_path) == set()
 
 
@@ -203,6 +207,32 @@ def test_a_killed_sweep_leaves_nothing_alive_and_its_line_goes_on_where_each_job
     assert states(tmp_path) == ["done", "done"]
     steps = losses(ledger(tmp_path).folder / "000-seed=1")
     assert len(steps) == 150, "each step is in the log once"
+
+
+def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_is_alone(tmp_path: Path) -> None:
+    rates = ("0.00001", "0.003", "0.0001", "0.0003")
+    words = ("model=linear", "epochs=40", "train.eval_every=5%", *SHORT[1:])
+    line = (f"optimizer.lr={','.join(rates)}", *words, "sweep.halving=2")
+    done = sweep(tmp_path, *line)
+    assert done.code == 0, done.err
+    assert "2 of 4 jobs go on after 25 % of their steps" in done.out
+    assert "1 of 2 jobs go on after 50 % of their steps" in done.out
+    assert states(tmp_path) == ["pruned", "done", "pruned", "pruned"]
+    folder = ledger(tmp_path).folder
+    trained = [len(losses(folder / record.folder)) for record in ledger(tmp_path).records()]
+    assert max(trained) == trained[1]
+    alone = train_here(tmp_path / "alone", "optimizer.lr=0.003", *words)
+    assert losses(folder / "001-optimizer.lr=0.003") == losses(alone)
+    swept = weights(folder / "001-optimizer.lr=0.003")
+    assert all(torch.equal(tensor, swept[name]) for name, tensor in weights(alone).items())
+    before = files(folder / "001-optimizer.lr=0.003")
+    again = sweep(tmp_path, *line)
+    assert (again.code, "started" in again.out) == (0, False)
+    whole = sweep(tmp_path, *line[:-1])  # those that were left behind go on too
+    assert (whole.code, states(tmp_path)) == (0, ["done"] * 4)
+    assert files(folder / "001-optimizer.lr=0.003") == before
+    best = max(ledger(tmp_path).records(), key=lambda record: record.objective or 0)
+    assert best.number == 1
 
 
 APP = """

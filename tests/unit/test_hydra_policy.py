@@ -12,9 +12,10 @@ import hydra
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from helpers import ROOT
 from lockstep.config import hydra_keys, hydra_policy, messages
@@ -96,6 +97,38 @@ def test_a_job_is_composed_once_to_what_hydra_composes_twice() -> None:
         again = loader.load_configuration("config", job_overrides, RunMode.RUN)
     assert again is not first
     assert OmegaConf.to_container(first, resolve=False) == OmegaConf.to_container(again, resolve=False)
+
+
+JOBS = [
+    ["seed=3", "optimizer.lr=0.1", "train.ema=0.9"],
+    ["optimizer.lr=0.1", "model=resnet18", "batch=8"],
+    ["metric=[f1]", "metric.f1.average=micro"],
+    ["+model.channels=1", "model.channels=2"],
+    ["optimizer.betas=[0.1,0.2]", "experiment=mnist_tutorial", "name=a b"],
+    ["hydra/job_logging=none", "seed=2"],
+]
+
+
+def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
+        words = ["hydra.job.chdir=false", "seed=1,2", "model.width=8"]
+        master = loader.load_configuration("config", words, RunMode.MULTIRUN)
+        for job in JOBS[:-1]:
+            for overrides in (job, [*job[::-1], "epochs=2"][::-1]):
+                expected = ConfigLoaderImpl.load_sweep_config(loader, master, [*overrides])
+                config = loader.load_sweep_config(master, [*overrides])
+                assert plain(config) == plain(expected), overrides
+        with pytest.raises(InputError, match="expected keys of a job, such as seed: 1,2"):
+            loader.load_sweep_config(master, JOBS[-1])
+        with pytest.raises(HydraException, match="epoch"):
+            loader.load_sweep_config(master, ["epoch=2"])
+        with pytest.raises((InputError, HydraException), match="epochs"):
+            loader.load_sweep_config(master, ["epochs.x=2"])
+
+
+def plain(config: DictConfig) -> Any:
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:

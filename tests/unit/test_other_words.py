@@ -71,6 +71,7 @@ def test_no_word_stands_for_two_keys_or_is_one_of_ours() -> None:
         ("model.sync_bn=true", "strategy.sync_batchnorm=true"),
         ("--lr 0.1", "optimizer.lr=0.1"),
         ("--batch-size 32", "batch=32"),
+        ("train.batch_size=32", "batch=32"),
         ("--batch-size=32 --epochs 3", "batch=32 epochs=3"),
         ("--amp --opt lamb", "precision=bf16 optimizer=timm optimizer.opt=lamb"),
         ("--warmup-epochs 5", "schedule.warmup=5ep"),
@@ -84,7 +85,8 @@ def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monke
     with pytest.raises((InputError, HydraException)) as caught:
         compose_as_typed(command)
     sentence = str(messages.translate(caught.value))
-    assert sentence.endswith((f" Did you mean {proposal}?", f"KEY=VALUE: {proposal}"))
+    note = " (batch counts the images of all devices)" if "batch=" in proposal else ""
+    assert sentence.endswith((f" Did you mean {proposal}{note}?", f"KEY=VALUE{note}: {proposal}"))
     check(proposal)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from helpers import ROOT, built
 from lockstep.config import schema
 from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
+from lockstep.models import Timm
+from lockstep.models.nets import sketch
 from lockstep.training.fingerprint import plan_of
 
 CONF = ROOT / "conf"
@@ -65,8 +68,8 @@ def test_a_recipe_says_how_to_run_it_and_what_to_expect(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_builds_into_a_network_that_classifies_its_images(recipe: str) -> None:
     job, _ = planned(recipe)
+    network = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
     with torch.device("meta"):
-        network = job.model.build(job.dataset.classes, job.dataset.input_shape)
         logits = network(torch.zeros(2, *job.dataset.input_shape))
     assert logits.shape == (2, job.dataset.classes)
     job.optimizer.build(nn.Linear(2, 2))
@@ -80,7 +83,15 @@ def test_the_resnet34_recipe_takes_a_tenth_of_the_rate_every_five_epochs() -> No
 
 def test_the_tutorial_recipes_train_at_a_constant_rate_for_as_long_as_the_tutorials_do() -> None:
     assert rates("mnist_tutorial") == [0.001]
-    assert rates("cifar10_tutorial") == [0.01] * 5
+    assert rates("cifar10_tutorial") == rates("cifar10_tutorial_offline") == [0.01] * 5
+
+
+def test_the_tutorial_begins_with_published_weights_and_its_offline_variant_with_random_ones() -> None:
+    (tutorial, plan), (offline, its_plan) = planned("cifar10_tutorial"), planned("cifar10_tutorial_offline")
+    assert isinstance(tutorial.model, Timm)
+    assert tutorial.model.pretrained
+    assert offline == replace(tutorial, model=replace(tutorial.model, pretrained=False))
+    assert plan == its_plan
 
 
 def test_the_modern_recipe_warms_up_to_its_rate_and_ends_near_zero() -> None:

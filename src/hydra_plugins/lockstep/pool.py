@@ -24,17 +24,19 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
 from lockstep.job.run_lock import Lock
 from lockstep.runtime.program import say
+from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger, Record
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
-# and whether failed jobs run again.
+# whether failed jobs run again, and of how many jobs one goes on (`lockstep.sweep.halving`).
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
     "gpus": 1,
     "cores": 1,
     "retry": False,
+    "halving": None,
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra")
 
@@ -42,8 +44,8 @@ ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, p
 class PoolLauncher(Launcher):
     """Hydra's interface to the pool."""
 
-    def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool) -> None:
-        self.jobs, self.gpus, self.cores, self.retry = jobs, gpus, cores, retry
+    def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None) -> None:
+        self.jobs, self.gpus, self.cores, self.retry, self.halving = jobs, gpus, cores, retry, halving
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
@@ -65,6 +67,7 @@ class PoolLauncher(Launcher):
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
+        from lockstep.sweep import halving
         from lockstep.sweep.pool import Pool, Task, start, to_run
         from lockstep.sweep.view import Screen, show_table, swept_keys, varied
 
@@ -82,6 +85,7 @@ class PoolLauncher(Launcher):
                 lines = str(error).split("\n")
                 raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
         records = ledger.enter(zip(job_overrides, names, strict=True))
+        report.OF_THIS_LINE.update(record.number for record in records)
         chosen = to_run(records, retry=self.retry)
         program = command_of_program()
         tasks = []
@@ -96,7 +100,11 @@ class PoolLauncher(Launcher):
         if tasks or None not in needs:
             try:
                 with Screen(ledger, records) as screen:
-                    Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start).run(tasks)
+                    pool = Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start)
+                    if self.halving is None:
+                        pool.run(tasks)
+                    else:
+                        halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
             finally:
                 show_table(ledger, [ledger.read(record) for record in records])
         return [ledger.read(record) for record in records]

@@ -107,7 +107,7 @@ def _lr_find(commands: Any) -> None:
     find.add_argument("--steps", type=int, default=100, help="the most steps; it ends when the loss explodes [100]")
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
-    find.add_argument("--out", metavar="FILE", default="lr-find.svg", help="the picture [lr-find.svg]")
+    find.add_argument("--out", metavar="FILE", help="the picture [lr-find.svg in output_root]")
 
 
 def _runs(commands: Any) -> None:

@@ -15,14 +15,15 @@ from lockstep.job.resolve import resolve
 from lockstep.job.validate import check_job
 from lockstep.telemetry.progress import progress
 from lockstep.training.parts import build_parts
-from lockstep.training.range_test import RangeTest, range_test
+from lockstep.training.range_test import EXPLODED, RangeTest, range_test
 
 MOST_STEPS = 100_000
+PICTURE = "lr-find.svg"
 WIDTH, HEIGHT, MARGIN = 640, 400, 50  # of the picture, in pixels
 
 
-def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, out: str) -> None:
-    """Train with rising learning rates, write the picture to `out` and print a suggestion.
+def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None) -> None:
+    """Train with rising learning rates, write the picture to `out` or beside the runs, and print a suggestion.
 
     Raises:
         InputError: the job or the rates are wrong, or the loss falls at no rate.
@@ -32,7 +33,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=100")
     if not 0 < low < high < math.inf:
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
-    if not Path(out).parent.is_dir():
+    if out is not None and not Path(out).parent.is_dir():
         raise InputError(f"--out is {out}, expected a file in a folder that exists")
     values = composition.composed([*overrides, "launcher.ranks=1"])
     job = resolve(components.build_job(values), sweep=False)
@@ -40,14 +41,17 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     check_job(job)
     with progress("trying", steps) as advance:
         test = range_test(build_parts(job), low, high, advance)
-    write_atomic(Path(out), picture(test))
-    lowest = test.lowest
+    file = Path(job.output_root) / PICTURE if out is None else Path(out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, picture(test))
+    lowest, tried = test.lowest, len(test.rates)
+    early = f" of {steps}, since the next one's loss was more than {EXPLODED:g} times the lowest" * (tried < steps)
     log.show(
-        f"{len(test.rates)} steps, from {test.rates[0]:.2g} to {test.rates[-1]:.2g}: the loss is lowest, "
+        f"{tried} steps{early}, from {test.rates[0]:.2g} to {test.rates[-1]:.2g}: the loss is lowest, "
         f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}"
     )
     log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {float(job.optimizer.lr):g})")
-    log.show(f"wrote {out}")
+    log.show(f"wrote {file}")
 
 
 def picture(test: RangeTest) -> str:

@@ -68,8 +68,14 @@ def check_flags(words: Sequence[str]) -> None:
         proposals.append(other_words.ours(name, value if sign else None))
     shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(
-        f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, KEY=VALUE: {shown_keys}"
+        f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "
+        f"KEY=VALUE{_note(shown_keys)}: {shown_keys}"
     )
+
+
+def _note(proposal: str) -> str:
+    """What to know about a proposal: a batch of most other programs is that of one device."""
+    return " (batch counts the images of all devices)" if "batch=" in proposal else ""
 
 
 def check_word(text: str) -> None:
@@ -240,7 +246,7 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         hint = f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
     elif (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):
-        hint = f" Did you mean {proposal}?"
+        hint = f" Did you mean {proposal}{_note(proposal)}?"
     elif block and siblings:
         names = [name.rpartition(".")[2] for name in siblings]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."

@@ -109,6 +109,7 @@ class SweepBlock:
 
     resume: str = pathname("auto")
     retry: bool = False
+    halving: int | None = ranged(None, least=2, most=1000)
 
 
 def _group() -> Any:

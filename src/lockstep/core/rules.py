@@ -14,6 +14,7 @@ from lockstep.core.durations import LONGEST, LONGEST_S, is_timed, parse_duration
 # of a run).
 NAME_BYTES, PATH_BYTES = 255, 3500
 TEXT_CHARACTERS = 1000
+OPTION_VALUES = 1000  # in a mapping for a constructor of a library
 # The categories of Unicode for controls, formats (such as the writing direction), surrogates, and ends of lines.
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
@@ -137,16 +138,19 @@ class PathText:
 
 @dataclass(frozen=True)
 class Options:
-    """A mapping of arguments for a library's constructor, in which no number is absurdly large."""
+    """A mapping of arguments for a library's constructor, in which no number and no list is absurdly large."""
 
     most: float
 
     @property
     def expected(self) -> str:
-        return f"numbers of at most {_figure(self.most)}, and texts without control characters"
+        return (
+            f"numbers of at most {_figure(self.most)}, lists of at most {OPTION_VALUES:,}, and texts without control "
+            "characters"
+        )
 
     def fits(self, value: Any) -> bool:
-        return all(
+        return sum(1 for _ in _leaves(value)) <= OPTION_VALUES and all(
             is_one_line(leaf)
             if isinstance(leaf, str)
             else not isinstance(leaf, float | int) or abs(leaf) <= self.most

@@ -146,15 +146,15 @@ class DemoServer(uvicorn.Server):
             case "GET /model":
                 return JSON, json.dumps(self.about())
             case "POST /predict":
-                self._check(headers)
+                length = self._length(headers)
                 async with self.photos:
-                    photo = await self._photo(receive)
+                    photo = await self._photo(receive, length)
                     async with self.model:
                         return JSON, json.dumps(await asyncio.to_thread(self.classes, photo))
         raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
 
-    def _check(self, headers: Mapping[str, str]) -> None:
-        """Refuse a photo by the headers of its request."""
+    def _length(self, headers: Mapping[str, str]) -> int:
+        """The bytes of a photo, by the headers of its request, which may be a reason to refuse it."""
         if headers.get("origin") not in {f"http://{host}" for host in self.hosts}:
             raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")
         # Before a page of another site sends this type, the browser asks the server, which does not allow it.
@@ -167,17 +167,20 @@ class DemoServer(uvicorn.Server):
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the photo has {length / MB:,.0f} MB, expected at most {LARGEST // MB}",
             )
+        return length
 
-    async def _photo(self, receive: Receive) -> bytes:
-        """The photo in a request. uvicorn reads it only as fast as it is taken here."""
-        photo, more = bytearray(), True
+    async def _photo(self, receive: Receive, length: int) -> bytes:
+        """The photo in a request. uvicorn reads it only as fast as it is taken here, and never more than `length`."""
+        photo, read, more = bytearray(length), 0, True  # one that grows is copied, and takes a multiple of its size
         try:
             async with asyncio.timeout(WAIT_S):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
-                    photo += message.get("body", b"")
+                    body = message.get("body", b"")
+                    photo[read : read + len(body)] = body
+                    read += len(body)
                     more = message.get("more_body", False)
         except TimeoutError:
             raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the photo did not arrive within {WAIT_S} s") from None

@@ -15,7 +15,7 @@ from lockstep.core.plan import Plan
 from lockstep.data.datasets.builtin import Fake
 from lockstep.data.loading.loaders import Streaming
 from lockstep.models.nets import check_size, sketch
-from lockstep.runtime.host import check_room, cores
+from lockstep.runtime.host import available_memory, check_room, cores
 
 # The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.
 RANKS, RANKS_A_CORE = 64, 4
@@ -55,9 +55,9 @@ def check_data_memory(job: Job) -> None:
         InputError: the images do not fit.
     """
     if isinstance(job.dataset, Fake):
-        images = job.dataset.examples + job.dataset.examples // 4
-        size = images * math.prod(job.dataset.image_shape)
-        check_room("the images of dataset=fake", size, "dataset.examples=1024")
+        size = 1.25 * math.prod(job.dataset.image_shape)  # of an image to train on and a quarter of one to evaluate
+        fitting = max(1, int(available_memory() / 2 / size))
+        check_room("the images of dataset=fake", job.dataset.examples * size, f"dataset.examples={fitting}")
 
 
 def check_memory(job: Job, plan: Plan) -> None:

@@ -140,7 +140,8 @@ def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
     if micro_batches != 1:
         raise InputError(
             f"train.micro_batches is {micro_batches}, but under repro=strict the virtual shards are the "
-            f"micro-batches; use strategy=strict strategy.shards={2 * strategy.shards} for smaller ones"
+            f"micro-batches; use train.micro_batches=1, and strategy=strict strategy.shards={2 * strategy.shards} "
+            "for smaller ones"
         )
     return max(1, strategy.shards // ranks)
 

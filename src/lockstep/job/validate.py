@@ -207,7 +207,7 @@ def _check_graph(job: Job) -> None:
     obstacles = [
         (
             not job.strategy.recordable,
-            f"under strategy={strategy} a step is more than the work of one device; use strategy=single",
+            f"under strategy={strategy} a step is more than the work of one device; use repro=exact strategy=single",
         ),
         (
             job.precision.needs_loss_scaler,

@@ -35,13 +35,18 @@ DIFFERENCES_SHOWN = 3
 
 
 class State(StrEnum):
-    """How far a job is. `stopped`: it saved its state after a stop; its next start goes on from there."""
+    """How far a job is.
+
+    `stopped`: it saved its state after a stop; its next start goes on from there. `pruned`: it was stopped so because
+    others are better.
+    """
 
     waiting = "waiting"
     running = "running"
     done = "done"
     failed = "failed"
     stopped = "stopped"
+    pruned = "pruned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,11 @@ class Record:
     exit_code: int = 0
     error: str = ""
     submitted: str = ""
+
+    @property
+    def score(self) -> float | None:
+        """The objective of a job that has trained to its end."""
+        return None if self.state is State.pruned else self.objective
 
     @property
     def runs_elsewhere(self) -> bool:
@@ -225,7 +235,7 @@ class Ledger:
 
     def mark_best(self, records: Iterable[Record]) -> None:
         """Name the folder of the best of these jobs in the file `best`, the first of equal ones."""
-        scores = {record: (record.objective, -record.number) for record in records if record.objective is not None}
+        scores = {record: (record.score, -record.number) for record in records if record.score is not None}
         best = max(scores, key=scores.__getitem__, default=None)
         if best is not None and best.folder != self.best:
             write_atomic(self.folder / BEST, f"{best.folder}\n")

@@ -33,8 +33,12 @@ def choose_folder(config: DictConfig) -> Ledger:
     """
     check_folders(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
-    for problem in problems(SweepBlock, {"resume": block.resume}, "sweep."):
+    for problem in problems(SweepBlock, dict(block), "sweep."):
         raise InputError(problem)
+    of_pool = {"retry": bool(block.retry), "halving": block.halving}
+    for key, value in of_pool.items():
+        if value and key not in config.hydra.launcher:
+            raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     identity = Identity(base=_base(config), swept=_swept(words), words=tuple(words))
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
@@ -64,8 +68,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     with read_write(config), open_dict(config):
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
-        if "retry" in config.hydra.launcher:
-            config.hydra.launcher.retry = bool(block.retry)
+        config.hydra.launcher.update({key: of_pool[key] for key in of_pool if key in config.hydra.launcher})
     return ledger
 
 

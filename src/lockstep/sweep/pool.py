@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Protocol
@@ -101,9 +101,12 @@ class Pool:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
         self.start, self.wait = start, wait
         self.running: list[tuple[Task, Share, Process]] = []
+        self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
 
-    def run(self, tasks: Sequence[Task]) -> None:
+    def run(self, tasks: Sequence[Task], enough: Callable[[Record], bool] = lambda record: False) -> None:
         """Run all tasks. One that fails or dies ends no other.
+
+        `enough` is asked again and again whether a running job has trained enough for now; then it saves and waits.
 
         Raises:
             Stopped: a signal asked for it; every running job has saved its state and ended.
@@ -120,6 +123,7 @@ class Pool:
                     self._start_what_fits(waiting)
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
                     self._collect()
+                    self._cut(enough)
                     self.view.refresh()
             finally:
                 self.send(signal.SIGKILL)  # an error here leaves no job alive
@@ -146,7 +150,18 @@ class Pool:
             record = self.ledger.read(task.record)
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
+            if record.number in self.cut and record.state is State.stopped:
+                record = self.ledger.write(replace(record, state=State.waiting, exit_code=0, error=""))
+            self.cut.discard(record.number)
             self.view.ended(record)
+
+    def _cut(self, enough: Callable[[Record], bool]) -> None:
+        """Have the jobs that have trained enough for now save their state and end."""
+        for task, _, process in self.running:
+            if task.record.number not in self.cut and enough(task.record) and process.pid is not None:
+                self.cut.add(task.record.number)
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
 
     def _without_record(self, record: Record, code: int) -> Record:
         """Record a job whose process did not: it was killed, or stopped before its first step."""

@@ -20,6 +20,9 @@ from lockstep.sweep import array
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.line import choose_folder
 
+# The numbers of the jobs of the present line; a sweep has those of earlier lines too.
+OF_THIS_LINE: set[int] = set()
+
 
 def _refuse_as_rank() -> None:
     """Exit if this process is a launched rank, because each rank would run the whole sweep."""
@@ -63,5 +66,6 @@ class Report(Callback):
         if array.WAITING:
             with program.bypass_hydra_errors():
                 array.submit_all(folder)
-        if codes := [record.exit_code for record in Ledger(folder).records() if record.exit_code]:
+        records = [record for record in Ledger(folder).records() if record.number in OF_THIS_LINE]
+        if codes := [record.exit_code for record in records if record.exit_code]:
             sys.exit(codes[0])

@@ -1,0 +1,83 @@
+"""Successive halving: all jobs train for a part of their steps, and the best go on with the rest.
+
+Jamieson and Talwalkar 2016, "Non-stochastic Best Arm Identification and Hyperparameter Optimization". A job that
+goes on continues from its own checkpoint, to the bit the run that it would have been alone. So nothing is trained
+twice, and who goes on follows from the logged scores alone: a line that was stopped anywhere finds its place again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from lockstep.core import log, safe_read
+from lockstep.core.errors import InputError
+from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.sweep.pool import Pool, Task
+
+# The score of an evaluation in `metrics.jsonl`, of the averaged weights where there are some: they decide the best.
+SCORES = ("acc/val_ema_top1", "acc/val_top1")
+
+
+def shares(jobs: int, factor: int) -> list[float]:
+    """The share of its steps that each job of a round has done at the round's end; the last is 1."""
+    rounds = int(math.log(jobs, factor) + 1e-9) if jobs else 0
+    return [factor ** (number - rounds) for number in range(rounds + 1)]
+
+
+def evaluations(ledger: Ledger, record: Record) -> Iterator[tuple[float, float]]:
+    """The evaluations of a job so far: the share of its steps that was done, and the score."""
+    folder = ledger.folder / record.folder
+    try:
+        total = float(safe_read.read_json(folder / "summary.json")["steps"])
+        for text in safe_read.read_text(folder / "metrics.jsonl").splitlines():
+            line = safe_read.parsed_json(text)
+            if scores := [float(line[key]) for key in SCORES if key in line]:
+                yield float(line["step"]) / total, scores[0]
+    except (InputError, LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        return  # it has not begun, or its last line is being written
+
+
+def score(ledger: Ledger, record: Record, share: float) -> float | None:
+    """The best score until the first evaluation that comes at `share` of a job's steps or later; None before it."""
+    best = -math.inf
+    for done, value in evaluations(ledger, record):
+        best = max(best, value)
+        if done >= share:
+            return best
+    return record.objective
+
+
+def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
+    """Run the rounds: after each, the best one of `factor` jobs goes on.
+
+    Args:
+        pool: runs the jobs.
+        records: those of the line; jobs that were done before take part with their scores.
+        tasks: the jobs that are not done, by number.
+        factor: how many times fewer jobs each round has.
+
+    Raises:
+        Stopped, Interrupted: as `Pool.run`.
+    """
+    ledger = pool.ledger
+    racing = [record for record in records if record.number in tasks or record.state is State.done]
+    for share in shares(len(racing), factor):
+        is_last = share == 1
+
+        def has_enough(record: Record, share: float = share, is_last: bool = is_last) -> bool:
+            return not is_last and score(ledger, record, share) is not None
+
+        pool.run([tasks[r.number] for r in racing if r.number in tasks and not has_enough(r)], enough=has_enough)
+        racing = [record for record in map(ledger.read, racing) if record.state is not State.failed]
+        if is_last or not racing:
+            return
+        scores = {record.number: score(ledger, record, share) or 0.0 for record in racing}
+        best_first = sorted(racing, key=lambda record: -scores[record.number])
+        number = math.ceil(len(racing) / factor)
+        for record in best_first[number:]:
+            if record.state is not State.done:
+                ledger.write(replace(record, state=State.pruned, objective=scores[record.number]))
+        log.show(f"{number} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
+        racing = best_first[:number]
