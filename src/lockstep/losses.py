@@ -7,6 +7,7 @@ weights multiply these numbers, and nothing is divided by the sum of the weights
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,7 +70,11 @@ class CrossEntropy(_Weighted):
     label_smoothing: float = ranged(0.0, least=0, below=1)
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return CrossEntropyLoss(self.label_smoothing, self.weights(classes, labels))
+        return ExampleLoss(self.losses, self.weights(classes, labels))
+
+    def losses(self, logits: Tensor, targets: Tensor, weights: Tensor | None, training: bool) -> Tensor:
+        smoothing = self.label_smoothing if training else 0.0
+        return F.cross_entropy(logits, targets, weight=weights, reduction="none", label_smoothing=smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,16 @@ class BCE:
     probabilities: ClassVar[str] = SIGMOID
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return BCELoss(classes, self.label_smoothing, self.sum_classes, self.threshold)
+        return ExampleLoss(self.losses, None)
+
+    def losses(self, logits: Tensor, targets: Tensor, weights: Tensor | None, training: bool) -> Tensor:
+        shares = class_shares(targets, logits)
+        if training:
+            shares = shares * (1 - self.label_smoothing) + self.label_smoothing / logits.shape[1]
+        if self.threshold is not None:
+            shares = (shares > self.threshold).to(logits.dtype)
+        losses = F.binary_cross_entropy_with_logits(logits, shares, reduction="none")
+        return losses.sum(1) if self.sum_classes else losses.mean(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,15 @@ class Focal(_Weighted):
     gamma: float = ranged(2.0, least=0, most=100)
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return FocalLoss(self.gamma, self.weights(classes, labels))
+        return ExampleLoss(self.losses, self.weights(classes, labels))
+
+    def losses(self, logits: Tensor, targets: Tensor, weights: Tensor | None, training: bool) -> Tensor:
+        shares = class_shares(targets, logits)
+        if weights is not None:
+            shares = shares * weights
+        log_probs = F.log_softmax(logits, 1)
+        error = (1 - log_probs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # a root has no derivative at 0
+        return -(shares * error**self.gamma * log_probs).sum(1)
 
 
 def probabilities_of(loss: Loss) -> str:
@@ -112,65 +134,27 @@ def probabilities_of(loss: Loss) -> str:
     return kind
 
 
-class CrossEntropyLoss(nn.Module):
-    """`F.cross_entropy` of each example; in evaluation mode without smoothing and weights."""
+class ExampleLoss(nn.Module):
+    """The loss of each example: `losses` of an option; in evaluation mode without smoothing and weights."""
 
     weights: Tensor | None
 
-    def __init__(self, label_smoothing: float, weights: Tensor | None) -> None:
+    def __init__(
+        self, losses: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor], weights: Tensor | None
+    ) -> None:
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.losses = losses
         self.register_buffer("weights", weights)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if not self.training:
-            return F.cross_entropy(logits, targets, reduction="none")
-        weights = None if self.weights is None else self.weights.to(logits.dtype)
-        return F.cross_entropy(
-            logits, targets, weight=weights, reduction="none", label_smoothing=self.label_smoothing
-        )
+        weights = self.weights.to(logits.dtype) if self.training and self.weights is not None else None
+        return self.losses(logits, targets, weights, self.training)
 
 
-class BCELoss(nn.Module):
-    """The binary cross-entropies of each example's classes; in evaluation mode without smoothing."""
-
-    def __init__(self, classes: int, label_smoothing: float, sum_classes: bool, threshold: float | None) -> None:
-        super().__init__()
-        self.classes, self.label_smoothing = classes, label_smoothing
-        self.sum_classes, self.threshold = sum_classes, threshold
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        shares = class_shares(targets, self.classes, logits.dtype)
-        if self.training:
-            shares = shares * (1 - self.label_smoothing) + self.label_smoothing / self.classes
-        if self.threshold is not None:
-            shares = (shares > self.threshold).to(logits.dtype)
-        losses = F.binary_cross_entropy_with_logits(logits, shares, reduction="none")
-        return losses.sum(1) if self.sum_classes else losses.mean(1)
-
-
-class FocalLoss(nn.Module):
-    """The focal loss of each example; in evaluation mode without weights."""
-
-    weights: Tensor | None
-
-    def __init__(self, gamma: float, weights: Tensor | None) -> None:
-        super().__init__()
-        self.gamma = gamma
-        self.register_buffer("weights", weights)
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        shares = class_shares(targets, logits.shape[1], logits.dtype)
-        if self.training and self.weights is not None:
-            shares = shares * self.weights.to(logits.dtype)
-        log_probs = F.log_softmax(logits, 1)
-        error = (1 - log_probs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # a root has no derivative at 0
-        return -(shares * error**self.gamma * log_probs).sum(1)
-
-
-def class_shares(targets: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
-    """Targets as shares of the classes, (b, classes): labels, int64 (b,), become one-hot rows."""
-    return F.one_hot(targets, classes).to(dtype) if targets.ndim == 1 else targets.to(dtype)
+def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
+    """Targets as shares of the classes, like `logits` (b, classes): labels, int64 (b,), become one-hot rows."""
+    shares = F.one_hot(targets, logits.shape[1]) if targets.ndim == 1 else targets
+    return shares.to(logits.dtype)
 
 
 @dataclass(frozen=True)

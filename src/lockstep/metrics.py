@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,13 +63,12 @@ class Accuracy:
 
 
 class _Averaged:
-    """A score of torchmetrics, called `name` there, averaged over the classes."""
+    """A score of torchmetrics with the name of the class, averaged over the classes."""
 
     average: Average | ClassAverage
-    name: ClassVar[str]
 
     def build(self, classes: int) -> Score:
-        return _make(self.name, num_classes=classes, average=self.average.value)
+        return _make(type(self).__name__, num_classes=classes, average=self.average.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,6 @@ class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
     average: Average = Average.macro
-    name: ClassVar[str] = "Precision"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +83,16 @@ class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
     average: Average = Average.macro
-    name: ClassVar[str] = "Recall"
 
 
 @dataclass(frozen=True, kw_only=True)
-class F1(_Averaged):
+class F1:
     """The harmonic mean of precision and recall."""
 
     average: Average = Average.macro
-    name: ClassVar[str] = "F1Score"
+
+    def build(self, classes: int) -> Score:
+        return _make("F1Score", num_classes=classes, average=self.average.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,6 @@ class AUROC(_Averaged):
     """The area under the ROC curve of each class against the others."""
 
     average: ClassAverage = ClassAverage.macro
-    name: ClassVar[str] = "AUROC"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,6 @@ class AveragePrecision(_Averaged):
     """The area under the curve of precision over recall of each class."""
 
     average: ClassAverage = ClassAverage.macro
-    name: ClassVar[str] = "AveragePrecision"
 
 
 class Norm(Enum):

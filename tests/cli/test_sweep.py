@@ -154,8 +154,8 @@ def test_a_failed_job_ends_no_sweep_and_is_tried_again_on_request(tmp_path: Path
     assert (again.code, "started" in again.out) == (2, False)
     assert "1 failed (sweep.retry=true tries them again)" in again.out
     assert sweep(tmp_path, *words, "sweep.retry=true").out.count("started") == 1
-    others = sweep(tmp_path, "precision=fp32,fp64", *words[1:])
-    assert (others.code, others.out.count("started"), len(states(tmp_path))) == (0, 1, 3), (
+    narrower = sweep(tmp_path, "precision=fp32,fp64", *words[1:])
+    assert (narrower.code, narrower.out.count("started"), len(states(tmp_path))) == (0, 1, 3), (
         "the code is that of the line"
     )
     assert processes(tmp_path) == set()
@@ -252,6 +252,23 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     assert files(folder / "001-optimizer.lr=0.003") == before
     best = max(ledger(tmp_path).records(), key=lambda record: record.objective or 0)
     assert best.number == 1
+
+
+def test_a_search_runs_its_trials_as_jobs_and_the_same_line_goes_on_with_it(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    space = ("optimizer.lr=tag(log,interval(1e-4,0.1))", "optimizer=adamw,sgd", "model=linear", *SHORT)
+    words = ("hydra/sweeper=optuna", *space, "hydra.sweeper.n_jobs=2")
+    done = sweep(tmp_path, *words, "hydra.sweeper.n_trials=3")
+    assert done.code == 0, done.err
+    assert (states(tmp_path), done.out.count("sweep in ")) == (["done"] * 3, 1)
+    folder = ledger(tmp_path).folder
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "optuna.log")))
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    assert [trial.value for trial in study.trials] == [record.objective for record in ledger(tmp_path).records()]
+    more = sweep(tmp_path, *words, "hydra.sweeper.n_trials=4")
+    assert (more.code, more.out.count("started"), more.out.count("│ done ")) == (0, 1, 1)
+    again = sweep(tmp_path, *words, "hydra.sweeper.n_trials=4")
+    assert (again.code, again.out.count("started"), again.out.count("│ done ")) == (0, 0, 4)
 
 
 APP = """

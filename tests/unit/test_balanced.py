@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import NARROW, losses, train_here
-from lockstep.data.loading.balanced import balanced_order
+from lockstep.data.loading.sampler import balanced_order
 
 COUNTS = (3, 50, 0, 7, 11)
 LABELS = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))[torch.randperm(sum(COUNTS))]

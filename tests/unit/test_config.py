@@ -30,7 +30,6 @@ MANDATORY = {
     "dataset=folder": ["dataset.path=nowhere"],
     "dataset=csv": ["dataset.path=nowhere"],
     "dataset=hf": ["dataset.path=nowhere"],
-    "dataset=webdataset": ["dataset.path=nowhere"],
     "dataset=packed": ["dataset.path=nowhere"],
     "model=timm": ["model.name=resnet18"],
 }

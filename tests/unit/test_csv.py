@@ -11,7 +11,7 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV
-from lockstep.data.datasets.labels import classes_of
+from lockstep.data.datasets.listing import classes_of
 
 LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,dog,val"]
 

@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class FakeLedger(Ledger):
 
     def read(self, record: Record) -> Record:
         return self.by_number.get(record.number, record)
+
+    def mark_best(self, records: Iterable[Record]) -> None:
+        """There is no folder."""
 
 
 class FakeProcess:
@@ -181,13 +185,13 @@ def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job() 
 def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
     records = [job(number, state=state) for number, state in enumerate(State)]
     names = [record.state for record in to_run(records, retry=False)]
-    assert names == [State.waiting, State.running, State.stopped]
-    assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, State.stopped]
+    assert names == [State.waiting, State.running, State.stopped, State.pruned]
+    assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, *names[2:]]
 
 
 def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
-    assert [record.state for record in to_run(records, retry=False)] == [State.stopped]
+    assert [record.state for record in to_run(records, retry=False)] == [State.stopped, State.pruned]
     assert len(to_run(records, retry=True)) == len(State) - 1
 
 

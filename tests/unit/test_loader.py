@@ -25,9 +25,9 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.splits import Crop
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
+from lockstep.data.loading.prefetch import workers_needed
 from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
-from lockstep.data.loading.worker_tuning import workers_needed
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.runtime.host import GB, cores
 

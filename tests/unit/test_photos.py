@@ -15,7 +15,7 @@ from torch import Tensor
 
 from helpers import ROOT, decoded
 from lockstep.core.errors import InputError
-from lockstep.data.datasets import photo_formats
+from lockstep.data.datasets import photos
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.transforms.augment import RandomResizedCrop
@@ -37,7 +37,7 @@ def read(path: Path) -> Tensor:
 def by_pillow(path: Path) -> Tensor:
     """The pixels by Pillow alone: upright, RGB, transparent parts on white."""
     if path.suffix == ".heic":
-        photo_formats.register()
+        photos.readable(photos.HEIC)
     with Image.open(path) as image:
         image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
@@ -116,14 +116,14 @@ KINDS: dict[str, tuple[str, Callable[[Path], None], int]] = {
 
 
 @pytest.fixture(autouse=True)
-def photos() -> None:
-    photo_formats.register()
+def heic() -> None:
+    photos.readable(photos.HEIC)
 
 
 def write(kind: str, folder: Path) -> Path:
     name, save, _ = KINDS[kind]
-    for extra in (photo_formats.AVIF, photo_formats.HEIC):
-        if Path(name).suffix in extra.suffixes and not photo_formats.readable(extra):
+    for extra in (photos.AVIF, photos.HEIC):
+        if Path(name).suffix in extra.suffixes and not photos.readable(extra):
             pytest.skip(extra.remedy)
     save(folder / name)
     return folder / name
@@ -200,8 +200,8 @@ def test_black_ink_on_a_transparent_ground_stays_readable(tmp_path: Path) -> Non
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp", "a.tif", "a.avif", "a.heic"])
 def test_a_photo_is_turned_upright(tmp_path: Path, name: str, orientation: int) -> None:
-    kind = photo_formats.of_suffix(Path(name).suffix)
-    if kind is not None and not photo_formats.readable(kind):
+    kind = next((kind for kind in (photos.AVIF, photos.HEIC) if Path(name).suffix in kind.suffixes), None)
+    if kind is not None and not photos.readable(kind):
         pytest.skip(kind.remedy)
     exif = Image.Exif()
     exif[ORIENTATION] = orientation
@@ -269,12 +269,12 @@ def test_the_note_of_a_jpeg_is_found_behind_other_notes_and_a_damaged_one_is_non
         file.square(8)
 
 
-@pytest.mark.parametrize("kind", [photo_formats.AVIF, photo_formats.HEIC])
+@pytest.mark.parametrize("kind", [photos.AVIF, photos.HEIC])
 def test_without_its_package_a_photo_is_refused_with_the_command_that_installs_it(
-    tmp_path: Path, kind: photo_formats.PhotoFormat, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: photos.PhotoFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(kind.name.lower(), tmp_path).rename(tmp_path / "IMG_1.jpg")
-    monkeypatch.setattr(photo_formats, "readable", lambda kind: False)
+    monkeypatch.setattr(photos, "readable", lambda kind: False)
     with pytest.raises(InputError, match=rf"IMG_1.jpg.*it is {kind.name}.*pip install '{kind.package}'"):
         read(path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,15 +87,6 @@ def test_a_resume_and_inference_do_not_need_the_published_weights(
         lockstep.train([f"resume={again.path}", "steps=2"])
         assert [line["step"] for line in records(again) if "loss/train" in line] == [1, 2]
         assert len(lockstep.load(again.path, device="cpu").names) == 3
-
-
-def test_a_host_that_does_not_answer_is_given_up_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "REACH_S", 0.1)
-    monkeypatch.setattr(published, "getproxies", dict)
-    answered = threading.Event()
-    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: answered.wait() and socket.socket())
-    assert published._unreachable("https://example.invalid") == "example.invalid does not answer within 0.1 s"
-    answered.set()
 
 
 def test_weights_of_an_address_are_found_in_the_cache_of_torch(cache: Path) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
@@ -26,7 +27,7 @@ from lockstep.job.run_lock import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
-from lockstep.sweep.ledger import Identity, Ledger, Record
+from lockstep.sweep.ledger import Identity, Ledger, Record, State
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
 # whether failed jobs run again, and of how many jobs one goes on (`lockstep.sweep.halving`).
@@ -42,13 +43,24 @@ ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, p
 
 
 class PoolLauncher(Launcher):
-    """Hydra's interface to the pool."""
+    """Hydra's interface to the pool.
+
+    A sweeper that launches several times may set two attributes.
+
+    Fields:
+        more_follow: whether more jobs will be launched; the table comes after the last ones.
+        enough: whether a running job should be ended, because others are better.
+    """
+
+    more_follow = False
+    enough: Callable[[Record], bool] | None = None
 
     def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None) -> None:
         self.jobs, self.gpus, self.cores, self.retry, self.halving = jobs, gpus, cores, retry, halving
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        self.numbers: set[int] = set()  # of the jobs that were launched
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
@@ -85,7 +97,8 @@ class PoolLauncher(Launcher):
                 lines = str(error).split("\n")
                 raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
         records = ledger.enter(zip(job_overrides, names, strict=True))
-        report.OF_THIS_LINE.update(record.number for record in records)
+        self.numbers.update(record.number for record in records)
+        report.OF_THIS_LINE.update(self.numbers)
         chosen = to_run(records, retry=self.retry)
         program = command_of_program()
         tasks = []
@@ -101,13 +114,26 @@ class PoolLauncher(Launcher):
             try:
                 with Screen(ledger, records) as screen:
                     pool = Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start)
-                    if self.halving is None:
-                        pool.run(tasks)
-                    else:
+                    if self.halving is not None:
                         halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
+                    elif self.enough is not None:
+                        pool.run(tasks, self.enough)
+                        self._prune(ledger, records)
+                    else:
+                        pool.run(tasks)
+            except BaseException:
+                self.more_follow = False
+                raise
             finally:
-                show_table(ledger, [ledger.read(record) for record in records])
+                if not self.more_follow:
+                    show_table(ledger, [record for record in ledger.records() if record.number in self.numbers])
         return [ledger.read(record) for record in records]
+
+    def _prune(self, ledger: Ledger, records: Sequence[Record]) -> None:
+        """Record that the jobs that wait were ended because others are better."""
+        for record in map(ledger.read, records):
+            if record.state is State.waiting:
+                ledger.write(replace(record, state=State.pruned))
 
     def _needs(self, config: DictConfig) -> Needs | None:
         return Needs(self.gpus, self.cores)

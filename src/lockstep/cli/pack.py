@@ -13,8 +13,8 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
 from lockstep.data import packing
+from lockstep.data.datasets.files import USUAL_STORED
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.sizes import USUAL_STORED
 from lockstep.runtime.host import cores
 
 # Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.

@@ -10,7 +10,6 @@ from lockstep.core.run_dir import MANIFEST, RunDir
 
 WEIGHTS = ".safetensors"
 TABLES = (".csv", ".tsv")
-SHARDS = ".tar"
 # Files that the package `datasets` writes into a saved data set.
 HF_FILES = ("dataset_dict.json", "state.json")
 
@@ -25,7 +24,7 @@ def suggest_overrides(group: str, word: str) -> str:
         exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
     except (OSError, ValueError):  # the path is too long, or has a NUL byte
         return ""
-    weights, listed = path.suffix == WEIGHTS, path.suffix in (*TABLES, SHARDS)
+    weights, listed = path.suffix == WEIGHTS, path.suffix in TABLES
     overrides: list[str] = []
     if weights or is_run:
         start_override = override("resume" if is_run and not group else "init_from", word)
@@ -42,12 +41,8 @@ def _dataset(path: Path, word: str) -> list[str]:
     name = "folder"
     if path.suffix in TABLES:
         name = "csv"
-    elif path.suffix == SHARDS:
-        name, word = "webdataset", str(Path(word).parent)
     elif (path / MANIFEST).exists():
         name = "packed"
     elif any((path / file).exists() for file in HF_FILES):
         name = "hf"
-    elif path.is_dir() and next(path.glob(f"*{SHARDS}"), None):
-        name = "webdataset"
     return [f"dataset={name}", override("dataset.path", word)]

@@ -9,13 +9,13 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import ReadResult
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import opened
@@ -74,20 +74,12 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
             counts, sha256 = {}, {}
             for name, split in splits.items():
                 labels: list[Tensor] = []
-                with _HashedFile(folder / f"{name}.images") as images_file:
-                    for images, chunk_labels, chunk_broken in _decode_all(split, threads):
-                        broken += chunk_broken
-                        if len(broken) > source.skip:
-                            raise broken[-1]
-                        images_file.write(images)
-                        labels.append(chunk_labels)
-                        advanced(len(chunk_labels) + len(chunk_broken))
+                images = _whole_images(split, source.skip, threads, labels, broken, advanced)
+                sha256[name] = {"images": _write_hashed(folder / f"{name}.images", images)}
                 counts[name] = sum(map(len, labels))
                 if counts[name] == 0:
                     raise InputError(f"{source.path} has no image for {name} that can be decoded")
-                with _HashedFile(folder / f"{name}.labels") as labels_file:
-                    labels_file.write(torch.cat(labels))
-                sha256[name] = {"images": images_file.hexdigest, "labels": labels_file.hexdigest}
+                sha256[name]["labels"] = _write_hashed(folder / f"{name}.labels", labels)
             manifest = Manifest(source.class_names, source.image_shape, source.mean, source.std, counts, sha256)
             (folder / MANIFEST).write_text(manifest.as_json())
             sync(folder / MANIFEST)
@@ -99,42 +91,40 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
     return broken
 
 
-def _decode_all(split: FileSplit, threads: int) -> Iterator[tuple[Tensor, Tensor, list[BrokenImage]]]:
-    """Chunk by chunk: the images that can be decoded, their labels, and the errors of the broken ones."""
+def _whole_images(
+    split: FileSplit,
+    skip: int,
+    threads: int,
+    labels: list[Tensor],
+    broken: list[BrokenImage],
+    advanced: Callable[[int], None],
+) -> Iterator[Tensor]:
+    """The images that can be decoded, chunk by chunk; adds their labels, and the errors of the broken ones."""
 
-    def decode(indices: range) -> tuple[Tensor, Tensor, list[BrokenImage]]:
-        images, broken = read_images(split, list(indices))
-        whole = [index not in broken for index in indices]
-        return images[whole], split.labels[indices.start : indices.stop][whole], [*broken.values()]
+    def decode(indices: range) -> tuple[range, ReadResult]:
+        return indices, read_images(split, list(indices))
 
     chunks = (range(start, min(start + CHUNK, len(split))) for start in range(0, len(split), CHUNK))
-    return in_order(decode, chunks, workers=threads, prefetch=2)
+    for indices, (images, failures) in in_order(decode, chunks, workers=threads, prefetch=2):
+        broken += failures.values()
+        if len(broken) > skip:
+            raise broken[-1]
+        whole = [index not in failures for index in indices]
+        labels.append(split.labels[indices.start : indices.stop][whole])
+        yield images[whole]
+        advanced(len(indices))
 
 
-class _HashedFile:
-    """A new file that is hashed while it is written, and flushed to the disk when the context ends."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("xb")
-        self.sha256 = hashlib.sha256()
-
-    def write(self, tensor: Tensor) -> None:
-        data = tensor.numpy().data
-        self.file.write(data)
-        self.sha256.update(data)
-
-    @property
-    def hexdigest(self) -> str:
-        return self.sha256.hexdigest()
-
-    def __enter__(self) -> _HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self.file:
-            if kind is None:
-                self.file.flush()
-                os.fsync(self.file.fileno())
+def _write_hashed(path: Path, tensors: Iterable[Tensor]) -> str:
+    """Write tensors one after another to a new file, flushed to the disk; returns the sha256 of the file."""
+    sha256 = hashlib.sha256()
+    with path.open("xb") as file:
+        for tensor in tensors:
+            file.write(data := tensor.numpy().data)
+            sha256.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ class Pipeline:
     scale: Tensor
     shift: Tensor
     dtype: torch.dtype
-    memory_format: torch.memory_format
     seed: int
+    memory_format: torch.memory_format = torch.contiguous_format
     cutout: int = 0
     mix: Mix | None = None
     interpolation: str = INTERPOLATION
@@ -67,18 +68,11 @@ class Pipeline:
         *,
         device: torch.device,
         precision: Precision,
-        memory_format: torch.memory_format = torch.contiguous_format,
-        seed: int,
-        cutout: int = 0,
-        mix: Mix | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
-        interpolation: str = INTERPOLATION,
+        **options: Any,
     ) -> Pipeline:
-        """The pipeline of `source`, with its own mean and deviation where none are given.
-
-        Normalisation is one multiplication and one addition per pixel.
-        """
+        """The pipeline of `source`, with its own mean and deviation by default; `options` are other fields."""
         scale, shift = normalisation(mean or source.mean, std or source.std, device=device, precision=precision)
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
@@ -90,11 +84,7 @@ class Pipeline:
             scale=scale,
             shift=shift,
             dtype=precision.dtype,
-            memory_format=memory_format,
-            seed=seed,
-            cutout=cutout,
-            mix=mix,
-            interpolation=interpolation,
+            **options,
         )
 
     def train(self, groups: Iterable[BatchGroup]) -> Iterator[Shard]:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATION, Shape
-from lockstep.data.datasets.class_folders import SUFFIXES
 from lockstep.data.datasets.decode import Box, ImageFile
+from lockstep.data.datasets.folder import SUFFIXES
+from lockstep.data.datasets.photos import to_rgb
 from lockstep.data.datasets.splits import decoding_failure
-from lockstep.data.datasets.to_rgb import to_rgb
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
 # tensor (C, H, W).

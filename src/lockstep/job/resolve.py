@@ -17,7 +17,7 @@ from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Optimizer, Strategy
 from lockstep.core.trained_input import TrainedInput
-from lockstep.data.datasets.sizes import with_sizes
+from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.job.resume import named_checkpoint
 from lockstep.launcher import Auto as AutoLauncher

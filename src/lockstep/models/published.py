@@ -6,8 +6,9 @@ first, and the network is tried once, for a few seconds.
 
 from __future__ import annotations
 
+import functools
 import socket
-import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,74 +42,50 @@ def published_weights(name: str) -> WeightsFile:
         InputError: timm has no weights for the model, or they are not in a cache and cannot be fetched.
     """
     import timm
+    from huggingface_hub import constants
+    from huggingface_hub.errors import EntryNotFoundError
 
     cfg = timm.get_pretrained_cfg(name)
     if cfg is None or not (cfg.hf_hub_id or cfg.url):
         raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
-    return _cached(cfg) or _fetched(name, cfg)
-
-
-def _names(cfg: Any) -> list[str]:
-    """The names of the files in a repository that can hold the weights, the best first."""
-    from timm.models import _hub
-
-    name = cfg.hf_hub_filename or _hub.HF_WEIGHTS_NAME
-    return [*_hub._get_safe_alternatives(name), name]
-
-
-def _url_file(cfg: Any) -> Path:
-    """The file in torch's cache for the address of the weights."""
-    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(cfg.url).path).name)
-
-
-def _cached(cfg: Any) -> WeightsFile | None:
+    url = str(cfg.url or "")
+    file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
     if cfg.hf_hub_id:
-        from huggingface_hub import try_to_load_from_cache
-
-        repository, _, revision = cfg.hf_hub_id.partition("@")
-        for name in _names(cfg):
-            path = try_to_load_from_cache(repository, name, revision=revision or None)
-            if isinstance(path, str):
-                return WeightsFile(Path(path))
-    if cfg.url and (file := _url_file(cfg)).is_file():
+        with suppress(EntryNotFoundError):
+            return _of_hub(cfg, cached=True)
+    if url and file.is_file():
         return WeightsFile(file, bool(cfg.custom_load))
-    return None
-
-
-def _fetched(name: str, cfg: Any) -> WeightsFile:
-    from huggingface_hub import constants
-
-    address = constants.ENDPOINT if cfg.hf_hub_id else cfg.url
-    place = f"{cfg.hf_hub_id} of {address}" if cfg.hf_hub_id else address
+    address = constants.ENDPOINT if cfg.hf_hub_id else url
     reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
-    if not reason:
-        try:
-            return _download(cfg)
-        except Exception as error:  # the libraries raise all kinds of errors
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    try:
+        if not reason and cfg.hf_hub_id:
+            return _of_hub(cfg, cached=False)
+        if not reason:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(file), progress=False)
+            return WeightsFile(file, bool(cfg.custom_load))
+    except Exception as error:  # the libraries raise all kinds of errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    place = f"{cfg.hf_hub_id} of {address}" if cfg.hf_hub_id else address
     raise InputError(
         f"model.pretrained: the weights of {name} are not in the cache of this machine, and cannot be fetched from "
         f"{place} ({reason}); use init_from=FILE.safetensors for a file that you have, or model.pretrained=false"
     )
 
 
-def _download(cfg: Any) -> WeightsFile:
-    if not cfg.hf_hub_id:
-        file = _url_file(cfg)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(cfg.url, str(file), progress=False)
-        return WeightsFile(file, bool(cfg.custom_load))
+def _of_hub(cfg: Any, *, cached: bool) -> WeightsFile:
+    """The best file of weights in a repository of the hub; if `cached`, only from this machine."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
+    from timm.models import _hub
 
     repository, _, revision = cfg.hf_hub_id.partition("@")
-    *first, last = _names(cfg)
-    for name in first:
-        try:
-            return WeightsFile(Path(hf_hub_download(repository, name, revision=revision or None)))
-        except EntryNotFoundError:
-            continue
-    return WeightsFile(Path(hf_hub_download(repository, last, revision=revision or None)))
+    name = cfg.hf_hub_filename or _hub.HF_WEIGHTS_NAME
+    download = functools.partial(hf_hub_download, repository, revision=revision or None, local_files_only=cached)
+    for safe_name in _hub._get_safe_alternatives(name):
+        with suppress(EntryNotFoundError):
+            return WeightsFile(Path(download(safe_name)))
+    return WeightsFile(Path(download(name)))
 
 
 def _unreachable(address: str) -> str:
@@ -117,17 +94,8 @@ def _unreachable(address: str) -> str:
     proxy = urlsplit(getproxies().get(parts.scheme, ""))
     host, port = (proxy.hostname, proxy.port) if proxy.hostname else (parts.hostname, parts.port)
     port = port or (443 if parts.scheme == "https" else 80)
-    outcome: list[str] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection((host or "", port), timeout=REACH_S).close()
-            outcome.append("")
-        except OSError as error:
-            outcome.append(f"{host}: {error.strerror or error}")
-
-    # In a thread, because looking up a host name has no time limit.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(REACH_S)
-    return outcome[0] if outcome else f"{host} does not answer within {REACH_S:g} s"
+    try:
+        socket.create_connection((host or "", port), timeout=REACH_S).close()
+    except OSError as error:
+        return f"{host}: {error.strerror or error}"
+    return ""

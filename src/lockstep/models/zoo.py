@@ -79,8 +79,7 @@ class Timm(Network):
         self.check()
         channels, height, width = input_shape
         options = dict(self.options)
-        published = timm.get_pretrained_cfg(self.name)
-        if published is not None and published.fixed_input_size and "img_size" not in options:
+        if self._cfg is not None and self._cfg.fixed_input_size and "img_size" not in options:
             options["img_size"] = (height, width)
         if self.drop_path_rate:
             options["drop_path_rate"] = self.drop_path_rate
@@ -104,9 +103,7 @@ class Timm(Network):
         return model
 
     def trained_input(self) -> TrainedInput | None:
-        import timm
-
-        cfg = timm.get_pretrained_cfg(self.name)
+        cfg = self._cfg
         if cfg is None or not (cfg.hf_hub_id or cfg.url):
             return None
         return TrainedInput(
@@ -135,12 +132,16 @@ class Timm(Network):
             f"({type(error).__name__}: {reason})" + "".join(f"; {remedy}" for remedy in remedies)
         )
 
-    def _usual_size(self) -> int | None:
-        """The side of the images that timm made the model for; None if timm does not say."""
+    @property
+    def _cfg(self) -> Any:
+        """timm's facts about the model and its weights; None if it has none."""
         import timm
 
-        cfg = timm.get_pretrained_cfg(self.name)
-        return max(cfg.input_size[1:]) if cfg is not None and cfg.input_size else None
+        return timm.get_pretrained_cfg(self.name)
+
+    def _usual_size(self) -> int | None:
+        """The side of the images that timm made the model for; None if timm does not say."""
+        return max(self._cfg.input_size[1:]) if self._cfg is not None and self._cfg.input_size else None
 
 
 def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> None:

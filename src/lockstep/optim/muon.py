@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
 from lockstep.core.update_scope import UpdateScope
-from lockstep.optim.optimizers import OptimizerOption, ParamGroups
-from lockstep.optim.usual_rate import OF_ADAM, UsualRate
+from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +123,8 @@ def orthogonalised(updates: list[Tensor], iterations: int) -> list[Tensor]:
     The results have the dtype and memory layout of the updates, so that adding them to the parameters needs no copy.
     Matrices of one shape are multiplied together: on a GPU in bfloat16, as Jordan does, unless they are float64.
     """
+    # Views with the columns of each matrix in memory order, which does not change the singular values.
+    in_memory_order = [update.permute(0, 2, 3, 1) if _is_channels_last(update) else update for update in updates]
     orthogonal: list[Tensor] = list(updates)
     by_shape: dict[tuple[int, int, torch.dtype], list[int]] = {}
     for number, update in enumerate(updates):
@@ -132,27 +133,16 @@ def orthogonalised(updates: list[Tensor], iterations: int) -> list[Tensor]:
         first = updates[numbers[0]]
         inner = torch.bfloat16 if first.is_cuda and dtype != torch.float64 else dtype
         matrices = first.new_empty((len(numbers), rows, columns), dtype=inner)
-        torch._foreach_copy_(list(matrices.unbind()), [_as_matrix(updates[number]) for number in numbers])
+        torch._foreach_copy_(list(matrices.unbind()), [in_memory_order[number].flatten(1) for number in numbers])
         results = newton_schulz(matrices, iterations).to(dtype).contiguous()
         for number, result in zip(numbers, results, strict=True):
-            orthogonal[number] = _with_layout_of(updates[number], result)
+            view = result.view(in_memory_order[number].shape)
+            orthogonal[number] = view.permute(0, 3, 1, 2) if _is_channels_last(updates[number]) else view
     return orthogonal
 
 
-def _channels_last(tensor: Tensor) -> bool:
+def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    """A view (o, n) of a tensor (o, ...), with columns in memory order, which does not change the singular values."""
-    return (tensor.permute(0, 2, 3, 1) if _channels_last(tensor) else tensor).flatten(1)
-
-
-def _with_layout_of(tensor: Tensor, matrix: Tensor) -> Tensor:
-    """The inverse of `_as_matrix`: a view of `matrix` with the shape and the memory layout of `tensor`."""
-    if _channels_last(tensor):
-        return matrix.view(tensor.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
-    return matrix.view(tensor.shape)
 
 
 def newton_schulz(matrices: Tensor, iterations: int) -> Tensor:

@@ -17,9 +17,31 @@ from lockstep.core.rules import Options, Text
 from lockstep.core.sharding import is_sharded, norm_over_stages, whole
 from lockstep.core.update_scope import UpdateScope
 from lockstep.optim.fused import fused
-from lockstep.optim.usual_rate import FINE_TUNING, OF_ADAM, OF_SGD, UsualRate
 
 ParamGroups = list[dict[str, Any]]
+# The factor of `optimizer.lr=auto` for a model that starts from trained weights (Kolesnikov et al. 2020, "Big
+# Transfer": 0.03 to train, 0.003 to fine-tune).
+FINE_TUNING = 0.1
+
+
+@dataclass(frozen=True)
+class UsualRate:
+    """The usual learning rate of an optimizer: `lr` for a global batch of `batch` examples.
+
+    `power` says how the rate grows with the batch: 1 is in proportion, 0.5 with its square root.
+    """
+
+    lr: float
+    batch: int
+    power: float
+
+    def at(self, batch: int) -> float:
+        return self.lr * (batch / self.batch) ** self.power
+
+
+# In proportion to the batch: Goyal et al. 2017, "Accurate, Large Minibatch SGD". With its square root: Malladi et al.
+# 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms"; 0.001 is the rate of Adam's authors.
+OF_SGD, OF_ADAM = UsualRate(0.1, 256, 1), UsualRate(1e-3, 64, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +135,7 @@ class OptimizerOption(ABC):
         return [group for group in groups if group["params"]]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a model's parameters.
-
-        Raises:
-            InputError: the optimizer refuses a value.
-        """
+        """The optimizer over a model's parameters. Raises InputError: the optimizer refuses a value."""
         try:
             return self.make(self.groups(model))
         except (TypeError, ValueError, AssertionError) as error:
@@ -169,16 +187,14 @@ class Adam(OptimizerOption):
     eps: float = ranged(1e-8, least=0, most=1e3)
     scope: ClassVar[UpdateScope] = UpdateScope.element
     recordable: ClassVar[bool] = True
+    original: ClassVar[Any] = torch.optim.Adam
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
             raise InputError(f"optimizer.betas is {self.betas}, expected two numbers: optimizer.betas=[0.9,0.999]")
 
-    def _options(self) -> dict[str, Any]:
-        return {"lr": self.rate, "betas": (self.betas[0], self.betas[1]), "eps": self.eps, "fused": True}
-
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return fused(torch.optim.Adam)(groups, **self._options())
+        return fused(self.original)(groups, lr=self.rate, betas=tuple(self.betas), eps=self.eps, fused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +202,7 @@ class AdamW(Adam):
     """`torch.optim.AdamW`: weight decay decoupled from the gradient (Loshchilov and Hutter 2019)."""
 
     weight_decay: float = 0.01
-
-    def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        return fused(torch.optim.AdamW)(groups, **self._options())
+    original: ClassVar[Any] = torch.optim.AdamW
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,14 +36,8 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
             optimizer.step()
     except Exception:  # the optimizer of an extension may need the real model
         return None
-    shares = {
-        parameter.dim(): _bytes(optimizer.state.get(parameter, {})) / parameter.numel()
-        for parameter in small.parameters()
-    }
+    shares = {}
+    for parameter in small.parameters():
+        state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        shares[parameter.dim()] = sum(value.nbytes for value in state if value.dim() > 0) / parameter.numel()
     return round(sum(shares[parameter.dim()] * parameter.numel() for parameter in trained))
-
-
-def _bytes(state: dict[str, Any]) -> int:
-    """The bytes of the tensors in a parameter's state, without counters."""
-    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
-    return sum(tensor.nbytes for tensor in tensors)

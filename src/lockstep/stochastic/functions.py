@@ -56,20 +56,6 @@ def _channels(input: Tensor) -> torch.Size:
     return torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)])
 
 
-def dropout(
-    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Dropout (Srivastava et al. 2014)."""
-    return _drop(next_site, input, input.shape, p, inplace) if training and p else input
-
-
-def feature_dropout(
-    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Dropout of whole channels (Tompson et al. 2015)."""
-    return _drop(next_site, input, _channels(input), p, inplace) if training and p else input
-
-
 # The limit of SELU for very negative inputs (Klambauer et al. 2017).
 _SELU_LIMIT = -1.7580993408473766
 
@@ -81,18 +67,19 @@ def _alpha_drop(next_site: NextSite, input: Tensor, shape: torch.Size, p: float,
     return input.mul_(keep * scale).add_(offset) if inplace else input * (keep * scale) + offset
 
 
-def alpha_dropout(
-    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
-    """Dropout that keeps mean and variance after SELU (Klambauer et al. 2017)."""
-    return _alpha_drop(next_site, input, input.shape, p, inplace) if training and p else input
+def _keyed_dropout(drop: Callable[..., Tensor], shape_of: Callable[[Tensor], torch.Size]) -> Callable[..., Tensor]:
+    """Any of torch's dropouts, which always pass `p` and `training` on."""
+
+    def keyed(next_site: NextSite, input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+        return drop(next_site, input, shape_of(input), p, inplace) if training and p else input
+
+    return keyed
 
 
-def feature_alpha_dropout(
-    next_site: NextSite, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Tensor:
-    """Alpha dropout of whole channels."""
-    return _alpha_drop(next_site, input, _channels(input), p, inplace) if training and p else input
+dropout = _keyed_dropout(_drop, Tensor.size)  # Srivastava et al. 2014
+feature_dropout = _keyed_dropout(_drop, _channels)  # of whole channels (Tompson et al. 2015)
+alpha_dropout = _keyed_dropout(_alpha_drop, Tensor.size)  # keeps mean and variance after SELU
+feature_alpha_dropout = _keyed_dropout(_alpha_drop, _channels)
 
 
 def rrelu(

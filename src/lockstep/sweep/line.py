@@ -40,7 +40,8 @@ def choose_folder(config: DictConfig) -> Ledger:
         if value and key not in config.hydra.launcher:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
-    identity = Identity(base=_base(config), swept=_swept(words), words=tuple(words))
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    identity = Identity(base=_base(config), swept=_swept([*params, *words]), words=tuple(words))
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     if block.resume in ("auto", "new"):
         ledger = Ledger(Path(config.hydra.sweep.dir).absolute())
@@ -77,6 +78,8 @@ def _base(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, Mapping)
     values = {str(key): value for key, value in plain.items() if key not in ELSEWHERE}
+    if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
+        values["hydra/sweeper"] = sweeper
     return dict(json.loads(json.dumps(values, default=str)))
 
 

@@ -19,8 +19,7 @@ from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
-from lockstep.data.datasets.files import crops_files
-from lockstep.data.datasets.sizes import SIZES
+from lockstep.data.datasets.files import SIZES, crops_files
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock

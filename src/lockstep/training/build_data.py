@@ -15,8 +15,8 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.datasets.splits import Crop, FileSplit, interpolated
-from lockstep.data.loading.balanced import balanced_order
 from lockstep.data.loading.prefetch import sample
+from lockstep.data.loading.sampler import balanced_order
 from lockstep.data.loading.shards import Loader
 from lockstep.data.loading.shared_memory import share_listings
 from lockstep.data.pipeline import Pipeline

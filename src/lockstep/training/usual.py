@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import Job
-from lockstep.data.datasets.sizes import AUTO, SIZES
+from lockstep.data.datasets.files import AUTO, SIZES
 
 
 @dataclass(frozen=True)

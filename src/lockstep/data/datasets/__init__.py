@@ -6,7 +6,6 @@ from lockstep.data.datasets.folder import Folder, ImageNet
 from lockstep.data.datasets.hf import HF
 from lockstep.data.datasets.packed import Packed
 from lockstep.data.datasets.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
-from lockstep.data.datasets.webdataset import WebDataset
 
 __all__ = [
     "CIFAR10",
@@ -20,5 +19,4 @@ __all__ = [
     "Folder",
     "ImageNet",
     "Packed",
-    "WebDataset",
 ]

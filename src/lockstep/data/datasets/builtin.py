@@ -17,8 +17,7 @@ from torch import Tensor
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
-from lockstep.data.datasets.files import LARGEST_SIDE
-from lockstep.data.datasets.sizes import AUTO
+from lockstep.data.datasets.files import AUTO, LARGEST_SIDE
 from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 

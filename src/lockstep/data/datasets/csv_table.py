@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import classes_of, first_unknown, missing_split
-from lockstep.data.datasets.listing import Listing, ListingBuilder, hold_out
+from lockstep.data.datasets.listing import Listing, as_names, classes_of, missing_split
 
 DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
@@ -43,8 +42,6 @@ class CSV(FileSource):
         images: the folder that the paths in the file are relative to; null is the folder of the file.
         path_column, label_column, split_column: the names of the columns.
         train_split, val_split: the value of the split column for each split. Examples with other values are left out.
-        val_share: for a table without a split column: the share of each class that is evaluated, chosen by the names
-            of the files.
     """
 
     path: str = pathname("???")
@@ -54,16 +51,10 @@ class CSV(FileSource):
     split_column: str = ruled("split", Text())
     train_split: str = ruled("train", Text())
     val_split: str = ruled("val", Text())
-    val_share: float | None = ranged(None, above=0.0, below=1)
 
     @property
     def folder(self) -> Path:
         return Path(self.path).parent if self.images is None else Path(self.images)
-
-    @property
-    def place(self) -> Hashable:
-        columns = (self.path_column, self.label_column, self.split_column)
-        return CSV, self.path, self.images, columns, self.train_split, self.val_split, self.val_share
 
     def list_files(self) -> tuple[Listing, Listing]:
         rows = self._checked_rows()
@@ -76,33 +67,21 @@ class CSV(FileSource):
             [row.label for row in train], lambda index: f"line {train[index].line:,} of {self.path}", gaps=False
         )
         if self.val_share is not None:
-            return self._with_share(train, classes)
+            return self._listing(train, classes).split(self.val_share)
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
         val = splits[self.val_split]
-        if (unknown := first_unknown((row.label for row in val), classes)) is not None:
-            row = val[unknown]
-            raise self._wrong(row.line, f"has the label {row.label!r}, which no training example has")
-        return self._listing(_by_class(train, classes), classes, notes), self._listing(
-            _by_class(val, classes), classes
-        )
+        if (unknown := next((row for row in val if row.label not in classes), None)) is not None:
+            raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")
+        return self._listing(train, classes, notes), self._listing(val, classes)
 
-    def _with_share(self, rows: list[Row], classes: tuple[str, ...]) -> tuple[Listing, Listing]:
-        assert self.val_share is not None
-        parts = [hold_out(names, self.val_share) for names in _by_class(rows, classes)]
-        train, val = (self._listing(names, classes) for names in zip(*parts, strict=True))
-        if not val.files:
-            raise InputError(f"dataset.val_share is {self.val_share:g}, but every class of {self.path} has one image")
-        return train, val
-
-    def _listing(
-        self, names_by_class: Iterable[list[str]], classes: tuple[str, ...], notes: tuple[str, ...] = ()
-    ) -> Listing:
-        builder = ListingBuilder(self.folder, classes, in_class_folders=False)
-        for label, names in enumerate(names_by_class):
-            builder.add(label, names)
-        return builder.listing(notes)
+    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+        labels = {name: label for label, name in enumerate(classes)}
+        rows = sorted(rows, key=lambda row: (labels[row.label], row.name))
+        by_class = Counter(row.label for row in rows)
+        counts = tuple(by_class[name] for name in classes)
+        return Listing(self.folder, classes, counts, as_names(row.name for row in rows), False, notes)
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
@@ -149,9 +128,8 @@ class CSV(FileSource):
         if self.val_share is None:
             columns["split_column"] = self.split_column
         elif self.split_column in names:
-            raise InputError(
-                f"dataset.val_share is {self.val_share:g}, but {self.path} has a column {self.split_column!r} too; "
-                "leave out dataset.val_share, or name no column with dataset.split_column=none"
+            self.refuse_val_share(
+                f"{self.path} has a column {self.split_column!r}", "name no column with dataset.split_column=none"
             )
         for key, name in columns.items():
             if name not in names:
@@ -167,11 +145,3 @@ class CSV(FileSource):
         if key == "images":
             remedy += ", or name the folder that its paths start from with dataset.images=FOLDER"
         return InputError(f"dataset.{key}: line {line:,} of {self.path} {problem}; {remedy}")
-
-
-def _by_class(rows: list[Row], classes: tuple[str, ...]) -> Iterator[list[str]]:
-    """The sorted names of each class's files, by label."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        names[row.label].append(row.name)
-    return (sorted(names[name]) for name in classes)

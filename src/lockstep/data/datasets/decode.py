@@ -1,7 +1,7 @@
 """Decodes image files to upright 8-bit RGB, and no more pixels than are needed.
 
 JPEG is decoded by simplejpeg (libjpeg-turbo; docs/performance.md says why), PNG and WebP without transparency by
-torchvision, all others by Pillow (`lockstep.data.datasets.to_rgb`). The first bytes of a file decide its format, not
+torchvision, all others by Pillow (`lockstep.data.datasets.photos`). The first bytes of a file decide its format, not
 its name. Sizes and boxes are those of the upright image.
 """
 
@@ -11,9 +11,8 @@ import os
 import stat
 import threading
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -23,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.model_card import INTERPOLATION
-from lockstep.data.datasets import exif, photo_formats
-from lockstep.data.datasets.members import Member
-from lockstep.data.datasets.to_rgb import to_rgb
+from lockstep.data.datasets import photos
+from lockstep.data.datasets.listing import Member
 
 Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
 Stored = NDArray[np.uint8]  # (3, height, width), as stored
@@ -36,10 +34,8 @@ JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # Rows below a box that are decoded too, because the colours of its lowest rows are interpolated with them.
 MARGIN = 16
-# The formats that torchvision and Pillow decode, by Pillow's names. Pillow reads the headers of all of them; no other
-# decoder is ever tried. torchvision's decoders are faster, but its GIF decoder reads all frames.
+# torchvision decodes these faster than Pillow. Not GIF: it would read all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
-PILLOW = ("GIF", "BMP", "DIB", "PPM", "TIFF")
 READ_BYTES = 2**17  # read from a file at a time
 # The most pixels that a header may declare: a file of a few kB can ask for any amount of memory.
 PIXELS = 2**27
@@ -59,7 +55,7 @@ class ImageFile(NamedTuple):
     height: int
     width: int
     decoder: Callable[[bytes], Pixels] | None
-    orientation: int = exif.UPRIGHT
+    orientation: int = photos.UPRIGHT
 
     @classmethod
     def read(cls, place: Path | Member) -> ImageFile:
@@ -111,13 +107,8 @@ class ImageFile(NamedTuple):
 
         A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
         """
-        pixels, eighths = self._stored(share, bottom)
-        return exif.upright(pixels, self.orientation), eighths
-
-    def _stored(self, share: float, bottom: int) -> tuple[Pixels, int]:
-        """Like `_decoded`, but does not turn the image upright."""
         if self.decoder is not None:
-            return self.decoder(self.data), 8
+            return photos.upright(self.decoder(self.data), self.orientation), 8
         data, rows, columns = self._above(bottom)
         # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.
         scaled = share <= 0.5 and max(rows, columns) >= 8
@@ -125,10 +116,11 @@ class ImageFile(NamedTuple):
         height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
         try:
             whole = data is self.data
-            return simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole), eighths
+            pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole)
         except ValueError:
             # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
-            return _by_torchvision(self.data), 8
+            pixels, eighths = _by_torchvision(self.data), 8
+        return photos.upright(pixels, self.orientation), eighths
 
     def _above(self, bottom: int) -> tuple[bytes, int, int]:
         """The JPEG with a smaller height in its header, so that decoding stops just below `bottom`.
@@ -137,9 +129,9 @@ class ImageFile(NamedTuple):
         upright image in one place, so it is returned whole.
         """
         rows = bottom + MARGIN
-        if self.orientation in exif.TURNED:
+        if self.orientation in photos.TURNED:
             return self.data, self.width, self.height
-        if rows >= self.height or self.orientation != exif.UPRIGHT:
+        if rows >= self.height or self.orientation != photos.UPRIGHT:
             return self.data, self.height, self.width
         frame = 2  # the offset of a marker; every segment before the frame states its length
         while frame + 9 < len(self.data) and self.data[frame + 1] not in FRAMES:
@@ -181,36 +173,19 @@ def _turbo_header(data: bytes) -> ImageFile | None:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    orientation = exif.of_jpeg(data)
-    if orientation in exif.TURNED:
+    orientation = photos.orientation_of_jpeg(data)
+    if orientation in photos.TURNED:
         height, width = width, height
     return ImageFile(data, int(height), int(width), None, orientation)
 
 
 def _pillow_header(data: bytes) -> ImageFile:
-    with _pillow(data) as image:
+    with photos.opened_by_pillow(data) as image:
         plain = not image.has_transparency_data and not getattr(image, "is_animated", False)
         decoder = _by_torchvision if plain and image.format in TORCHVISION else _by_pillow
-        orientation = exif.of_image(image, data)
-        width, height = reversed(image.size) if orientation in exif.TURNED else image.size
+        orientation = photos.orientation_of(image, data)
+        width, height = reversed(image.size) if orientation in photos.TURNED else image.size
         return ImageFile(data, height, width, decoder, orientation)
-
-
-def _pillow(data: bytes) -> Any:
-    """The image opened by Pillow, which reads only its header."""
-    from PIL import Image, UnidentifiedImageError
-
-    Image.MAX_IMAGE_PIXELS = None  # we have our own limit
-    formats: tuple[str, ...] = TORCHVISION + PILLOW
-    if (kind := photo_formats.of_contents(data)) is not None:
-        if not photo_formats.readable(kind):
-            raise ValueError(f"it is {kind.name}, which nothing here reads: {kind.remedy}")
-        photo_formats.register()
-        formats = (kind.pillow,)
-    try:
-        return Image.open(BytesIO(data), formats=formats)
-    except UnidentifiedImageError:
-        raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}") from None
 
 
 def _by_torchvision(data: bytes) -> Pixels:
@@ -225,8 +200,8 @@ def _by_torchvision(data: bytes) -> Pixels:
 
 def _by_pillow(data: bytes) -> Pixels:
     """Decode the first frame."""
-    with _pillow(data) as image:
-        return to_rgb(image)
+    with photos.opened_by_pillow(data) as image:
+        return photos.to_rgb(image)
 
 
 def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Stored:

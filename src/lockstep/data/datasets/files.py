@@ -1,25 +1,33 @@
-"""The base class of all data sets of image files, wherever the files and their labels come from."""
+"""The base class of all data sets of image files, and their sizes, wherever the files and their labels come from."""
 
 from __future__ import annotations
 
 import enum
+import math
 from abc import abstractmethod
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from lockstep.core.data_protocols import Source
+from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
-from lockstep.data.datasets.listing import LISTINGS, Listing
-from lockstep.data.datasets.members import Members
-from lockstep.data.datasets.sizes import AUTO, central_share, seen_side, stored_side
+from lockstep.core.trained_input import TrainedInput
+from lockstep.data.datasets.listing import LISTINGS, Listing, Members
 from lockstep.data.datasets.splits import FileSplit
 
+AUTO = "auto"
+SIZES = ("decode_size", "input_size", "crop")
+# torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
+# pixels are the model's input.
+USUAL_STORED, USUAL_SEEN = 256, 224
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 CLASSES_NAMED = 5  # the most classes that a note names
+# The fields that say how files are read, not which.
+DECODING = frozenset({*SIZES, "crop_from", "skip"})
 Files = Listing | Members  # the image files of a split, with their labels
 
 
@@ -47,6 +55,8 @@ class FileSource(Source):
         crop: the central share of a stored image's side that is evaluated.
         crop_from: the image from which an augmentation cuts its boxes in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
+        val_share: for data without an evaluation split: the share of each class of the training split that is
+            evaluated, chosen by a hash of the names of the files.
     """
 
     decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
@@ -54,14 +64,15 @@ class FileSource(Source):
     crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
     crop_from: CropFrom = CropFrom.square
     skip: int = ranged(0, least=0, most=1_000_000_000)
+    val_share: float | None = ranged(None, above=0.0, below=1)
 
     mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
     std: ClassVar[tuple[float, ...]] = IMAGENET_STD
 
     @property
-    @abstractmethod
     def place(self) -> Hashable:
         """A key that identifies the files of this data set in this process."""
+        return type(self), *(getattr(self, field.name) for field in fields(self) if field.name not in DECODING)
 
     @abstractmethod
     def list_files(self) -> tuple[Files, Files]:
@@ -123,6 +134,13 @@ class FileSource(Source):
             )
         return notes
 
+    def refuse_val_share(self, split: str, remedy: str) -> None:
+        """Raise InputError if a share is to be held out, although there is a split to evaluate."""
+        if self.val_share is not None:
+            raise InputError(
+                f"dataset.val_share is {self.val_share:g}, but {split} too; leave out dataset.val_share, or {remedy}"
+            )
+
     def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, stored_side(self.decode_size), self.skip)
 
@@ -135,3 +153,49 @@ def usual_for_photos(side: int) -> str:
 def crops_files(source: Source) -> bool:
     """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
     return isinstance(source, FileSource) and source.crop_from is CropFrom.file
+
+
+def stored_side(decode_size: int | str) -> int:
+    """The side of a stored image, by `dataset.decode_size`."""
+    return USUAL_STORED if decode_size == AUTO else int(decode_size)
+
+
+def seen_side(input_size: int | str | None, stored: int) -> int:
+    """The side of the model's input, by `dataset.input_size`, for stored photographs with a side of `stored`."""
+    if input_size == AUTO:
+        return USUAL_SEEN if stored == USUAL_STORED else stored
+    return stored if input_size is None else int(input_size)
+
+
+def central_share(crop: float | str, stored: int, seen: int) -> float:
+    """The central share of a stored side that is evaluated, by `dataset.crop`."""
+    if crop == AUTO:
+        return seen / stored if (stored, seen) == (USUAL_STORED, USUAL_SEEN) else 1.0
+    return float(crop)
+
+
+def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
+    """A data set with a number (or null, for the stored size) in place of each `auto`.
+
+    `trained` describes the images of the weights that the model starts from: its sizes replace the usual ones.
+    """
+    names = {field.name for field in fields(source)} & set(SIZES)
+    values = {name: getattr(source, name) for name in names}
+    if trained is not None:
+        if values.get("input_size") == AUTO:
+            values["input_size"] = trained.size
+        if values.get("crop") == AUTO:
+            values["crop"] = trained.crop
+        if values.get("decode_size") == AUTO:
+            # Large enough that the evaluated part need not be enlarged.
+            seen, share = values["input_size"], values["crop"]
+            values["decode_size"] = trained.stored or max(USUAL_STORED, math.ceil((seen or USUAL_STORED) / share))
+    sized = replace(source, **values)
+    frozen: dict[str, float | None] = {
+        "decode_size": sized.image_shape[1],
+        "crop": sized.eval_crop,
+        "input_size": sized.input_shape[1],
+    }
+    if sized.input_shape == sized.image_shape:
+        frozen["input_size"] = None  # not a number, because the images may not be square
+    return replace(sized, **{name: frozen[name] for name in names if getattr(source, name) == AUTO})

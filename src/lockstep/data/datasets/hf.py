@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged, ruled
+from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.labels import as_labels, classes_of, first_unknown, missing_split
-from lockstep.data.datasets.members import Members
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, missing_split
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,6 @@ class HF(FileSource):
         path: the folder.
         train_split, val_split: the names of the splits.
         image_column, label_column: the names of the columns.
-        val_share: the share of each class of the training split that is evaluated instead of `val_split`, chosen by
-            the numbers of the rows.
     """
 
     path: str = pathname("???")
@@ -55,12 +51,6 @@ class HF(FileSource):
     val_split: str = ruled("validation", Text())
     image_column: str = ruled("image", Text())
     label_column: str = ruled("label", Text())
-    val_share: float | None = ranged(None, above=0.0, below=1)
-
-    @property
-    def place(self) -> Hashable:
-        columns = (self.image_column, self.label_column)
-        return HF, self.path, self.train_split, self.val_split, columns, self.val_share
 
     def list_files(self) -> tuple[Members, Members]:
         splits = self._load()
@@ -73,11 +63,9 @@ class HF(FileSource):
         train = self._members(table, self.train_split, names, classes)
         if self.val_share is not None:
             if self.val_split in splits:
-                raise InputError(
-                    f"dataset.val_share is {self.val_share:g}, but {self.path} has the split {self.val_split!r} too; "
-                    "leave out dataset.val_share, or name none with dataset.val_split=none"
-                )
-            return train.split([str(row) for row in range(len(train))], self.val_share)
+                split = f"{self.path} has the split {self.val_split!r}"
+                self.refuse_val_share(split, "name none with dataset.val_split=none")
+            return train.split(as_names(map(str, range(len(train)))), self.val_share)
         if self.val_split not in splits:
             error = missing_split("val_split", self.val_split, splits, self.path)
             raise InputError(f"{error}, or hold out a share of the training split with dataset.val_share=0.1")
@@ -137,11 +125,6 @@ class HF(FileSource):
         return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
 
     def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Members:
-        if (unknown := first_unknown(names, classes)) is not None:
-            raise InputError(
-                f"dataset: row {unknown} of {split} in {self.path} is of class {names[unknown]!r}, but no training "
-                "example is"
-            )
         import datasets
 
         where = f"{split} in {Path(self.path)}"
@@ -150,5 +133,6 @@ class HF(FileSource):
         def member(row: int) -> TableRow:
             return TableRow(stored, where, self.image_column, row)
 
+        labels = as_labels(names, classes, lambda row: f"row {row} of {where}")
         identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
-        return Members(member, np.arange(len(names)), as_labels(names, classes), classes, identity)
+        return Members(member, np.arange(len(names)), labels, classes, identity)

@@ -1,135 +1,219 @@
-"""The image files of a split, stored in one byte tensor that all ranks of a machine can share.
-
-A Path object takes about 280 bytes in each rank: 355 MB for the training files of ImageNet. Here a file takes the
-bytes of its name and two numbers.
-"""
+"""The image files of a split, wherever they are stored: in folders, or in the rows of a table."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Hashable, Iterable, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-WORD = 8  # bytes of an int64
+from lockstep.core.errors import InputError
+from lockstep.core.fields import shown
+
+Names = NDArray[np.bytes_]
 SHARE_KEY = b"lockstep val_share"  # the key of the hash that decides which files are held out
+# Numbers that number no class. A table often has one of them where a label is missing.
+NO_CLASS = re.compile(r"[+-]\d+|[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|nan|NaN")
 
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The image files of a split, by class and then by name.
+    """Image files in folders, by class and then by name.
+
+    A Path object takes about 280 bytes in each rank: 355 MB for the training files of ImageNet. Here a file takes as
+    many bytes as the longest name, in one array that all ranks of a machine can share.
 
     Fields:
         folder: the folder that the names are relative to.
         classes: the names of the classes, by label.
-        table: uint8, in three parts: the offset of each name's end, int64 (N,); the labels, int64 (N,); and the
-            names, each with a zero byte behind it.
-        files: the number of files, N.
+        counts: the number of files of each class.
+        names: the names of the files, (N,).
         in_class_folders: whether a name is relative to the folder of its class in `folder`.
         notes: sentences about the files that are left out.
     """
 
     folder: Path
     classes: tuple[str, ...]
-    table: Tensor
-    files: int
+    counts: tuple[int, ...]
+    names: Names
     in_class_folders: bool = True
     notes: tuple[str, ...] = ()
 
     @cached_property
     def labels(self) -> Tensor:
         """int64 (N,)."""
-        return self.table[WORD * self.files : 2 * WORD * self.files].view(torch.int64)
-
-    @cached_property
-    def _labels(self) -> np.ndarray:
-        return self.labels.numpy()
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return self.table[: WORD * self.files].view(torch.int64).numpy()
-
-    @cached_property
-    def _names(self) -> np.ndarray:
-        return self.table[2 * WORD * self.files :].numpy()
+        return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
 
     def __len__(self) -> int:
-        return self.files
+        return len(self.names)
 
     def __getitem__(self, index: int) -> Path:
-        index = range(self.files)[index]
-        name = os.fsdecode(self._names[self._start(index) : self._ends[index] - 1].tobytes())
+        name = os.fsdecode(self.names[index])
         if not self.in_class_folders:
             return self.folder / name  # a name may be a whole path
         # A path from one string: joining its parts takes twice as long.
-        return Path(f"{self.folder}/{self.classes[self._labels[index]]}/{name}")
+        return Path(f"{self.folder}/{self.classes[self.labels.numpy()[index]]}/{name}")
 
-    def _start(self, index: int) -> int:
-        """The offset of a file's name; for `index` N, the end of the last name."""
-        return int(self._ends[index - 1]) if index else 0
+    @property
+    def names_by_class(self) -> list[Names]:
+        return np.split(self.names, np.cumsum(self.counts)[:-1])
 
     def fingerprint(self) -> dict[str, str]:
         """For each class with files: their number and a hash of their names. Does not depend on the folder's path."""
-        firsts = np.searchsorted(self._labels, np.arange(len(self.classes) + 1)).tolist()
         by_class = {}
-        for name, first, last in zip(self.classes, firsts, firsts[1:], strict=False):
-            if last > first:
-                names = self._names[self._start(first) : self._start(last)]
-                files = f"{last - first:,} file{'s' * (last - first != 1)}"
-                by_class[name] = f"{files} ({hashlib.sha256(names.data).hexdigest()[:16]})"
+        for name, names in zip(self.classes, self.names_by_class, strict=True):
+            if count := len(names):
+                digest = hashlib.sha256(b"".join(file + b"\0" for file in names.tolist())).hexdigest()[:16]
+                by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
         return by_class
 
-    def without_table(self) -> Listing:
-        """A copy without the table, small enough to be sent to other ranks."""
-        return replace(self, table=torch.empty(0, dtype=torch.uint8))
+    def split(self, share: float) -> tuple[Listing, Listing]:
+        """Divide into training and evaluation: `share` of each class is evaluated, chosen by `held_out`."""
+        prefixes = [f"{name}/" * self.in_class_folders for name in self.classes]
+        masks = held_out(self.names_by_class, share, prefixes)
+        evaluated, counts = np.concatenate(masks), [int(mask.sum()) for mask in masks]
+        rest = tuple(count - number for count, number in zip(self.counts, counts, strict=True))
+        return (
+            replace(self, counts=rest, names=self.names[~evaluated]),
+            replace(self, counts=tuple(counts), names=self.names[evaluated], notes=()),
+        )
 
 
-class ListingBuilder:
-    """Collects the files of a split class by class, so that only one class at a time needs Python objects."""
-
-    def __init__(self, folder: Path, classes: tuple[str, ...], *, in_class_folders: bool = True) -> None:
-        self.folder, self.classes, self.in_class_folders = folder, classes, in_class_folders
-        self.names: list[bytes] = []
-        self.lengths: list[np.ndarray] = []
-        self.counts = np.zeros(len(classes), dtype=np.int64)
-
-    def add(self, label: int, names: Iterable[str]) -> None:
-        """Add the sorted names of a class's files. The classes must be added in the order of their labels."""
-        encoded_names = [os.fsencode(name) + b"\0" for name in names]
-        self.names.append(b"".join(encoded_names))
-        self.lengths.append(np.fromiter(map(len, encoded_names), dtype=np.int64, count=len(encoded_names)))
-        self.counts[label] = len(encoded_names)
-
-    def listing(self, notes: tuple[str, ...] = ()) -> Listing:
-        ends = np.cumsum(np.concatenate(self.lengths))
-        labels = np.repeat(np.arange(len(self.classes)), self.counts)
-        names = (np.frombuffer(text, dtype=np.uint8) for text in self.names)
-        table = torch.from_numpy(np.concatenate([ends.view(np.uint8), labels.view(np.uint8), *names]))
-        return Listing(self.folder, self.classes, table, len(ends), self.in_class_folders, notes)
+def as_names(names: Iterable[str]) -> Names:
+    return np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
 
 
-def hold_out(names: Sequence[str], share: float, prefix: str = "") -> tuple[list[str], list[str]]:
-    """Divide the names of a class's files into those for training and those for evaluation, both in their order.
+class Member(Protocol):
+    """An image file inside another file, such as a row of a table. `str` gives its name for errors."""
 
-    The `share` of the names with the smallest hashes (of `prefix` and name) is evaluated: at least one of two or more
-    names, and never all. If a file is added to the class, at most one other file changes sides.
+    def contents(self) -> bytes:
+        """Its bytes. Raises OSError or ValueError."""
+
+
+@dataclass(frozen=True, eq=False)
+class Members:
+    """Image files inside other files, in the order in which they are stored.
+
+    Fields:
+        member: returns the member at a position.
+        positions: the positions of the split's examples, int64 (N,).
+        labels: int64 (N,).
+        classes: the names of the classes, by label.
+        identity: identifies the stored data, whatever its path.
+        notes: sentences about the files that are left out.
     """
-    number = min(max(1, round(share * len(names))), len(names) - 1)
-    by_hash = sorted(range(len(names)), key=lambda index: _hash(prefix + names[index]))
-    evaluated = set(by_hash[:number])
-    train = [name for index, name in enumerate(names) if index not in evaluated]
-    return train, [names[index] for index in sorted(evaluated)]
+
+    member: Callable[[int], Member]
+    positions: NDArray[np.int64]
+    labels: Tensor
+    classes: tuple[str, ...]
+    identity: str
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, index: int) -> Member:
+        return self.member(int(self.positions[index]))
+
+    def fingerprint(self) -> dict[str, str]:
+        """The number of examples, the identity of the stored data, and a hash of positions and labels."""
+        digest = hashlib.sha256(self.positions.tobytes() + self.labels.numpy().tobytes()).hexdigest()[:16]
+        return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
+
+    def split(self, names: Names, share: float) -> tuple[Members, Members]:
+        """Divide into training and evaluation: `share` of each class is evaluated, chosen by `names` (`held_out`)."""
+        labels = self.labels.numpy()
+        order = np.argsort(labels, kind="stable")
+        by_class = np.split(order, np.bincount(labels, minlength=len(self.classes)).cumsum()[:-1])
+        evaluated = np.zeros(len(self), dtype=bool)
+        evaluated[order] = np.concatenate(
+            held_out([names[numbers] for numbers in by_class], share, [""] * len(by_class))
+        )
+        train, val = (
+            replace(self, positions=self.positions[chosen], labels=self.labels[torch.from_numpy(chosen)])
+            for chosen in (~evaluated, evaluated)
+        )
+        return train, val
 
 
-def _hash(name: str) -> bytes:
-    return hashlib.blake2b(os.fsencode(name), digest_size=16, key=SHARE_KEY).digest()
+def held_out(names_by_class: Sequence[Names], share: float, prefixes: Sequence[str]) -> list[NDArray[np.bool_]]:
+    """Which files of each class are evaluated, by their names: bool, of the shapes of `names_by_class`.
+
+    The `share` of the names with the smallest hashes (of the class's prefix and the name) is evaluated: at least one
+    of two or more names, and never all. If a file is added to the class, at most one other file changes sides.
+
+    Raises:
+        InputError: every class has one file.
+    """
+    masks = []
+    for prefix, names in zip(map(os.fsencode, prefixes), names_by_class, strict=True):
+        hashes = [hashlib.blake2b(prefix + name, digest_size=16, key=SHARE_KEY).digest() for name in names.tolist()]
+        number = min(max(1, round(share * len(names))), len(names) - 1)
+        mask = np.zeros(len(names), dtype=np.bool_)
+        mask[sorted(range(len(names)), key=hashes.__getitem__)[: max(0, number)]] = True
+        masks.append(mask)
+    if not any(mask.any() for mask in masks):
+        raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
+    return masks
+
+
+def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:
+    """The names of the classes, by label: sorted, as numbers if all of them are.
+
+    Args:
+        labels: the label of each training example.
+        place: says where the label of an example is, by its position.
+        gaps: whether numbers may be missing between those of the classes, as in a part of a larger data set.
+
+    Raises:
+        InputError: a label is a number that numbers no class, such as -1, 1.0, or 7 among 0 and 1.
+    """
+    names = set(labels)
+    wrong = next((name for name in labels if NO_CLASS.fullmatch(name)), None)
+    if wrong is None and not all(name.isdecimal() and name.isascii() for name in names):
+        return tuple(sorted(names))
+    # Compared as texts: Python refuses to convert a number of thousands of digits.
+    classes = sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), len(name)))
+    if wrong is None and not gaps:
+        numbers = enumerate(classes, start=int(classes[0].lstrip("0") == "1"))
+        wrong = next((name for number, name in numbers if name.lstrip("0") != str(number).lstrip("0")), None)
+    if wrong is not None:
+        raise InputError(
+            f"dataset: {place(labels.index(wrong))} has the label {shown(wrong)}, but numbered classes are whole "
+            f"numbers from 0{'' if gaps else ' (or 1) without gaps'}; correct it, leave the example out, or write "
+            "names: class_2"
+        )
+    return tuple(classes)
+
+
+def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int], str]) -> Tensor:
+    """The labels of examples, int64 (N,), by the names of their classes.
+
+    Raises:
+        InputError: a name is no class; `place` says where it is.
+    """
+    labels = {name: label for label, name in enumerate(classes)}
+    if (unknown := next((index for index, name in enumerate(names) if name not in labels), None)) is not None:
+        raise InputError(
+            f"dataset: {place(unknown)} is of class {names[unknown]!r}, but no training example is; leave it out"
+        )
+    return torch.tensor([labels[name] for name in names], dtype=torch.int64)
+
+
+def missing_split(key: str, split: str, splits: Iterable[str], where: object) -> InputError:
+    """The error for a split without examples; it lists the splits that exist."""
+    available = ", ".join(sorted(map(repr, splits))) or "nothing"
+    return InputError(f"dataset.{key} is {split!r}, but {where} has {available}; name one with dataset.{key}=NAME")
 
 
 # The cache of `FileSource.listings` in this process: the files of the training and of the evaluation split, by

@@ -29,8 +29,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.data.datasets.files import LARGEST_SIDE, usual_for_photos
-from lockstep.data.datasets.sizes import AUTO, central_share, seen_side
+from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, central_share, seen_side, usual_for_photos
 from lockstep.data.datasets.splits import ArraySplit, check_labels
 
 SPLITS = ("train", "val")

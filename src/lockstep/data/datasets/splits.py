@@ -17,7 +17,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile
-from lockstep.data.datasets.members import Member
+from lockstep.data.datasets.listing import Member
 
 
 def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:

@@ -24,9 +24,8 @@ from lockstep.core.data_protocols import (
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
 from lockstep.data.datasets.packed import MappedSplit
-from lockstep.data.loading.prefetch import in_order, read_images, useful_threads
+from lockstep.data.loading.prefetch import in_order, read_images, reading_rate, useful_threads, workers_needed
 from lockstep.data.loading.shared_memory import decode_all
-from lockstep.data.loading.worker_tuning import reading_rate, workers_needed
 from lockstep.runtime.host import GB, amount, cores, free_memory
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its

@@ -38,7 +38,7 @@ def share_listings(source: Source, world: World) -> None:
     own_listings = LISTINGS.get(source.place)
     leader = min([world.rank, *world.local_peer_pids])
     outlines = [
-        (listing.without_table(), len(listing.table))
+        (replace(listing, names=listing.names[:0]), len(listing))
         for listing in own_listings or ()
         if isinstance(listing, Listing)
     ]
@@ -48,13 +48,14 @@ def share_listings(source: Source, world: World) -> None:
     if not all(gathered[rank_leader][1] for rank_leader, _ in gathered):
         return  # several machines have one name: each rank lists the files itself when it needs them
     shared = []
-    for number, (outline, size) in enumerate(gathered[leader][1]):
-        table = _map_shared((size,), world, leader=leader)
-        if table is None:
+    for number, (outline, files) in enumerate(gathered[leader][1]):
+        memory = _map_shared((files, outline.names.itemsize), world, leader=leader)
+        if memory is None:
             return
+        names = memory.numpy().view(outline.names.dtype)[:, 0]
         if world.rank == leader and own_listings is not None:
-            table.copy_(own_listings[number].table)
-        shared.append(replace(outline, table=table))
+            names[:] = own_listings[number].names
+        shared.append(replace(outline, names=names))
     world.barrier()
     LISTINGS[source.place] = (shared[0], shared[1])
 

@@ -158,34 +158,29 @@ class RandomResizedCrop:
         return torch.stack([top, left, box_height, box_width], 1).long()
 
     @property
-    def after_crop(self) -> _Mirror:
-        return _Mirror(flip=self.flip)
+    def after_crop(self) -> AfterCrop:
+        return AfterCrop(self)
 
-
-def _listed(*parts: str) -> str:
-    return ", ".join(part for part in parts if part) or "none"
-
-
-def _mirrored(share: float) -> str:
-    """The words for mirroring a share of the images; empty for a share of 0."""
-    return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Mirror:
-    """The part of a random resized crop that follows its box: the mirror."""
-
-    flip: float
-
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
+    def finish(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        """What follows a box that was cut from a file: the mirror."""
         x = torch.arange(images.shape[-1], device=images.device)
         columns = torch.where((draws.uniform(4) < self.flip)[:, None], x.flip(0), x)
         return images.gather(3, columns[:, None, None].expand_as(images))
 
 
+@dataclass(frozen=True)
+class AfterCrop:
+    """The part of a random resized crop that follows its box."""
+
+    crop: RandomResizedCrop
+
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
+        return self.crop.finish(images, draws)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RandAugment(CropFlip):
-    """A padded crop and a mirror, then RandAugment (Cubuk et al. 2020): for small photographs.
+class _Operations:
+    """RandAugment (Cubuk et al. 2020), after a crop and a mirror.
 
     Fields:
         ops: operations per image, one after another.
@@ -198,47 +193,35 @@ class RandAugment(CropFlip):
     compile: bool = False
 
     def __str__(self) -> str:
-        return _listed(super().__str__(), f"RandAugment of {self.ops} at {self.magnitude}")
+        return f"{super().__str__()}, RandAugment of {self.ops} at {self.magnitude}".removeprefix("none, ")
 
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return randaugment(
-            super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile
-        )
+    def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        return randaugment(images, draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandAugmentResized(RandomResizedCrop):
-    """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet.
-
-    Fields:
-        ops, magnitude, compile: as for `RandAugment`.
-    """
-
-    ops: int = ranged(2, least=0, most=100)
-    magnitude: int = ranged(9, least=0, most=STRONGEST)
-    compile: bool = False
-
-    def __str__(self) -> str:
-        return _listed(super().__str__(), f"RandAugment of {self.ops} at {self.magnitude}")
+class RandAugment(_Operations, CropFlip):
+    """A padded crop and a mirror, then RandAugment: for small photographs."""
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        cropped = super().apply(images, draws, size).round().to(torch.uint8)
-        return randaugment(cropped, draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile)
-
-    @property
-    def after_crop(self) -> _Mirror:
-        return _MirrorRandAugment(flip=self.flip, ops=self.ops, magnitude=self.magnitude, compile=self.compile)
+        return self.operate(super().apply(images, draws, size), draws)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MirrorRandAugment(_Mirror):
-    """The mirror, then RandAugment."""
-
-    ops: int
-    magnitude: int
-    compile: bool
+class RandAugmentResized(_Operations, RandomResizedCrop):
+    """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet."""
 
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return randaugment(
-            super().apply(images, draws, size), draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile
-        )
+        return self.operate(super().apply(images, draws, size).round().to(torch.uint8), draws)
+
+    def finish(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        return self.operate(super().finish(images, draws), draws)
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(part for part in parts if part) or "none"
+
+
+def _mirrored(share: float) -> str:
+    """The words for mirroring a share of the images; empty for a share of 0."""
+    return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"

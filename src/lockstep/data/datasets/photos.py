@@ -1,0 +1,182 @@
+"""What Pillow is needed for: the formats of photos, their orientation, and 8-bit RGB from any of Pillow's modes.
+
+- Transparent pixels become white, the colour of the page that such an image is drawn for.
+- Of integers with more than 8 bits the upper 8 bits are kept. Their number of bits is that of the format, or that of
+  the largest value, if a TIFF states it. A TIFF of 16 bits whose numbers all fit into 12 has 12 bits: cameras write
+  such files. Zero is black; negative numbers are black too.
+- Floats are scaled: the image's smallest value becomes black, its largest white.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# The formats that Pillow alone reads, by its names. It reads the headers of all of them; no other decoder is tried.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "PPM", "TIFF")
+BRANDS = 64  # the brands of a file are in its first bytes, up to this offset
+# A file without these has no orientation. Searching for them is faster than Pillow, which decodes a whole PNG for it.
+# Between the pixels of a JPEG no 0xFF is followed by 0xE1, the marker of EXIF and XMP.
+NOTES = {"JPEG": (b"\xff\xe1",), "PNG": (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")}
+ORIENTATION, UPRIGHT = 0x0112, 1
+# The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
+TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
+# Tags of TIFF: whether zero is white, the largest value, whether numbers are unsigned, and their bits.
+PHOTOMETRIC, MAX_VALUE, SAMPLE_FORMAT, BITS = 262, 281, 339, 258
+WHITE_IS_ZERO, UNSIGNED = 0, 1
+CAMERA_BITS = 12
+
+
+@dataclass(frozen=True)
+class PhotoFormat:
+    """A format that Pillow reads only with another package, or from some version on: the extra `photos`.
+
+    Fields:
+        name: its usual name.
+        pillow: its name in Pillow.
+        suffixes: the suffixes of its files.
+        brands: the words at the start of a file that name its format.
+        package: the requirement for pip.
+    """
+
+    name: str
+    pillow: str
+    suffixes: frozenset[str]
+    brands: tuple[bytes, ...]
+    package: str
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install '{self.package}' (in the extra `photos`), or convert them to JPEG"
+
+
+AVIF = PhotoFormat("AVIF", "AVIF", frozenset({".avif"}), (b"avif", b"avis"), "pillow>=11.3")
+HEIC = PhotoFormat(
+    "HEIC",
+    "HEIF",
+    frozenset({".heic", ".heif", ".hif"}),
+    (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
+    "pillow-heif",
+)
+
+
+@functools.cache
+def readable(kind: PhotoFormat) -> bool:
+    """Whether Pillow reads this format; registers the package that reads HEIC."""
+    if kind is AVIF:
+        from PIL import features
+
+        return "avif" in features.modules and bool(features.check("avif"))
+    if importlib.util.find_spec("pillow_heif") is None:
+        return False
+    from pillow_heif import register_heif_opener
+
+    register_heif_opener()
+    return True
+
+
+def opened_by_pillow(data: bytes) -> Any:
+    """The image opened by Pillow, which reads only its header. Raises ValueError: its format is not supported."""
+    from PIL import Image, UnidentifiedImageError
+
+    Image.MAX_IMAGE_PIXELS = None  # we have our own limit
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
+    formats: tuple[str, ...] = FORMATS
+    if data[4:8] == b"ftyp":
+        brands = data[8 : min(BRANDS, int.from_bytes(data[:4]))]
+        for kind in (AVIF, HEIC):
+            if any(brand in brands for brand in kind.brands):
+                if not readable(kind):
+                    raise ValueError(f"it is {kind.name}, which nothing here reads: {kind.remedy}")
+                formats = (kind.pillow,)
+                break
+    try:
+        return Image.open(BytesIO(data), formats=formats)
+    except UnidentifiedImageError:
+        raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}") from None
+
+
+def orientation_of(image: Any, data: bytes) -> int:
+    """The orientation, 1 to 8, of an image that Pillow has opened from `data`, as it will decode it."""
+    if image.format == "TIFF":
+        return UPRIGHT  # Pillow turns it itself
+    if image.format in NOTES and not any(note in data for note in NOTES[image.format]):
+        return UPRIGHT
+    try:
+        value = image.getexif().get(ORIENTATION, UPRIGHT)
+    except Exception:  # Pillow raises all kinds of errors for damaged EXIF; the pixels may still be good
+        return UPRIGHT
+    return value if value in range(1, 9) else UPRIGHT
+
+
+def orientation_of_jpeg(data: bytes) -> int:
+    """Like `orientation_of`, and without Pillow if the file has neither EXIF nor XMP."""
+    if not any(note in data for note in NOTES["JPEG"]):
+        return UPRIGHT
+    with opened_by_pillow(data) as image:
+        return orientation_of(image, data)
+
+
+def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """The stored `pixels` (rows, columns, 3) the right way up: (height, width, 3)."""
+    if orientation == UPRIGHT:
+        return pixels
+    if orientation in TURNED:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in COLUMNS_BACK:
+        pixels = pixels[:, ::-1]
+    if orientation in ROWS_BACK:
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def to_rgb(image: Any) -> NDArray[np.uint8]:
+    """The first frame of an image that Pillow has opened: (height, width, 3)."""
+    from PIL import Image
+
+    if image.mode == "F" or image.mode.startswith("I"):
+        return np.repeat(_grey(image)[:, :, None], 3, axis=2)
+    if not image.has_transparency_data:
+        return np.array(image.convert("RGB"))
+    straight = image.convert("LA") if image.mode == "La" else image
+    page = Image.new("RGBA", image.size, "white")
+    return np.array(Image.alpha_composite(page, straight.convert("RGBA")).convert("RGB"))
+
+
+def _grey(image: Any) -> NDArray[np.uint8]:
+    """An image of numbers wider than 8 bits: (height, width)."""
+    values, tags = np.asarray(image), getattr(image, "tag_v2", {})
+    if image.mode == "F":
+        grey = _float_to_grey(values)
+    else:
+        if values.dtype == np.int32 and tags.get(BITS) == (32,) and not _is_signed(tags):
+            values = values.view(np.uint32)  # Pillow's widest mode is signed
+        grey = (values.clip(0) >> max(0, _bits(values, tags) - 8)).clip(max=255).astype(np.uint8)
+    return 255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey
+
+
+def _bits(values: NDArray[Any], tags: Any) -> int:
+    """The number of bits of an image of integers. `tags` are those of a TIFF; other images have 16 bits."""
+    if stated := tags.get(MAX_VALUE):
+        return int(np.max(stated)).bit_length()
+    bits = int(tags.get(BITS, (16,))[0]) - _is_signed(tags)
+    return CAMERA_BITS if tags and bits == 16 and values.max() < 2**CAMERA_BITS else bits
+
+
+def _is_signed(tags: Any) -> bool:
+    return tags.get(SAMPLE_FORMAT, (UNSIGNED,)) != (UNSIGNED,)
+
+
+def _float_to_grey(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Scale floats by their own range; NaN and minus infinity become black, infinity becomes white."""
+    finite = values[np.isfinite(values)].astype(np.float64)
+    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
+    shares = (values.clip(low, high) - low) / (high - low or 1.0)
+    return np.nan_to_num(255 * shares).round().astype(np.uint8)

@@ -1,0 +1,158 @@
+"""`hydra/sweeper=optuna` beside a launcher that makes up scores; test_sweep.py has it with real jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
+from lockstep.core.errors import InputError
+from lockstep.sweep.ledger import Identity, Ledger, State
+
+optuna = pytest.importorskip("optuna")
+LINE = ("seed=3", "x=interval(0,1)", "kind=a,b")
+
+
+class Launcher:
+    """Runs no job: `score` says what each would have returned."""
+
+    def __init__(self, score: Callable[[dict[str, str]], float]) -> None:
+        self.score = score
+        self.launched: list[list[str]] = []
+
+    def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        returns = []
+        for job in jobs:
+            self.launched.append([*job])
+            returned = JobReturn(status=JobStatus.COMPLETED)
+            returned.return_value = self.score(dict(word.split("=") for word in job))
+            returns.append(returned)
+        return returns
+
+
+def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
+    words = {key: value for key, value in CONFIG.items() if key != "_target_"} | settings
+    searching = OptunaSweeper(**words)
+    searching.settings = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}})
+    searching.launcher = launcher
+    return searching
+
+
+def study_in(folder: Path) -> Any:
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "optuna.log")))
+    return optuna.load_study(study_name="sweep", storage=storage)
+
+
+def test_a_study_finds_the_best_and_goes_on_where_it_ended(tmp_path: Path) -> None:
+    launcher = Launcher(lambda job: -abs(float(job["x"]) - 0.3) - (job["kind"] == "b"))
+    sweeper(tmp_path, launcher, n_trials=25, n_jobs=2).sweep([*LINE])
+    assert len(launcher.launched) == 25
+    assert all(job[0] == "seed=3" for job in launcher.launched)
+    study = study_in(tmp_path)
+    assert study.best_value > -0.15
+    assert study.best_params["kind"] == "a"
+    sweeper(tmp_path, launcher, n_trials=25).sweep([*LINE])
+    assert len(launcher.launched) == 25
+    sweeper(tmp_path, launcher, n_trials=27).sweep([*LINE])
+    assert len({tuple(job) for job in launcher.launched}) == 27, "no job twice"
+
+
+def test_trials_that_were_cut_are_the_first_that_run_again(tmp_path: Path) -> None:
+    def stopped(job: dict[str, str]) -> float:
+        raise SystemExit(75)
+
+    cut = Launcher(stopped)
+    with pytest.raises(SystemExit):
+        sweeper(tmp_path, cut, n_trials=4, n_jobs=2).sweep([*LINE])
+    launcher = Launcher(lambda job: 1.0)
+    sweeper(tmp_path, launcher, n_trials=4).sweep([*LINE])
+    assert launcher.launched[0] == cut.launched[0]
+    assert len(launcher.launched) == 4
+    assert [trial.state.name for trial in study_in(tmp_path).trials] == ["FAIL"] * 2 + ["COMPLETE"] * 4
+
+
+def test_a_job_without_a_score_fails_its_trial_and_says_why(tmp_path: Path) -> None:
+    sweeper(tmp_path, Launcher(lambda job: float("nan")), n_trials=2).sweep([*LINE])
+    for trial in study_in(tmp_path).trials:
+        assert (trial.state.name, trial.user_attrs["error"]) == ("FAIL", "the job has no score")
+
+
+def test_a_job_that_is_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(base={}, swept=(), words=()))
+
+    class Pool(Launcher):
+        enough: Any = None
+
+        def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+            (record,) = ledger.enter([(jobs[0], "job")])
+            folder = tmp_path / record.folder
+            folder.mkdir()
+            (folder / "summary.json").write_text('{"steps": 10}')
+            value = 90.0 if initial_job_idx < 6 else 10.0
+            (folder / "metrics.jsonl").write_text(f'{{"step": 5, "acc/val_top1": {value}}}\n')
+            if not self.enough(record):
+                return super().launch(jobs, initial_job_idx)
+            ledger.write(replace(record, state=State.pruned))
+            returned = JobReturn(status=JobStatus.COMPLETED)
+            returned.return_value = float("nan")
+            return [returned]
+
+    sweeper(tmp_path, Pool(lambda job: 91.0), n_trials=8, pruner="median").sweep([*LINE])
+    assert [trial.state.name for trial in study_in(tmp_path).trials] == ["COMPLETE"] * 6 + ["PRUNED"] * 2
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("x=interval(0.1,1)", "FloatDistribution(high=1.0, log=False, low=0.1, step=None)"),
+        ("x=tag(log,interval(1e-5,0.1))", "FloatDistribution(high=0.1, log=True, low=1e-05, step=None)"),
+        ("x=int(interval(8,64))", "IntDistribution(high=64, log=False, low=8, step=1)"),
+        ("x=range(1,8,2)", "IntDistribution(high=7, log=False, low=1, step=2)"),
+        ("x=a,b", "CategoricalDistribution(choices=('a', 'b'))"),
+        ("x=choice([1,2],[3])", "CategoricalDistribution(choices=('[1,2]', '[3]'))"),
+    ],
+)
+def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
+    assert str(distribution(OverridesParser.create().parse_override(word))) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "sentence"),
+    [
+        ({"sampler": "nope"}, LINE, "hydra.sweeper.sampler is 'nope', expected one of tpe, random, qmc"),
+        ({"direction": "up"}, LINE, "hydra.sweeper.direction is 'up', expected one of maximize, minimize"),
+        ({"n_trials": 0}, LINE, "hydra.sweeper.n_trials is 0, expected a whole number from 1"),
+        ({"pruner": "median"}, LINE, "hydra.sweeper.pruner works with hydra/launcher=pool"),
+        ({}, ("seed=1",), "has nothing to search; add for example optimizer.lr=0.001,0.01"),
+        ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is no space to search"),
+        ({}, ("x=tag(log,interval(0,1))",), "is no space to search"),
+        ({}, ("x=glob(*)",), "is no space to search"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    tmp_path: Path, settings: dict[str, Any], words: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        sweeper(tmp_path, SimpleNamespace(), **settings).sweep([*words])
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_choices_than_those_of_the_study_are_refused(tmp_path: Path) -> None:
+    sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=1).sweep([*LINE])
+    with pytest.raises(InputError, match=r"the study has another space .*; start anew with sweep\.resume=new"):
+        sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=2).sweep(["kind=a,c"])
+
+
+def test_without_optuna_the_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'lockstep\[optuna\]'"):
+        sweeper(tmp_path, SimpleNamespace()).sweep([*LINE])
