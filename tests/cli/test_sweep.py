@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import Done, losses, train_here, weights
+from helpers import Done, forked, losses, train_here, weights
 from lockstep.sweep.ledger import Ledger, Record, State
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
@@ -82,6 +82,25 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_and_its_seeds_together(seeds: tup
     assert re.search(r"^model=digitnet: \d+\.\d\d ± \d+\.\d\d over 2 seeds$", table, re.MULTILINE)
     best = max(ledger(root).records(), key=lambda record: record.objective or 0)
     assert f"best: job {best.number} with {best.objective:.2f}, {folder / best.folder}\n" in done.out
+
+
+def test_a_sweep_is_compared_and_listed_and_its_best_is_used(seeds: tuple[Path, Done]) -> None:
+    root, _ = seeds
+    folder, records = ledger(root).folder, ledger(root).records()
+    compared = forked("lockstep", "compare", str(folder), "--json")
+    assert compared.code == 0, compared.err
+    assert {(row["model"], row["done"]) for row in json.loads(compared.out)} == {("digitnet", 2), ("basicnet", 2)}
+    listed = forked("lockstep", "runs", str(folder), "--filter", "seed=1", "--sort", "score")
+    assert [line.split()[-1] for line in listed.out.splitlines()[1::2]] == [
+        record.folder for record in sorted(records[::2], key=lambda record: -(record.objective or 0))
+    ]
+    best = max(records, key=lambda record: record.objective or 0)
+    assert (folder / "best").read_text() == f"{best.folder}\n"
+    used = forked("lockstep", "evaluate", str(folder / "best"), "--out", str(root))
+    assert f"top-1 {best.objective:.2f} %" in used.out, used.err
+    for words in (("compare", str(root / "no")), ("runs", str(root / "no")), ("compare", str(folder), "--by", "x")):
+        refused = forked("lockstep", *words)
+        assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 1)
 
 
 def test_ranks_are_told_the_run_folder_and_parse_no_command_line(seeds: tuple[Path, Done]) -> None:

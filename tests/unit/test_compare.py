@@ -13,6 +13,7 @@ import socket
 import string
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lockstep.inference.load import find_weights
 from lockstep.sweep.compare import causes, groups, interval
 from lockstep.sweep.ledger import Identity, Ledger, State
 from lockstep.sweep.runs import differing, existing, read_runs
+from lockstep.sweep.view import best_of
 from lockstep.telemetry.loggers import TensorBoard
 
 COMPOSED = {
@@ -345,6 +347,16 @@ def test_best_names_the_winner_while_a_sweep_runs_and_its_weights_are_used(swept
     winner = swept.folder / swept.best
     (winner / "model.safetensors").write_bytes(b"")
     assert find_weights(swept.folder / "best") == winner / "model.safetensors"
+
+
+def test_the_score_of_a_pruned_job_is_not_compared(swept: Ledger) -> None:
+    second = swept.records()[1]
+    swept.write(replace(second, state=State.pruned, objective=99.0))
+    swept.mark_best(swept.records())
+    assert swept.best == swept.records()[5].folder
+    assert best_of(swept.records()) == swept.records()[5]
+    row = next(row for row in groups(read_runs(swept.folder)) if row["optimizer.lr"] == "0.1")
+    assert (row["score"], row["done"], row["not_done"]) == (90.5, 2, "1 pruned")
 
 
 def test_a_damaged_record_of_another_job_ends_no_job(swept: Ledger) -> None:

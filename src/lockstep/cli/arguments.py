@@ -142,6 +142,7 @@ def _compare(commands: Any) -> None:
     compare.add_argument(
         "paths", nargs="+", metavar="SWEEP|RUN", help="a sweep, a run, `latest`, or a folder of them"
     )
+    compare.set_defaults(rest="paths")
     compare.add_argument(
         "--by",
         action="append",

@@ -89,7 +89,7 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
     typed = {word.partition("=")[0]: word for word in identity.words}
     what = " ".join(word for key, word in typed.items() if key in identity.swept)
     started = min((record.started for record in records if record.started), default=0.0)
-    score = max((record.objective for record in records if record.objective is not None), default=None)
+    score = max((record.score for record in records if record.score is not None), default=None)
     count = Counter(map(state_of, records))
     state = ", ".join(f"{number} {state}" for state, number in count.items())
     return _columns(ledger.folder, root, started, what, score, state)

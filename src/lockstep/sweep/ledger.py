@@ -80,6 +80,11 @@ class Record:
     submitted: str = ""
 
     @property
+    def score(self) -> float | None:
+        """The objective of a job that has trained to its end."""
+        return None if self.state is State.pruned else self.objective
+
+    @property
     def runs_elsewhere(self) -> bool:
         """Whether a cluster has the job, in its queue or on a machine, as far as its record says."""
         return bool(self.submitted) and self.state in (State.waiting, State.running)
@@ -230,7 +235,7 @@ class Ledger:
 
     def mark_best(self, records: Iterable[Record]) -> None:
         """Name the folder of the best of these jobs in the file `best`, the first of equal ones."""
-        scores = {record: (record.objective, -record.number) for record in records if record.objective is not None}
+        scores = {record: (record.score, -record.number) for record in records if record.score is not None}
         best = max(scores, key=scores.__getitem__, default=None)
         if best is not None and best.folder != self.best:
             write_atomic(self.folder / BEST, f"{best.folder}\n")

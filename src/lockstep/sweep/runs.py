@@ -97,7 +97,7 @@ def read_job(sweep: Path, record: Record) -> Run:
     run = read_run(sweep / record.folder, record.overrides)
     if run.state == DAMAGED:
         return run
-    return replace(run, state=state_of(record), started=record.started, score=record.objective, error=record.error)
+    return replace(run, state=state_of(record), started=record.started, score=record.score, error=record.error)
 
 
 def state_of(record: Record) -> str:

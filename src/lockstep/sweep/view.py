@@ -160,9 +160,9 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str]) -> list[str]
     """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        if record.objective is not None and SEED in swept:
+        if record.score is not None and SEED in swept:
             others = [key for key in swept if key != SEED]
-            scores[" ".join(varied(record, others)) or "all"].append(record.objective)
+            scores[" ".join(varied(record, others)) or "all"].append(record.score)
     return [
         f"{words}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} over {len(values)} seeds"
         for words, values in sorted(scores.items(), key=lambda item: -statistics.mean(item[1]))
@@ -172,8 +172,8 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str]) -> list[str]
 
 def best_of(records: Sequence[Record]) -> Record | None:
     """The job with the highest score, the first of equal ones; None without any."""
-    scores = {record.number: record.objective for record in records if record.objective is not None}
-    return next((record for record in records if record.objective == max(scores.values())), None) if scores else None
+    scores = [record.score for record in records if record.score is not None]
+    return next((record for record in records if record.score == max(scores)), None) if scores else None
 
 
 def score(record: Record) -> str:
