@@ -105,6 +105,11 @@ class Source(Component, Protocol):
         """The names, indexed by label; empty if the classes have no names."""
         return ()
 
+    @property
+    def generated_bytes(self) -> int:
+        """The size of the images that the data set makes in memory, however many; 0 if it reads them."""
+        return 0
+
     def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
         """Values that identify the examples of each split, "train" and "val", wherever the files are.
 
@@ -154,6 +159,21 @@ class LoaderContext:
 
 class ImageLoader(Component, Protocol):
     """How images reach the device: decides when images are read and moved, not which images."""
+
+    @property
+    def decodes_once(self) -> bool:
+        """Whether each image is decoded once for all epochs."""
+
+    @property
+    def workers(self) -> int | str:
+        """The threads of each rank that read."""
+
+    @property
+    def prefetch(self) -> int:
+        """The batches that each worker keeps ready."""
+
+    def check(self) -> None:
+        """Raise InputError for a key that has no effect because of another key of the loader."""
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, with a value for each `auto`, and the reason for the choice."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,18 @@ class Strategy(Component, Protocol):
     def recordable(self) -> bool:
         """Whether a step can be recorded as one CUDA graph."""
 
+    @property
+    def whole_model(self) -> bool:
+        """Whether each rank has the whole model."""
+
+    @property
+    def fixed_order(self) -> bool:
+        """Whether gradients are added in the same order on any number of ranks, as `repro=strict` promises."""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the number of devices decides which strategy takes the place of this one."""
+
     def ranks(self, gpus: int) -> int:
         """The default number of ranks on a machine with `gpus` GPUs."""
 
@@ -48,6 +60,16 @@ class Strategy(Component, Protocol):
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         """Raise InputError if the strategy cannot work with these parts of a job."""
+
+    def check_compile(self, ranks: int, device: str) -> None:
+        """Raise InputError if a compiled model does not work on so many ranks of that kind of device."""
+
+    def with_changing_graph(self) -> Self:
+        """This strategy for a run in which some steps have no gradient for some parameters, as with frozen layers.
+
+        Raises:
+            InputError: a field promises that the graph does not change.
+        """
 
     def data_world(self, world: World) -> World:
         """The world that decides a rank's shard of each global batch and its blocks of an evaluation."""
@@ -134,6 +156,18 @@ class Launcher(Component, Protocol):
     """How the ranks of one job are started. `ranks` and `threads` are numbers after `auto` is resolved."""
 
     @property
+    def starts_ranks(self) -> bool:
+        """Whether the launcher starts processes; if not, this process is the rank."""
+
+    @property
+    def submits(self) -> bool:
+        """Whether the launcher has another system run the job, on other machines."""
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The smallest and the largest number of machines."""
+
+    @property
     def ranks(self) -> int | str: ...
 
     @property
@@ -150,6 +184,15 @@ class Launcher(Component, Protocol):
     @property
     def timeout(self) -> str:
         """The time without a finished step after which a job is ended as hanging, such as `10min`."""
+
+    def check(self) -> None:
+        """Raise InputError for a key that has no effect because of another key of the launcher."""
+
+    def in_allocation(self) -> Launcher:
+        """The launcher that starts the ranks on this machine. Raises InputError if it cannot run here."""
+
+    def can_fork(self) -> bool:
+        """Whether ranks are forked from this process, so that what it has imported serves them."""
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry(run_dir.path)` in every rank, wait for all, and return the job's objective."""
@@ -197,6 +240,13 @@ class Optimizer(Component, Protocol):
 
     @property
     def weight_decay(self) -> float: ...
+
+    @property
+    def recordable(self) -> bool:
+        """Whether its step can be recorded as a CUDA graph."""
+
+    def at_batch(self, batch: int, *, trained: bool) -> Self:
+        """This optimizer with a number for `lr=auto`, for a global batch, and whether the weights are trained."""
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer: ...
 

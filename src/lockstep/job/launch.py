@@ -7,7 +7,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.protocols import Launcher
 from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
-from lockstep.launcher import Elastic, Machines
+from lockstep.launcher import Machines
 
 
 def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
@@ -18,11 +18,12 @@ def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
     """
     launcher: Launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
     if machines is not None:
-        assert isinstance(launcher, Elastic)
-        return launcher.launch_on(machines, worker.main, run_dir)
-    if isinstance(launcher, Elastic) and launcher.node_range[1] > 1:
+        machines.run(worker.main, run_dir, int(launcher.ranks))
+        objective: float | None = run_dir.read_summary().get("objective")
+        return objective
+    if launcher.node_range[1] > 1:
         raise InputError(
-            f"launcher.nodes is {launcher.nodes}, which only the command line can do; use lockstep train, or "
-            "launcher.nodes=1"
+            f"launcher.nodes asks for {launcher.node_range[1]} machines, which only the command line "
+            "can do; use lockstep train, or launcher.nodes=1"
         )
     return launcher.launch(worker.main, run_dir)

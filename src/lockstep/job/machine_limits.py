@@ -12,8 +12,6 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
-from lockstep.data.datasets.builtin import Fake
-from lockstep.data.loading.loaders import Streaming
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import available_memory, check_room, cores
 
@@ -31,7 +29,7 @@ def check_threads(job: Job, device: str) -> None:
         InputError: there are too many.
     """
     ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
-    workers = job.loader.workers if isinstance(job.loader, Streaming) else 0
+    workers = job.loader.workers
     if is_launched():
         ranks = local_size(ranks)
     elif device == "cpu" and ranks > (most := max(RANKS, RANKS_A_CORE * cores())):
@@ -49,15 +47,15 @@ def check_threads(job: Job, device: str) -> None:
 
 
 def check_data_memory(job: Job) -> None:
-    """Refuse `dataset=fake` with more images than fit into memory.
+    """Refuse a data set that makes more images than fit into memory.
 
     Raises:
         InputError: the images do not fit.
     """
-    if isinstance(job.dataset, Fake):
-        size = 1.25 * math.prod(job.dataset.image_shape)  # of an image to train on and a quarter of one to evaluate
-        fitting = max(1, int(available_memory() / 2 / size))
-        check_room("the images of dataset=fake", job.dataset.examples * size, f"dataset.examples={fitting}")
+    if size := job.dataset.generated_bytes:
+        name, examples = type(job.dataset).__name__.lower(), getattr(job.dataset, "examples", 1)
+        fitting = max(1, int(examples * available_memory() / 2 / size))
+        check_room(f"the images of dataset={name}", size, f"dataset.examples={fitting}")
 
 
 def check_memory(job: Job, plan: Plan) -> None:
@@ -85,7 +83,7 @@ def _needs(job: Job, plan: Plan) -> Iterator[tuple[str, float, str]]:
     yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
     block = min(int(job.train.eval_batch), plan.examples)
     yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
-    if isinstance(job.loader, Streaming) and job.loader.workers != "auto":
+    if job.loader.workers not in (0, "auto"):
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.config import components, messages
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError, LockstepError, RankFailed
-from lockstep.launcher import Elastic, Machines, Member, Slurm
+from lockstep.launcher import Elastic, Machines, Member
 
 # Keys that may differ from machine to machine.
 OWN_KEYS = ("launcher.node_rank",)
@@ -24,9 +24,7 @@ def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member
     Raises:
         InputError: the job cannot run on several machines.
     """
-    built = components.build("launcher", launcher)
-    if isinstance(built, Slurm):
-        built = built.in_allocation()
+    built = components.build("launcher", launcher).in_allocation()
     assert isinstance(built, Elastic)
     if invocation.sweep:
         raise InputError(

@@ -25,8 +25,6 @@ from lockstep.job.resume import Resume
 from lockstep.job.run_folder import lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run
-from lockstep.launcher import Spawn
-from lockstep.strategy import Strict
 
 
 def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
@@ -43,13 +41,13 @@ def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     shares_process = invocation.sweep and multiprocessing.parent_process() is None
     built = resolve(components.build_job(values), sweep=shares_process, resumed=resumed)
-    if values["repro"] == "exact" and "repro=exact" in resume.overrides and isinstance(built.strategy, Strict):
+    if values["repro"] == "exact" and "repro=exact" in resume.overrides and built.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
     check_job(built)
     check_run(built, folder, resumed, fetch=resume.may_fetch)
     run_dir = RunDir.at(folder) if folder is not None else RunDir.create(Path(built.output_root), built.name)
     lock.take(run_dir.lock)
-    if isinstance(built.launcher, Spawn) and built.launcher.can_fork():
+    if built.launcher.can_fork():
         import_for_ranks(built)
     return Preparation.write(
         run_dir,

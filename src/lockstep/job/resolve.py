@@ -21,12 +21,10 @@ from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.job.resume import named_checkpoint
 from lockstep.launcher import Auto as AutoLauncher
-from lockstep.launcher import Elastic, Inline, Slurm, Spawn
-from lockstep.optim.optimizers import OptimizerOption
+from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
-from lockstep.strategy.base import Distributed
 
 # The limits of `train.eval_batch=auto`: images and pixels of a block. A block of 256 images of 336x336 takes 10 GB in
 # a usual network.
@@ -41,27 +39,27 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
     Raises:
         InputError: this machine lacks a device that the job asks for, or two keys contradict each other.
     """
-    if isinstance(job.launcher, Slurm) and not is_launched():
+    if not is_launched():
         job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     trained = _trained_input(job, resumed)
     strategy, dataset = _strategy(job), with_sizes(_with_absolute_paths(job.dataset), trained)
     ranks = _ranks(job.launcher, strategy, gpus, device)
+    world_size = ranks * job.launcher.node_range[1]
     if type(strategy) is AutoStrategy:
-        several = ranks * _most_nodes(job.launcher) > 1
-        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if several else Single()
-    if isinstance(strategy, Distributed) and job.train.freeze_until is not None:
+        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if world_size > 1 else Single()
+    if job.train.freeze_until is not None:
         strategy = strategy.with_changing_graph()
     return replace(
         job,
         device=device,
         strategy=strategy,
         launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
-        repro="strict" if isinstance(strategy, Strict) else "exact",
+        repro="strict" if strategy.fixed_order else "exact",
         train=replace(
             job.train,
-            micro_batches=_micro_batches(job, strategy, ranks * _most_nodes(job.launcher)),
+            micro_batches=_micro_batches(job, strategy, world_size),
             eval_batch=_eval_batch(job, dataset),
         ),
         augment=_augment(job, dataset),
@@ -81,7 +79,7 @@ def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: b
     if type(launcher) is AutoLauncher:
         alone = is_launched() or (ranks == 1 and not sweep)
         launcher = (Inline if alone else Spawn)(**vars(launcher))
-    if type(launcher) is Inline and ranks > 1 and not is_launched():
+    if not launcher.starts_ranks and ranks > 1 and not is_launched():
         source = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
             f"launcher=inline has one rank, but {source} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
@@ -89,11 +87,6 @@ def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: b
     return replace(
         launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
     )
-
-
-def _most_nodes(launcher: Launcher) -> int:
-    """The largest number of machines that a job may have."""
-    return launcher.node_range[1] if isinstance(launcher, Elastic) else 1
 
 
 def _absolute(path: str) -> str:
@@ -117,7 +110,7 @@ def _device(device: str) -> str:
 
 def _strategy(job: Job) -> Strategy:
     """The strategy that the user chose, by its name or by `repro=strict`."""
-    if job.repro == "exact" or isinstance(job.strategy, Strict):
+    if job.repro == "exact" or job.strategy.fixed_order:
         return job.strategy
     if type(job.strategy) is AutoStrategy and not job.strategy.sync_batchnorm:
         raise InputError(
@@ -164,8 +157,6 @@ def _augment(job: Job, dataset: Source) -> Augment:
 
 def _optimizer(job: Job) -> Optimizer:
     """The optimizer with a number for its learning rate."""
-    if not isinstance(job.optimizer, OptimizerOption):  # an extension's
-        return job.optimizer
     return job.optimizer.at_batch(int(job.batch), trained=job.starts_trained)
 
 
@@ -225,11 +216,11 @@ def _launched_ranks(launcher: Launcher) -> int:
             f"launcher.ranks is {launcher.ranks}, but {starter.label} has started {ranks}; use launcher.ranks=auto, "
             f"or start {launcher.ranks} ({starter.value})"
         )
-    if type(launcher) not in (AutoLauncher, Inline):
+    if launcher.starts_ranks:
         name = type(launcher).__name__.lower()
         alternative = f", or launcher={name} without {starter.cause}"
-        if starter is Starter.torchrun and isinstance(launcher, Elastic):
-            alternative = f" and torchrun --max-restarts={launcher.restarts}" if launcher.restarts else ""
+        if starter is Starter.torchrun and (restarts := getattr(launcher, "restarts", 0)):
+            alternative = f" and torchrun --max-restarts={restarts}"
         raise InputError(
             f"launcher={name} starts ranks, but {starter.label} has started them; use launcher=auto{alternative}"
         )
@@ -245,6 +236,6 @@ def _backend(backend: Backend, device: str) -> Backend:
 
 
 def _threads(launcher: Launcher, ranks: int, strategy: Strategy) -> int:
-    if isinstance(strategy, Strict) and launcher.threads == "auto":
+    if strategy.fixed_order and launcher.threads == "auto":
         return 1  # another number of threads would add in another order
     return max(1, cores() // local_size(ranks)) if launcher.threads == "auto" else int(launcher.threads)

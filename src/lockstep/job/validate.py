@@ -18,14 +18,9 @@ from lockstep.config.schema import Job
 from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError
 from lockstep.data.datasets.files import crops_files
-from lockstep.data.loading.loaders import Resident, Streaming
-from lockstep.data.transforms.augment import CropFlip
 from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
 from lockstep.job.resume import check_resumable
-from lockstep.launcher import Elastic
 from lockstep.models.nets import CompileMode
-from lockstep.precision import BF16Pure
-from lockstep.strategy import DDP, DataParallel, Pipeline, Strict
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.freezing import freeze_until
 
@@ -51,39 +46,16 @@ def check_effects(job: Job) -> None:
             f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
             "train.freeze=[backbone], or leave out train.freeze_until"
         )
-    if job.train.freeze_until is not None and isinstance(job.strategy, DDP) and job.strategy.static_graph:
-        raise InputError(
-            "strategy.static_graph is true, but train.freeze_until changes the graph; leave out strategy.static_graph"
-        )
-    if isinstance(job.augment, CropFlip) and job.augment.reflect and job.augment.pad == 0:
-        raise InputError(
-            "augment.reflect is true, but augment.pad is 0, so nothing is padded; use augment.pad=4 or "
-            "augment.reflect=false"
-        )
-    if isinstance(job.precision, BF16Pure) and job.train.ema is not None:
+    if job.precision.storage is torch.bfloat16 and job.train.ema is not None:
         raise InputError(
             f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "
             "number moves by 1/256 of itself or not at all; use precision=bf16, or leave out train.ema"
         )
-    launcher = job.launcher
-    if isinstance(launcher, Elastic):
-        least, most = launcher.node_range
-        if most == 1 and (launcher.rendezvous is not None or launcher.node_rank != "auto"):
-            key = "rendezvous" if launcher.rendezvous is not None else "node_rank"
-            raise InputError(
-                f"launcher.{key} is {getattr(launcher, key)}, but launcher.nodes is 1, so no machines meet; "
-                f"use launcher.nodes=2, or leave out launcher.{key}"
-            )
-        if least != most and isinstance(job.strategy, Strict):
-            raise InputError(
-                f"launcher.nodes is {launcher.nodes}, but repro=strict deals its virtual shards to a fixed number of "
-                f"ranks; use launcher.nodes={most}, or repro=exact"
-            )
-    loader = job.loader
-    if isinstance(loader, Streaming) and loader.workers == 0 and loader.prefetch != Streaming.prefetch:
+    if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
+        least, most = job.launcher.node_range
         raise InputError(
-            f"loader.prefetch is {loader.prefetch}, but loader.workers is 0, and only workers read ahead; use "
-            "loader.workers=1, or leave out loader.prefetch"
+            f"launcher.nodes is {least}:{most}, but repro=strict deals its virtual shards to a fixed number of "
+            f"ranks; use launcher.nodes={most}, or repro=exact"
         )
 
 
@@ -125,6 +97,8 @@ def check_job(job: Job) -> None:
         lambda: job.strategy.check_parts(job.optimizer, job.precision, job.train.micro_batches),
         lambda: job.precision.check(job.device),
         job.model.check,
+        job.launcher.check,
+        job.loader.check,
         lambda: _check_crop(job),
         lambda: check_effects(job),
         lambda: check_packages(job),
@@ -154,7 +128,7 @@ def _check_crop(job: Job) -> None:
             "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
             f"{type(job.augment).__name__}; use augment=standard or dataset.crop_from=square"
         )
-    if isinstance(job.loader, Resident):
+    if job.loader.decodes_once:
         raise InputError(
             "loader=resident decodes each image once, but dataset.crop_from=file cuts another box from the file in "
             "each epoch; use loader=streaming or dataset.crop_from=square"
@@ -167,7 +141,7 @@ def _check_kernels(job: Job) -> None:
         "train.cudnn_benchmark=false": job.train.cudnn_benchmark,
         "model.compile_mode=default": job.model.compile and job.model.compile_mode.value == "max-autotune",
     }
-    if isinstance(job.strategy, Strict) and any(timed.values()):
+    if job.strategy.fixed_order and any(timed.values()):
         remedy = " ".join(key for key, on in timed.items() if on)
         raise InputError(
             "repro=strict has the same bits every time, but these options choose by time among kernels that round in "
@@ -177,24 +151,15 @@ def _check_kernels(job: Job) -> None:
 
 def _check_compile(job: Job) -> None:
     """Refuse options that do not work with a compiled model."""
-    if job.model.compile and isinstance(job.strategy, Pipeline) and job.launcher.world_size > 1:
-        raise InputError(
-            "model.compile is true, but under strategy=pipeline a rank runs a part of the model that ends in its "
-            "middle; use model.compile=false, or strategy=fsdp"
-        )
-    if not job.model.compile or job.device != "cuda":
+    if not job.model.compile:
         return
+    job.strategy.check_compile(job.launcher.world_size, job.device)
     # A CUDA graph overwrites the gradients of the previous micro-batch (pytorch/pytorch#169545).
-    if job.model.compile_mode.value != "default" and job.train.micro_batches != 1:
+    if job.device == "cuda" and job.model.compile_mode.value != "default" and job.train.micro_batches != 1:
         raise InputError(
             f"model.compile_mode={job.model.compile_mode.name} records CUDA graphs, which cannot add up the "
             f"gradients of micro-batches, and train.micro_batches is {job.train.micro_batches}; use "
             "model.compile_mode=default"
-        )
-    if isinstance(job.strategy, DataParallel) and (gpus := torch.cuda.device_count()) > 1:
-        raise InputError(
-            f"strategy=dp has a copy of the model on each of {gpus} GPUs, and all copies would call the code that is "
-            "compiled for the first; use strategy=ddp or model.compile=false"
         )
 
 
@@ -214,7 +179,7 @@ def _check_graph(job: Job) -> None:
             "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16",
         ),
         (
-            not getattr(job.optimizer, "recordable", False),
+            not job.optimizer.recordable,
             f"optimizer={optimizer} computes with its learning rate in Python, so each step would have that of the "
             "recorded one; use optimizer=sgd, adam, adamw or muon",
         ),

@@ -64,27 +64,14 @@ def run_agent(
     serves: bool,
     patience: float,
 ) -> dict[int, int] | None:
-    """Meet the other machines, and run `entry` in the ranks of this machine until all ranks of the job are done.
+    """Meet the other machines within `patience` seconds, and run `entry` in the `ranks` of this machine.
 
-    Call it in a thread: its waits for other machines have no limit if the network is cut.
-
-    Args:
-        meeting: where the machines meet.
-        name: the name of the attempt, the same on each machine.
-        entry: what a rank runs.
-        run_dir: the folder of the run.
-        ranks: the number of ranks of each machine.
-        own_name: the name of this machine; that of the first machine in the order of the names, which gets rank 0,
-            is the address at which the ranks meet.
-        serves: whether this process serves the store of the meeting.
-        patience: seconds to wait for the other machines.
+    Call it in a thread: its waits for other machines have no limit if the network is cut. `name` is that of the
+    attempt. The first machine in the order of `own_name` gets rank 0; its name is the address where the ranks meet.
 
     Returns:
         The exit code of the first rank of this machine that failed, which is empty if another machine has ended the
-        attempt; None if all ranks are done.
-
-    Raises:
-        NotEnough: too few machines have met in time.
+        attempt; None if all ranks are done. Raises NotEnough if too few machines have met in time.
     """
     # Not needed by other jobs, and slow to import.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs

@@ -6,7 +6,7 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
@@ -30,6 +30,8 @@ class Inline:
         threads: CPU threads of each rank; `auto` gives each rank the same share of the cores.
     """
 
+    starts_ranks: ClassVar[bool] = False
+    submits: ClassVar[bool] = False
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
     backend: Backend = Backend.auto
     timeout: str = ruled("10min", Time())
@@ -38,7 +40,23 @@ class Inline:
     @property
     def world_size(self) -> int:
         """The ranks of the job, after `auto` is resolved."""
-        return int(self.ranks)
+        return int(self.ranks) * self.node_range[1]
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """The smallest and the largest number of machines."""
+        return 1, 1
+
+    def check(self) -> None:
+        """All keys have an effect."""
+
+    def in_allocation(self) -> Inline:
+        """The launcher that starts the ranks on this machine."""
+        return self
+
+    def can_fork(self) -> bool:
+        """Whether ranks are forked from this process."""
+        return False
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry` in every rank, wait for all, and return the job's objective.

@@ -14,8 +14,6 @@ from lockstep.core import network
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
-from lockstep.core.protocols import Entry
-from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting
 from lockstep.launcher.machines import Machines
 from lockstep.launcher.member import Member
@@ -66,14 +64,17 @@ class Elastic(Spawn):
     node_rank: int | str = ranged("auto", least=0, most=MOST_NODES - 1, words=("auto",))
 
     @property
-    def world_size(self) -> int:
-        return int(self.ranks) * self.node_range[1]
-
-    @property
     def node_range(self) -> tuple[int, int]:
-        """The smallest and the largest number of machines."""
         least, _, most = str(self.nodes).partition(":")
         return int(least), int(most or least)
+
+    def check(self) -> None:
+        for key, neutral in (("rendezvous", None), ("node_rank", "auto")):
+            if self.node_range[1] == 1 and (value := getattr(self, key)) != neutral:
+                raise InputError(
+                    f"launcher.{key} is {value}, but launcher.nodes is 1, so no machines meet; use launcher.nodes=2, "
+                    f"or leave out launcher.{key}"
+                )
 
     def most_restarts(self) -> int:
         return self.restarts
@@ -110,12 +111,6 @@ class Elastic(Spawn):
             return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
         node_rank = None if self.node_rank == "auto" else int(self.node_rank)
         return Member(meeting, node_rank=node_rank, overrides=overrides)
-
-    def launch_on(self, machines: Machines, entry: Entry, run_dir: RunDir) -> float | None:
-        """Like `launch`, on this machine and on others. This machine has main."""
-        machines.run(entry, run_dir, int(self.ranks))
-        objective: float | None = run_dir.read_summary().get("objective")
-        return objective
 
 
 def _listener(host: str, port: int) -> socket.socket:

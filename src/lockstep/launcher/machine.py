@@ -11,6 +11,7 @@ the store has been silent for too long.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import time
@@ -38,6 +39,8 @@ ENDED_S = 1.0
 # The keys of the store. Main sets STATE; the others are numbers that a machine increases, most of them per attempt.
 STATE, REFUSED, CONNECTED, READ = "state", "refused", "connected", "read"
 JOINED, REPORTED, OVER = "joined/{}", "reported/{}", "over/{}"
+# The machine that has a `launcher.node_rank` in an attempt.
+CLAIMED = "claimed/{}/{}"
 
 
 class Machine(ABC):
@@ -98,6 +101,11 @@ class Machine(ABC):
         if code := self.state["end"]:
             raise BY_EXIT_CODE.get(code, RankFailed)(self.state["sentence"])
 
+    def acknowledge(self, store: TCPStore) -> None:
+        """Tell main that this machine has read how the job ended. It counts once, whichever thread was first."""
+        if store.add(f"{READ}/{socket.gethostname()}/{os.getpid()}", 1) == 1:
+            store.add(READ, 1)
+
     def _client(self) -> TCPStore:
         """A connection to the store. Each thread needs its own."""
         meeting = self.meeting
@@ -131,7 +139,7 @@ class Machine(ABC):
             ended = ended + LOOK_S if "end" in self.state and not ranks_here() else 0.0
             if ended >= ENDED_S:
                 with suppress(DistError):  # main has left
-                    self._client().add(READ, 1)
+                    self.acknowledge(self._client())
                 self.raise_ending()
                 return
             if over and ranks_here():

@@ -8,17 +8,18 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import TCPStore
 
-from lockstep.core import log, safe_read
+from lockstep.core import log, network, safe_read
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.agent import Meeting, NotEnough
 from lockstep.launcher.attach import is_listening
-from lockstep.launcher.machine import CONNECTED, FIRST_S, LOOK_S, READ, REFUSED, STATE, Machine, wait
+from lockstep.launcher.machine import CLAIMED, CONNECTED, FIRST_S, LOOK_S, REFUSED, STATE, Machine, wait
 from lockstep.launcher.processes import POLL_S
 
 # Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
@@ -61,13 +62,14 @@ class Member(Machine):
         run_dir = self._confirm_job(store)
         while "end" not in self.state:
             number = self.state["attempt"]
+            self._claim(store, number)
             with suppress(NotEnough):  # main says so
                 self._run_attempt(store, number, run_dir, int(self.state["ranks"]))
             self._await_attempt(number + 1)
             assert self.request is not None
             if self.request.requested and "end" not in self.state:
                 raise Stopped("this machine was stopped and has left the job; the state of the run is saved")
-        store.add(READ, 1)
+        self.acknowledge(store)
         self.raise_ending()
 
     def _await_main(self) -> None:
@@ -102,7 +104,6 @@ class Member(Machine):
         """
         if "end" in self.state:
             return RunDir(Path())
-        host = socket.gethostname()
         run_dir = RunDir(Path(self.state["folder"]))
         refusal, seen_s = "", SEEN_S if run_dir.path.parent.is_dir() else 0.0
         if self.overrides != self.state["overrides"]:
@@ -114,10 +115,32 @@ class Member(Machine):
                 "it on a file system that all machines share: output_root=FOLDER"
             )
         if refusal:
-            store.set(REFUSED, f"machine {host}: {refusal}")
-            store.add(READ, 1)
-            raise InputError(f"machine {host}: {refusal}")
+            self._refuse(store, refusal)
         return run_dir
+
+    def _claim(self, store: TCPStore, number: int) -> None:
+        """Claim the `launcher.node_rank` of this machine for an attempt.
+
+        Raises:
+            InputError: another machine has it.
+        """
+        if self.node_rank is None:
+            return
+        own = network.machine()
+        owner = store.compare_set(CLAIMED.format(number, self.node_rank), "", own).decode()
+        if owner != own:
+            self._refuse(
+                store,
+                f"it was started with launcher.node_rank={self.node_rank}, which another machine has; use another "
+                "number on each, or launcher.node_rank=auto",
+            )
+
+    def _refuse(self, store: TCPStore, refusal: str) -> NoReturn:
+        """Leave the job, and tell main why."""
+        sentence = f"machine {socket.gethostname()}: {refusal}"
+        store.set(REFUSED, sentence)
+        self.acknowledge(store)
+        raise InputError(sentence)
 
 
 def _is_locked(run_dir: RunDir, lock: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lockstep.core import slurm
 from lockstep.core.errors import InputError
@@ -29,6 +30,7 @@ class Slurm(Spawn):
         dry_run: show the script, and submit nothing.
     """
 
+    submits: ClassVar[bool] = True
     restarts: int = ranged(0, least=0, most=1_000_000)
     nodes: int = ranged(1, least=1, most=MOST_NODES)
     gpus: int | None = ranged(None, least=0, most=1024)

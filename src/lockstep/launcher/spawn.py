@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch.distributed import TCPStore
@@ -42,6 +43,8 @@ from lockstep.runtime import child
 class Spawn(Inline):
     """One child process per rank: a fork of this process if that is safe, else a fresh interpreter."""
 
+    starts_ranks: ClassVar[bool] = True
+
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         restarts = self.most_restarts()
         while failure := self._attempt(entry, run_dir, can_restart=restarts > 0):
@@ -53,7 +56,6 @@ class Spawn(Inline):
         return 0
 
     def can_fork(self) -> bool:
-        """Whether ranks are forked from this process."""
         return can_fork()
 
     def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:

@@ -31,6 +31,10 @@ class Single:
     """Whether each rank has the whole model."""
     no_scaler: ClassVar[str] = ""
     """Why the strategy cannot work with a loss scaler; empty if it can."""
+    fixed_order: ClassVar[bool] = False
+    """Whether gradients are added in the same order on any number of ranks."""
+    adapts: ClassVar[bool] = False
+    """Whether the number of devices decides which strategy takes the place of this one."""
 
     def ranks(self, gpus: int) -> int:
         return 1
@@ -56,6 +60,12 @@ class Single:
                 f"train.micro_batches=auto tries the whole model on each rank, and strategy={name} is for models "
                 "that need not fit there; use a number, such as train.micro_batches=8"
             )
+
+    def check_compile(self, ranks: int, device: str) -> None:
+        """A compiled model works."""
+
+    def with_changing_graph(self) -> Self:
+        return self
 
     def data_world(self, world: World) -> World:
         return world
@@ -135,6 +145,13 @@ class DataParallel(Single):
 
     recordable: ClassVar[bool] = False
 
+    def check_compile(self, ranks: int, device: str) -> None:
+        if device == "cuda" and (gpus := torch.cuda.device_count()) > 1:
+            raise InputError(
+                f"strategy=dp has a copy of the model on each of {gpus} GPUs, and all copies would call the code "
+                "that is compiled for the first; use strategy=ddp or model.compile=false"
+            )
+
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return ThreadedReplica(model)
 
@@ -172,10 +189,6 @@ class Distributed(Single):
             model = convert_sync_batchnorm(model)
         share_weights(model)
         return self.replicate(model, plan, example)
-
-    def with_changing_graph(self) -> Self:
-        """This strategy for a run in which some steps have no gradient for some parameters, as with frozen layers."""
-        return self
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica, for a job of several ranks."""
@@ -234,6 +247,8 @@ def rehearse(replica: nn.Module, example: tuple[Any, ...], passes: int) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Auto(Distributed):
     """`single` on one device, `ddp` on more. Replaced by one of them before a run starts."""
+
+    adapts: ClassVar[bool] = True
 
     def ranks(self, gpus: int) -> int:
         return gpus or 1

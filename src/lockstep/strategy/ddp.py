@@ -57,9 +57,13 @@ class DDP(Distributed):
     imports: ClassVar[tuple[str, ...]] = ("torch._dynamo",)
 
     def with_changing_graph(self) -> Self:
-        # Otherwise DDP waits for gradients that never come, or does not send those that come later. If the user
-        # promises a static graph, that stays as it is.
-        return self if self.static_graph else replace(self, static_graph=False, find_unused_parameters=True)
+        # Otherwise DDP waits for gradients that never come, or does not send those that come later.
+        if self.static_graph:
+            raise InputError(
+                "strategy.static_graph is true, but train.freeze_until changes the graph; leave out "
+                "strategy.static_graph"
+            )
+        return replace(self, static_graph=False, find_unused_parameters=True)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         legal = plan.micro_batches == 1

@@ -73,6 +73,13 @@ class Pipeline(Single):
         refuse_wider(optimizer, UpdateScope.parameter, "pipeline", remedy=remedy)
         super().check_parts(optimizer, precision, micro_batches)
 
+    def check_compile(self, ranks: int, device: str) -> None:
+        if ranks > 1:
+            raise InputError(
+                "model.compile is true, but under strategy=pipeline a rank runs a part of the model that ends in its "
+                "middle; use model.compile=false, or strategy=fsdp"
+            )
+
     def data_world(self, world: World) -> World:
         return replace(world, rank=0, size=1)
 

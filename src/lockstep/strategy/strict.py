@@ -96,6 +96,7 @@ class Strict(Single):
 
     shards: int = ranged(4, least=1, most=65_536)
     recordable: ClassVar[bool] = False
+    fixed_order: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.shards & (self.shards - 1):

@@ -8,9 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
 from lockstep.job.prepare import import_for_ranks
-from lockstep.launcher import Slurm
 from lockstep.runtime.host import cores
-from lockstep.strategy import Auto
 from lockstep.sweep.devices import Needs, visible_gpus
 
 
@@ -29,12 +27,12 @@ def plan(config: DictConfig) -> Needs | None:
     if job.resume is not None:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
     launcher = job.launcher
-    if isinstance(launcher, Slurm):
+    if launcher.submits:
         return None
     import_for_ranks(job)
     gpus = 0 if job.device == "cpu" else len(visible_gpus())
     # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
-    ranks = 1 if isinstance(job.strategy, Auto) else job.strategy.ranks(gpus)
+    ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
     ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
     if gpus:
         return Needs(gpus=ranks)

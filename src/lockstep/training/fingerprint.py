@@ -17,7 +17,6 @@ from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.models import Timm
-from lockstep.strategy import Strict
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
 COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
@@ -85,7 +84,7 @@ def fingerprint(job: Job, examples: int) -> dict[str, Any]:
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "loss": type(job.loss).__name__,
         "average": job.train.ema is not None,
-        "repro": describe(job.strategy) if isinstance(job.strategy, Strict) else "exact",
+        "repro": describe(job.strategy) if job.strategy.fixed_order else "exact",
     }
 
 

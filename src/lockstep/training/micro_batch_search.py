@@ -17,7 +17,6 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.strategy import Pipeline
 from lockstep.training.dry_run import dry_run_step, is_out_of_memory
 from lockstep.training.evaluate import evaluate
 
@@ -80,11 +79,12 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
         fewer = max(1, int(job.train.eval_batch) // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
-    if isinstance(job.strategy, Pipeline) and world.size > 1:
+    if not job.strategy.whole_model and world.size > 1:
+        examples = job.micro_batch(job.strategy.data_world(world).size)
         return LockstepError(
-            f"out of memory at step {step} with micro-batches of {job.micro_batch(1)} examples; "
+            f"out of memory at step {step} with micro-batches of {examples} examples; "
             f"train.micro_batches={2 * int(job.train.micro_batches)} makes them smaller and leaves the global batch "
-            "as it is, and more ranks make smaller stages"
+            "as it is, and more ranks have smaller parts of the model"
         )
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     gc.collect()

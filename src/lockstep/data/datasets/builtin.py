@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,10 @@ class Fake(Source):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return (self.channels, self.size, self.size)
+
+    @property
+    def generated_bytes(self) -> int:
+        return (self.examples + self.examples // 4) * math.prod(self.image_shape)
 
     def prepare(self) -> None:
         """There is nothing to fetch."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from lockstep.core.data_protocols import (
     ReadResult,
     Split,
 )
+from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
 from lockstep.data.datasets.packed import MappedSplit
@@ -38,6 +40,13 @@ BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 @dataclass(frozen=True, kw_only=True)
 class Resident:
     """The whole split is on the device as uint8; a batch is one gather there."""
+
+    decodes_once: ClassVar[bool] = True
+    workers: ClassVar[int] = 0
+    prefetch: ClassVar[int] = 0
+
+    def check(self) -> None:
+        """There is no key."""
 
     def __str__(self) -> str:
         return "all images in memory"
@@ -88,6 +97,14 @@ class Streaming:
 
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
     prefetch: int = ranged(2, least=1, most=1024)
+    decodes_once: ClassVar[bool] = False
+
+    def check(self) -> None:
+        if self.workers == 0 and self.prefetch != Streaming.prefetch:
+            raise InputError(
+                f"loader.prefetch is {self.prefetch}, but loader.workers is 0, and only workers read ahead; use "
+                "loader.workers=1, or leave out loader.prefetch"
+            )
 
     def held_gb(self, context: LoaderContext) -> float:
         return 0.0

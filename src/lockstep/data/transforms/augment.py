@@ -59,6 +59,13 @@ class CropFlip:
     flip: float = ranged(0.5, least=0, most=1)
     alternate: bool = False
 
+    def __post_init__(self) -> None:
+        if self.reflect and self.pad == 0:
+            raise InputError(
+                "augment.reflect is true, but augment.pad is 0, so nothing is padded; use augment.pad=4 or "
+                "augment.reflect=false"
+            )
+
     def __str__(self) -> str:
         return _listed(
             f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}" * bool(self.pad), _mirrored(self.flip)
