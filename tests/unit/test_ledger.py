@@ -269,6 +269,16 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
     assert shown.err == "lockstep: job 1: no\n"
 
 
+def test_a_job_that_comes_alone_is_shown_by_what_its_sweep_varies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    records = ledger.enter([(["seed=1", "batch=8"], "seed=1")])
+    Screen(ledger, records).started(records[0])
+    assert capsys.readouterr().out == "job 0  seed=1  started\n"
+
+
 def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ class PoolLauncher(Launcher):
 
         plan = getattr(self.task_function, "plan", self._needs)
         drafts = [Record(number=0, overrides=tuple(words), folder="") for words in job_overrides]
-        swept = swept_keys(drafts)
+        swept = swept_keys(drafts) or ledger.identity().swept  # a search gives one job at a time
         names = [slug(",".join(varied(draft, swept)) or "defaults") for draft in drafts]
         configs, needs = [], []
         for number, words in enumerate(job_overrides, first):

@@ -35,11 +35,8 @@ DIFFERENCES_SHOWN = 3
 
 
 class State(StrEnum):
-    """How far a job is.
-
-    `stopped`: it saved its state after a stop; its next start goes on from there. `pruned`: it was stopped so because
-    others are better.
-    """
+    """How far a job is. `stopped`: it saved its state, and its next start goes on from there; `pruned`: so, because
+    others are better."""
 
     waiting = "waiting"
     running = "running"
@@ -227,7 +224,7 @@ class Ledger:
     ) -> Record:
         """Record how a job ended."""
         ended = replace(record, state=state, ended=time.time(), objective=objective, exit_code=exit_code, error=error)
-        ended = self.write(ended)
+        self.write(ended)
         with suppress(InputError, StorageError):  # another record is damaged, or the disk is full
             present = record_of(self.folder / self.best)
             self.mark_best([ended, *(present[1:] if present else ())])

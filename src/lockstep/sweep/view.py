@@ -30,7 +30,7 @@ class Screen:
         self.ledger = ledger
         self.records = {record.number: record for record in records}
         self.running: list[int] = []
-        self.swept = swept_keys(records)
+        self.swept = swept_keys(records) or (ledger.identity().swept if ledger.exists else ())
         self.began = time.monotonic()
         self.before = sum(record.state in (State.done, State.failed) for record in records)
         self.ended_now = 0
