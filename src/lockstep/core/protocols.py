@@ -1,4 +1,4 @@
-"""The protocols of the parts of a run. The trainer knows these protocols and no concrete part.
+"""The protocols of the options that a config chooses. What uses an option knows its protocol, not its class.
 
 The protocols of the data path are in `lockstep.core.data_protocols`.
 """

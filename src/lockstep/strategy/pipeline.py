@@ -28,7 +28,7 @@ from lockstep.strategy.owned_optimizer import OwnedOptimizer
 from lockstep.strategy.stage import become_stage, stage_of
 
 MOST_STAGES = 1000
-Schedule = enum.Enum("Schedule", {"1f1b": "1f1b", "gpipe": "gpipe"})
+PassOrder = enum.Enum("PassOrder", {"1f1b": "1f1b", "gpipe": "gpipe"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Pipeline(Single):
 
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)
     cuts: list[str] | None = ruled(None, Text())
-    schedule: Schedule = Schedule["1f1b"]
+    schedule: PassOrder = PassOrder["1f1b"]
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False
     no_scaler: ClassVar[str] = "and under strategy=pipeline each stage would skip other steps"
@@ -121,7 +121,7 @@ class Pipeline(Single):
             )
             return
         # `between` waits for all ranks, which would empty the pipeline: a stop comes at the end of the step.
-        most = world.size - world.rank if self.schedule is Schedule["1f1b"] else None
+        most = world.size - world.rank if self.schedule is PassOrder["1f1b"] else None
         losses: deque[Tensor] = deque()
         for micro, _ in micro_batches:
             losses.append(forward(micro))
@@ -142,4 +142,4 @@ class Pipeline(Single):
         return notes
 
 
-__all__ = ["Pipeline", "Schedule"]
+__all__ = ["PassOrder", "Pipeline"]
