@@ -79,6 +79,14 @@ def test_trials_that_were_cut_are_the_first_that_run_again(tmp_path: Path) -> No
     assert [trial.state.name for trial in study_in(tmp_path).trials] == ["FAIL"] * 2 + ["COMPLETE"] * 4
 
 
+def test_trials_with_the_same_values_at_a_time_are_one_job(tmp_path: Path) -> None:
+    launcher = Launcher(lambda job: 1.0 + (job["kind"] == "b"))
+    sweeper(tmp_path, launcher, n_trials=4, n_jobs=4).sweep(["kind=a,b"])
+    assert len({tuple(job) for job in launcher.launched}) == len(launcher.launched) < 4
+    values = {(trial.params["kind"], trial.value) for trial in study_in(tmp_path).trials}
+    assert values <= {("a", 1.0), ("b", 2.0)}
+
+
 def test_a_job_without_a_score_fails_its_trial_and_says_why(tmp_path: Path) -> None:
     sweeper(tmp_path, Launcher(lambda job: float("nan")), n_trials=2).sweep([*LINE])
     for trial in study_in(tmp_path).trials:
@@ -117,6 +125,7 @@ def test_a_job_that_is_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
         ("x=tag(log,interval(1e-5,0.1))", "FloatDistribution(high=0.1, log=True, low=1e-05, step=None)"),
         ("x=int(interval(8,64))", "IntDistribution(high=64, log=False, low=8, step=1)"),
         ("x=range(1,8,2)", "IntDistribution(high=7, log=False, low=1, step=2)"),
+        ("x=tag(log,range(1,8))", "IntDistribution(high=7, log=True, low=1, step=1)"),
         ("x=a,b", "CategoricalDistribution(choices=('a', 'b'))"),
         ("x=choice([1,2],[3])", "CategoricalDistribution(choices=('[1,2]', '[3]'))"),
     ],
@@ -136,6 +145,10 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
         ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is no space to search"),
         ({}, ("x=tag(log,interval(0,1))",), "is no space to search"),
         ({}, ("x=glob(*)",), "is no space to search"),
+        ({}, ("x=tag(log,range(1,8,2))",), "is no space to search"),
+        ({}, ("x=tag(log,range(0.1,1.0,0.1))",), "a range of whole numbers can have it"),
+        ({}, ("x=tag(log,choice(1,2))",), "only log is known"),
+        ({}, ("x=tag(lgo,interval(0.1,1))",), "tag lgo: only log is known"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(

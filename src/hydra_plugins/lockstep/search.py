@@ -155,10 +155,12 @@ class OptunaSweeper(Sweeper):
         self.launcher.more_follow = not is_last
         if self.study["pruner"] != "none":
             self.launcher.enough = has_enough
-        returns = self.launcher.launch(jobs, initial_job_idx=trials[0].number)
+        # Trials may have the same values: that is one job, and two processes of it would fail each other.
+        unique = list(dict.fromkeys(map(tuple, jobs)))
+        returns = dict(zip(unique, self.launcher.launch(unique, initial_job_idx=trials[0].number), strict=True))
         records = {frozenset(record.overrides): record for record in ledger.records()} if ledger.exists else {}
-        for trial, job, returned in zip(trials, jobs, returns, strict=True):
-            record, value = records.get(frozenset(job)), returned.return_value
+        for trial, job in zip(trials, jobs, strict=True):
+            record, value = records.get(frozenset(job)), returns[tuple(job)].return_value
             trial.set_user_attr(ENDED, True)
             if isinstance(value, int | float) and math.isfinite(value):
                 study.tell(trial, value)
@@ -178,17 +180,22 @@ def distribution(word: Override) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value = word.value()
+    tags: set[str] = getattr(value, "tags", set())
     try:
+        if tags - ({"log"} if isinstance(value, IntervalSweep | RangeSweep) else set()):
+            raise ValueError(f"tag {', '.join(sorted(tags))}: only log is known, for interval(...) and range(...)")
         if isinstance(value, IntervalSweep):
             assert value.start is not None
             assert value.end is not None
             is_whole = isinstance(value.start, int) and isinstance(value.end, int)
             kind: Any = IntDistribution if is_whole else FloatDistribution
-            return kind(value.start, value.end, log="log" in value.tags)
+            return kind(value.start, value.end, log="log" in tags)
         if isinstance(value, RangeSweep):
             numbers: list[Any] = [*value.range()]
             if len(numbers) > 1 and all(isinstance(number, int) for number in numbers):
-                return IntDistribution(numbers[0], numbers[-1], step=numbers[1] - numbers[0])
+                return IntDistribution(numbers[0], numbers[-1], step=numbers[1] - numbers[0], log="log" in tags)
+            if tags:
+                raise ValueError("tag log: a range of whole numbers can have it")
         return CategoricalDistribution([*word.sweep_string_iterator()])
     except (ValueError, HydraException) as error:
         raise InputError(
