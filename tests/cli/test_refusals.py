@@ -428,8 +428,9 @@ def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -
 def test_a_key_that_is_written_as_a_flag_is_shown_as_it_should_be(words: list[str], key: str) -> None:
     with pytest.raises(InputError) as raised:
         messages.check_flags(words)
+    note = " (batch counts the images of all devices)" if key.startswith("batch=") else ""
     assert str(raised.value).endswith(
-        f"is no flag of this program; a key is written without dashes, KEY=VALUE: {key}"
+        f"is no flag of this program; a key is written without dashes, KEY=VALUE{note}: {key}"
     )
     messages.check_flags(["--cfg", "job", "--package", "model", "-m", "batch=1", "--config-dir=x"])
 

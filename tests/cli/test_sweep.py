@@ -244,6 +244,7 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     assert losses(folder / "001-optimizer.lr=0.003") == losses(alone)
     swept = weights(folder / "001-optimizer.lr=0.003")
     assert all(torch.equal(tensor, swept[name]) for name, tensor in weights(alone).items())
+    assert "  paused  in 0:" in done.out
     before = files(folder / "001-optimizer.lr=0.003")
     again = sweep(tmp_path, *line)
     assert (again.code, "started" in again.out) == (0, False)
@@ -252,6 +253,15 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     assert files(folder / "001-optimizer.lr=0.003") == before
     best = max(ledger(tmp_path).records(), key=lambda record: record.objective or 0)
     assert best.number == 1
+
+
+def test_a_job_that_is_done_before_its_round_ends_is_not_run_again(tmp_path: Path) -> None:
+    done = sweep(
+        tmp_path, "optimizer.lr=0.0001,0.01", "model=linear", *SHORT, "train.eval_every=1", "sweep.halving=2"
+    )
+    assert done.code == 0, done.err
+    assert "1 of 2 jobs go on after 50 % of their steps" in done.out
+    assert states(tmp_path)[1] == "done"
 
 
 def test_a_search_runs_its_trials_as_jobs_and_the_same_line_goes_on_with_it(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         def has_enough(record: Record, share: float = share, is_last: bool = is_last) -> bool:
             return not is_last and score(ledger, record, share) is not None
 
-        pool.run([tasks[r.number] for r in racing if r.number in tasks and not has_enough(r)], enough=has_enough)
+        unfinished = [r for r in racing if r.number in tasks and r.state is not State.done]
+        pool.run([tasks[record.number] for record in unfinished if not has_enough(record)], enough=has_enough)
         racing = [record for record in map(ledger.read, racing) if record.state is not State.failed]
         if is_last or not racing:
             return

@@ -60,7 +60,8 @@ class Screen:
         self.records[record.number] = record
         self.running = [number for number in self.running if number != record.number]
         self.ended_now += record.state in (State.done, State.failed)
-        ending = f"{record.state} {score(record)}{record.error and ': '}{record.error}".replace(" :", ":")
+        state = "paused" if record.state is State.waiting else record.state  # others may be better
+        ending = f"{state}: {record.error}" if record.error else f"{state} {score(record)}".rstrip()
         total = str(len(self.records))
         position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
