@@ -65,11 +65,7 @@ class Strategy(Component, Protocol):
         """Raise InputError if a compiled model does not work on so many ranks of that kind of device."""
 
     def with_changing_graph(self) -> Self:
-        """This strategy for a run in which some steps have no gradient for some parameters, as with frozen layers.
-
-        Raises:
-            InputError: a field promises that the graph does not change.
-        """
+        """This strategy for steps without a gradient for frozen layers. Raises InputError if it has none."""
 
     def data_world(self, world: World) -> World:
         """The world that decides a rank's shard of each global batch and its blocks of an evaluation."""
@@ -278,11 +274,7 @@ class Logger(Component, Protocol):
     """A place for the figures of a run. Any number of them may be chosen."""
 
     def build(self, run: RunInfo) -> Observer:
-        """The observer that writes the figures; called by main only.
-
-        Raises:
-            InputError: a package that the logger needs is not installed.
-        """
+        """The observer that writes the figures, on main only. Raises InputError without a package that it needs."""
 
 
 class Metric(Component, Protocol):
