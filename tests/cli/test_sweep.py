@@ -179,6 +179,18 @@ def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_pat
     [
         (("-m", "sweep.resume=latest"), "sweep.resume=latest: no sweep has been started in"),
         (("-m", "seed=1,2", "sweep.resume=/nowhere"), "sweep.resume: /nowhere is no folder of a sweep"),
+        (
+            ("-m", "seed=1,2", "sweep.objectives=[speed]"),
+            "sweep.objectives is [speed], expected some of score, seconds, megabytes, each once",
+        ),
+        (
+            ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.objectives=[score,seconds]"),
+            "which hydra/launcher=pool does; use hydra/launcher=pool",
+        ),
+        (
+            ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.halving=2"),
+            "sweep.halving is 2, which hydra/launcher=pool does; use hydra/launcher=pool",
+        ),
         (("sweep.retry=true",), "sweep.* says how a sweep goes on, and this is one job; add -m"),
     ],
 )

@@ -118,6 +118,31 @@ def test_a_job_that_is_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
     assert [trial.state.name for trial in study_in(tmp_path).trials] == ["COMPLETE"] * 6 + ["PRUNED"] * 2
 
 
+def test_a_search_with_several_objectives_keeps_the_trade_offs(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(base={}, swept=(), words=()))
+
+    class Pool(Launcher):
+        def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+            returns = super().launch(jobs, initial_job_idx)
+            for job, returned in zip(jobs, returns, strict=True):
+                (record,) = ledger.enter([(job, "job")])
+                (tmp_path / record.folder).mkdir(exist_ok=True)
+                (tmp_path / record.folder / "metrics.jsonl").write_text(
+                    f'{{"step": 10, "perf/step_ms": {100 * returned.return_value}}}\n'
+                )
+                ledger.end(record, State.done, objective=returned.return_value)
+            return returns
+
+    searching = sweeper(tmp_path, Pool(lambda job: float(job["x"])), n_trials=4)
+    searching.settings.sweep = {"objectives": ["score", "seconds"]}
+    searching.sweep(["x=1,2,3,4"])
+    study = study_in(tmp_path)
+    assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE"]
+    assert all(trial.values[1] == pytest.approx(trial.values[0]) for trial in study.trials)
+    assert len(study.best_trials) == 4, "each is better in one of the two"
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [

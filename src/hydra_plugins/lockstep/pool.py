@@ -30,7 +30,7 @@ from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger, Record, State
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
-# whether failed jobs run again, and of how many jobs one goes on (`lockstep.sweep.halving`).
+# whether failed jobs run again, of how many jobs one goes on (`lockstep.sweep.halving`), and the table's columns.
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
@@ -38,6 +38,7 @@ CONFIG = {
     "cores": 1,
     "retry": False,
     "halving": None,
+    "objectives": ["score"],
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra")
 
@@ -55,8 +56,11 @@ class PoolLauncher(Launcher):
     more_follow = False
     enough: Callable[[Record], bool] | None = None
 
-    def __init__(self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None) -> None:
+    def __init__(
+        self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None, objectives: Sequence[str]
+    ) -> None:
         self.jobs, self.gpus, self.cores, self.retry, self.halving = jobs, gpus, cores, retry, halving
+        self.objectives = objectives
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
@@ -126,7 +130,11 @@ class PoolLauncher(Launcher):
                 raise
             finally:
                 if not self.more_follow:
-                    show_table(ledger, [record for record in ledger.records() if record.number in self.numbers])
+                    show_table(
+                        ledger,
+                        [record for record in ledger.records() if record.number in self.numbers],
+                        self.objectives,
+                    )
         return [ledger.read(record) for record in records]
 
     def _prune(self, ledger: Ledger, records: Sequence[Record]) -> None:

@@ -23,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core.errors import InputError
+from lockstep.sweep.objectives import OBJECTIVES, SCORE, values
 
 if TYPE_CHECKING:
     import optuna
@@ -86,7 +87,7 @@ class OptunaSweeper(Sweeper):
             self._run(study, trials, jobs, is_last=missing <= self.n_jobs)
             ran = True
         if not ran and (ledger := Ledger(Path(self.settings.hydra.sweep.dir))).exists:
-            show_table(ledger, ledger.records())
+            show_table(ledger, ledger.records(), self.objectives)
 
     def _check(self) -> None:
         """Refuse wrong settings, and those that the launcher cannot keep."""
@@ -103,8 +104,23 @@ class OptunaSweeper(Sweeper):
                 raise InputError(f"hydra.sweeper.{key} is {value!r}, expected a whole number from 1")
         if self.study["pruner"] != "none" and not hasattr(self.launcher, "enough"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
+        if len(self.objectives) > 1 and (self.study["pruner"] != "none" or self.study["direction"] != "maximize"):
+            raise InputError(
+                "sweep.objectives has several, which have directions of their own, and of which Optuna prunes none; "
+                "leave out hydra.sweeper.pruner and hydra.sweeper.direction"
+            )
         if OmegaConf.select(self.settings, "sweep.halving"):
             raise InputError("sweep.halving is for all combinations; use hydra.sweeper.pruner=halving instead")
+
+    @property
+    def objectives(self) -> Sequence[str]:
+        """What the jobs are compared by; apps other than ours have a score."""
+        return OmegaConf.select(self.settings, "sweep.objectives") or [SCORE]
+
+    def _directions(self) -> list[Any]:
+        if len(self.objectives) == 1:
+            return [self.study["direction"]]
+        return ["maximize" if OBJECTIVES[name][1] else "minimize" for name in self.objectives]
 
     def _open(self) -> optuna.Study:
         """The study of the sweep, with the trials of a run that was cut first in its queue."""
@@ -119,7 +135,7 @@ class OptunaSweeper(Sweeper):
             storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(folder / "optuna.log"))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
             study_name=self.study["study_name"],
-            direction=self.study["direction"],
+            directions=self._directions(),
             load_if_exists=True,
         )
         # With the seed alone, a line that goes on would draw once more what it has drawn.
@@ -162,8 +178,9 @@ class OptunaSweeper(Sweeper):
         for trial, job in zip(trials, jobs, strict=True):
             record, value = records.get(frozenset(job)), returns[tuple(job)].return_value
             trial.set_user_attr(ENDED, True)
-            if isinstance(value, int | float) and math.isfinite(value):
-                study.tell(trial, value)
+            several = values(ledger, record, self.objectives) if record and len(self.objectives) > 1 else []
+            if several or (isinstance(value, int | float) and math.isfinite(value)):
+                study.tell(trial, several or value)
             elif record is not None and record.state is State.pruned:
                 study.tell(trial, state=TrialState.PRUNED)
             else:

@@ -110,6 +110,7 @@ class SweepBlock:
     resume: str = pathname("auto")
     retry: bool = False
     halving: int | None = ranged(None, least=2, most=1000)
+    objectives: list[str] = ruled(["score"], Text())
 
 
 def _group() -> Any:

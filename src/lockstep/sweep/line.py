@@ -18,6 +18,7 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
+from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger, State
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
@@ -33,11 +34,12 @@ def choose_folder(config: DictConfig) -> Ledger:
     """
     check_folders(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
-    for problem in problems(SweepBlock, dict(block), "sweep."):
+    for problem in problems(SweepBlock, {str(key): _plain(value) for key, value in block.items()}, "sweep."):
         raise InputError(problem)
-    of_pool = {"retry": bool(block.retry), "halving": block.halving}
+    objectives.check(block.objectives)
+    of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
     for key, value in of_pool.items():
-        if value and key not in config.hydra.launcher:
+        if value and value != [objectives.SCORE] and key not in config.hydra.launcher:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
@@ -71,6 +73,10 @@ def choose_folder(config: DictConfig) -> Ledger:
         config.hydra.overrides.task = words
         config.hydra.launcher.update({key: of_pool[key] for key in of_pool if key in config.hydra.launcher})
     return ledger
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _base(config: DictConfig) -> dict[str, Any]:

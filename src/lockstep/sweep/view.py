@@ -16,7 +16,9 @@ from rich.text import Text
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, escaped
 from lockstep.runtime.program import say
+from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, Record, State, output_of
+from lockstep.sweep.objectives import SCORE
 from lockstep.telemetry.columns import ALWAYS, Column, clock, fitting
 
 SEED = "seed"
@@ -132,18 +134,27 @@ def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
         return {}
 
 
-def show_table(ledger: Ledger, records: Sequence[Record]) -> None:
-    """Print the table of a sweep: each job with its score, the seeds together, and why jobs failed."""
+def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] = (SCORE,)) -> None:
+    """Print the table of a sweep: each job with its score, the seeds together, and why jobs failed.
+
+    `names` are the objectives.
+    """
     swept = swept_keys(records)
-    table = Table("job", "overrides", "score", "ended")
+    names = [SCORE, *(name for name in names if name != SCORE)]
+    table = Table("job", "overrides", *names, "ended")
+    figures = {record.number: objectives.values(ledger, record, names) for record in records}
     for record in records:
         ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
-        table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), ending)
+        others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
+        table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), *others, ending)
     # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
     log.console.print(f"sweep in {ledger.folder}", soft_wrap=True)
     log.console.print(table)
     for line in seeds_together(records, swept):
         log.console.print(line, soft_wrap=True)
+    if len(names) > 1 and (best_ones := objectives.trade_offs({k: v for k, v in figures.items() if v}, names)):
+        jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
+        log.console.print(f"no other job is better in {' and '.join(names)} than {jobs}", soft_wrap=True)
     if best := best_of(records):
         ledger.mark_best(ledger.records())  # two jobs that ended at once may have named the worse one
         log.console.print(

@@ -1,0 +1,75 @@
+"""What a sweep compares its jobs by: the score, and what it cost. Several objectives have trade-offs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.ledger import Ledger, Record
+
+SCORE = "score"
+
+
+def _score(ledger: Ledger, record: Record) -> float | None:
+    return record.score
+
+
+def _seconds(ledger: Ledger, record: Record) -> float | None:
+    """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
+    total, before = 0.0, 0.0
+    try:
+        for text in safe_read.read_text(RunDir(ledger.folder / record.folder).metrics).splitlines():
+            line = safe_read.parsed_json(text)
+            if "perf/step_ms" in line:
+                total += float(line["perf/step_ms"]) / 1000 * (float(line["step"]) - before)
+                before = float(line["step"])
+    except (InputError, LookupError, TypeError, ValueError):
+        return None  # a job of an app that writes no such file
+    return total
+
+
+def _megabytes(ledger: Ledger, record: Record) -> float | None:
+    """The size of the exported weights."""
+    try:
+        return RunDir(ledger.folder / record.folder).weights.stat().st_size / 1e6
+    except OSError:
+        return None
+
+
+# Of each objective: its value for a job, and whether more is better.
+OBJECTIVES: Mapping[str, tuple[Callable[[Ledger, Record], float | None], bool]] = {
+    SCORE: (_score, True),
+    "seconds": (_seconds, False),
+    "megabytes": (_megabytes, False),
+}
+
+
+def check(names: Sequence[str]) -> None:
+    """Raise InputError for names that are no objectives."""
+    if not names or len({*names}) < len(names) or not {*names} <= {*OBJECTIVES}:
+        raise InputError(
+            f"sweep.objectives is [{','.join(map(str, names))}], expected some of {', '.join(OBJECTIVES)}, each "
+            f"once: sweep.objectives=[{SCORE}]"
+        )
+
+
+def values(ledger: Ledger, record: Record, names: Sequence[str]) -> list[float]:
+    """The objectives of a job that is done; empty if one is unknown."""
+    known = [OBJECTIVES[name][0](ledger, record) for name in names] if record.score is not None else []
+    return [] if None in known else [value for value in known if value is not None]
+
+
+def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str]) -> list[int]:
+    """The Pareto set, best score first: no other job is better in one objective and worse in none."""
+    signs = [1 if OBJECTIVES[name][1] else -1 for name in names]
+    gains = {number: [sign * value for sign, value in zip(signs, job, strict=True)] for number, job in jobs.items()}
+
+    def is_beaten(number: int) -> bool:
+        others = (gain for gain in gains.values() if gain != gains[number])
+        return any(all(a >= b for a, b in zip(other, gains[number], strict=True)) for other in others)
+
+    return sorted(
+        (number for number in jobs if not is_beaten(number)), key=lambda number: gains[number], reverse=True
+    )
