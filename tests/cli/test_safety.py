@@ -130,14 +130,23 @@ def test_a_config_cannot_read_the_environment(tmp_path: Path, run: Path, overrid
     assert refusal(tmp_path / "runs", f"resume={run}", "steps=6") == expected
 
 
-def test_no_key_of_a_job_can_read_the_environment() -> None:
+def test_no_key_of_any_option_can_read_the_environment() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("config", overrides=["name=test", "metric=f1"])
-    keys = [key for key, _ in leaves(composition.to_dict(config)) if "_target_" not in key]
-    assert {"metric.f1.average", "model.width", "epochs"} <= set(keys)
-    OmegaConf.set_struct(config, False)
-    for key in keys:
-        for reference in ("${oc.env:LOCKSTEP_TEST_SECRET}", "${oc.decode:${oc.env:LOCKSTEP_TEST_SECRET}}"):
+        job = compose("config", overrides=["name=test"])
+    OmegaConf.set_struct(job, False)
+    keys = {key: job for key, _ in leaves(composition.to_dict(job))}
+    for file in sorted((ROOT / "conf").glob("*/*.yaml")):
+        if (group := file.parent.name) in schema.GROUPS:
+            node = yaml.safe_load(file.read_text().replace("???", "there"))
+            node.pop("defaults", None)
+            config = copy.deepcopy(job)
+            config[group] = node
+            keys |= {f"{group}.{key}": config for key, _ in leaves(node)}
+    keys = {key: config for key, config in keys.items() if "_target_" not in key}
+    assert len(keys) > 150
+    assert {"epochs", "launcher.partition", "metric.f1.average", "dataset.path", "logger.wandb.project"} <= {*keys}
+    for key, config in keys.items():
+        for reference in ("${oc.env:LOCKSTEP_TEST_SECRET}", "x${oc.decode:${oc.env:LOCKSTEP_TEST_SECRET}}"):
             changed = copy.deepcopy(config)
             OmegaConf.update(changed, key, reference)
             with pytest.raises(InputError, match=f"{re.escape(key)} asks for .*, which is not allowed") as raised:

@@ -165,6 +165,13 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
         ({"sampler": "nope"}, LINE, "hydra.sweeper.sampler is 'nope', expected one of tpe, random, qmc"),
         ({"direction": "up"}, LINE, "hydra.sweeper.direction is 'up', expected one of maximize, minimize"),
         ({"n_trials": 0}, LINE, "hydra.sweeper.n_trials is 0, expected a whole number from 1"),
+        ({"n_jobs": "x"}, LINE, "hydra.sweeper.n_jobs is 'x', expected a whole number from 1"),
+        ({"seed": True}, LINE, "hydra.sweeper.seed is True, expected a whole number from 0"),
+        (
+            {"storage": "nonsense"},
+            LINE,
+            r"storage: nonsense cannot be used \(\w+: .*; start anew with sweep\.resume=new",
+        ),
         ({"pruner": "median"}, LINE, "hydra.sweeper.pruner works with hydra/launcher=pool"),
         ({}, ("seed=1",), "has nothing to search; add for example optimizer.lr=0.001,0.01"),
         ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is no space to search"),
@@ -182,6 +189,15 @@ def test_what_cannot_be_searched_is_refused(
     with pytest.raises(InputError, match=sentence):
         sweeper(tmp_path, SimpleNamespace(), **settings).sweep([*words])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["garbage", "[]", '{"op_code": 99}', '{"op_code": 4, "worker_id": "x"}', "{"])
+def test_a_damaged_study_is_one_sentence(tmp_path: Path, text: str) -> None:
+    sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=1).sweep([*LINE])
+    with (tmp_path / "optuna.log").open("a") as file:
+        file.write(text + "\n")
+    with pytest.raises(InputError, match=r"optuna\.log of the sweep cannot be used \(\w+: .*sweep\.resume=new"):
+        sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=2).sweep([*LINE])
 
 
 def test_other_choices_than_those_of_the_study_are_refused(tmp_path: Path) -> None:

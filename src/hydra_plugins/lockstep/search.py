@@ -75,7 +75,14 @@ class OptunaSweeper(Sweeper):
         if not space:
             raise InputError("hydra/sweeper=optuna has nothing to search; add for example optimizer.lr=0.001,0.01")
         fixed = [str(word.input_line) for word in parsed if not word.is_sweep_override()]
-        study, ran = self._open(), False
+        try:
+            study, ran = self._open(), False
+        except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            raise InputError(
+                f"hydra.sweeper.storage: {self.study['storage'] or 'optuna.log of the sweep'} cannot be used "
+                f"({type(error).__name__}: {reason}); start anew with sweep.resume=new, or name another storage"
+            ) from error
         while (missing := self.n_trials - sum(ENDED in trial.user_attrs for trial in study.trials)) > 0:
             try:
                 trials = [study.ask(space) for _ in range(min(self.n_jobs, missing))]
@@ -99,9 +106,13 @@ class OptunaSweeper(Sweeper):
         for key, known in (("sampler", SAMPLERS), ("pruner", PRUNERS), ("direction", DIRECTIONS)):
             if self.study[key] not in known:
                 raise InputError(f"hydra.sweeper.{key} is {self.study[key]!r}, expected one of {', '.join(known)}")
-        for key, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs)):
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"hydra.sweeper.{key} is {value!r}, expected a whole number from 1")
+        for key, value, least in (
+            ("n_trials", self.n_trials, 1),
+            ("n_jobs", self.n_jobs, 1),
+            ("seed", self.study["seed"], 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError(f"hydra.sweeper.{key} is {value!r}, expected a whole number from {least}")
         if self.study["pruner"] != "none" and not hasattr(self.launcher, "enough"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
         if len(self.objectives) > 1 and (self.study["pruner"] != "none" or self.study["direction"] != "maximize"):
