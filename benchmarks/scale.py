@@ -41,6 +41,7 @@ from lockstep.telemetry import Telemetry
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import STEPS
+from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training.sanity_checks import checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 
@@ -134,6 +135,7 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         observer=Observer(),
         display=Display(),
         samples=NoSamples(),
+        times=TimeSpent(None, world.device, reduces=False, period=20),
         step=0,
         flops=0,
         peak=0,

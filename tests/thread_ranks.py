@@ -6,6 +6,7 @@ gloo and NCCL do the same is for the tests of real ranks.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +39,7 @@ class ThreadRanks:
         self.barrier = threading.Barrier(size, timeout=LONGEST_S)
         self.tensors = [torch.empty(0)] * size
         self.own = threading.local()
-        for name in ("all_reduce", "all_gather_into_tensor", "broadcast"):
+        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "broadcast_object_list"):
             monkeypatch.setattr(dist, name, getattr(self, name))
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
@@ -75,6 +76,12 @@ class ThreadRanks:
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(torch.cat(self.gathered(tensor)))
+
+    def broadcast_object_list(self, box: list[Any], src: int, device: Any = None) -> None:
+        letters = torch.zeros(1000, dtype=torch.uint8)
+        pickled = pickle.dumps(box)
+        letters[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        box[:] = pickle.loads(bytes(self.gathered(letters)[src].tolist()))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         tensor.detach().copy_(self.gathered(tensor)[src])

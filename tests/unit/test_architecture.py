@@ -244,6 +244,7 @@ READS: dict[str, str] = {
     "config.timm_names": "timm's own source",
     "runtime.host": "the kernel's /proc",
     "runtime.watchdog": "the kernel's /proc",
+    "telemetry.hardware": "the kernel's counters of energy",
     "training.micro_batch_search": "the kernel's /proc",
     "sweep.ledger": "the kernel's /proc; records are read by the guarded reader",
     "launcher.agent": "the kernel's /proc",

@@ -14,9 +14,11 @@ from lockstep.core.plan import Plan
 from lockstep.telemetry import Window
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
+from lockstep.telemetry.clock import TrainingClock
 from lockstep.telemetry.columns import Columns, clock, figures, fitting
 from lockstep.telemetry.display import Bar, Display, Lines, display
 from lockstep.telemetry.progress import Work, progress
+from lockstep.telemetry.time_left import TimeLeft
 from processes import wait_for
 
 PLAN = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=10)
@@ -24,6 +26,11 @@ WINDOW = Window(first=1, last=4, loss=0.51234, top1=81.25, examples=3000, second
 LARGE = Window(first=5, last=9, loss=1234.5, top1=100.0, examples=9_000_000, seconds=2.0, waited=2.0)
 SCORES = {"loss/val": 0.25, "acc/val_top1": 93.456, "acc/val_top5": 99.0}
 AVERAGED = {**SCORES, "acc/val_ema_top1": 95.0}
+
+
+def left(step: int) -> TimeLeft:
+    """The time left of a process that begins at a step."""
+    return TimeLeft(PLAN, TrainingClock(), step, evaluated=20)
 
 
 class Screenful(io.StringIO):
@@ -51,7 +58,7 @@ def test_seconds_on_a_clock(seconds: float, expected: str) -> None:
 
 
 def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines(PLAN, 0)
+    lines = Lines(PLAN, left(0))
     lines.evaluated(11, SCORES, WINDOW, best=True)
     lines.evaluated(12, AVERAGED, None, best=True)
     lines.close()
@@ -75,7 +82,7 @@ def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     screen = terminal(monkeypatch, width)
-    bar = Bar(PLAN, 0)
+    bar = Bar(PLAN, left(0))
     try:
         bar.advance(7)
         for change in (lambda: None, lambda: bar.window(LARGE, None), lambda: bar.evaluating(3, 8)):
@@ -103,7 +110,7 @@ def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
         (SCORES, False, ""),
     ):
         screen = terminal(monkeypatch)
-        lines = Lines(PLAN, 0)
+        lines = Lines(PLAN, left(0))
         lines.evaluated(5, scores, WINDOW, best=best)
         lines.close()
         assert coloured in screen.getvalue()
@@ -111,8 +118,10 @@ def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
 
 
 def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines(PLAN, 5)
-    lines.began -= 100
+    at_step_five = left(5)
+    at_step_five.clock.mark -= 100  # ten seconds a step
+    at_step_five.clock.pauses.update(evaluation=3, checkpoint=2)  # all of them
+    lines = Lines(PLAN, at_step_five)
     lines.evaluated(15, SCORES, None, best=False)
     lines.close()
     assert "left 1:40" in capsys.readouterr().out
@@ -121,7 +130,7 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.Captu
 def test_a_log_point_is_a_line_when_nothing_was_printed_for_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = Lines(PLAN, 0)
+    lines = Lines(PLAN, left(0))
     lines.window(WINDOW, WINDOW)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(shown, "LINE_EVERY_S", 0.0)
@@ -134,7 +143,7 @@ def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch:
     monkeypatch.setattr(shown, "SILENCE_S", 0.01)
     messages: list[str] = []
     monkeypatch.setattr(log, "say", lambda message, *, shown: messages.append(message))
-    lines = Lines(PLAN, 0)
+    lines = Lines(PLAN, left(0))
     wait_for(lambda: any("epoch 1/3  step  0/25  in step 1 for 0:00  left ?" in text for text in messages))
     lines.evaluating(3, 8)
     wait_for(lambda: any("evaluating 3/8" in text for text in messages))
@@ -144,7 +153,7 @@ def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch:
 
 def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    bar = display(PLAN, 10, is_main=True)
+    bar = display(PLAN, left(10), is_main=True)
     assert isinstance(bar, Bar)
     bar.advance(12)
     bar.window(WINDOW, WINDOW)
@@ -160,13 +169,13 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pipe_gets_lines_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "console", Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    lines = display(PLAN, 0, is_main=True)
+    lines = display(PLAN, left(0), is_main=True)
     lines.close()
     assert type(lines) is Lines
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    nothing = display(PLAN, 0, is_main=False)
+    nothing = display(PLAN, left(0), is_main=False)
     assert type(nothing) is Display
     nothing.advance(1)
     nothing.window(WINDOW, None)

@@ -21,6 +21,7 @@ from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
+from lockstep.telemetry.time_spent import TimeSpent
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
@@ -83,6 +84,7 @@ def recorder(
         observer=sink,
         display=Watched(),
         samples=NoSamples(),
+        times=TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every),
         step=step,
         window=window,
         flops=flops,
@@ -213,7 +215,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
     for _ in telemetry.watch(slowly()):
         now += 1
         count(telemetry, [1.0], [True])
-        with telemetry.pause():
+        with telemetry.clock.pause("evaluation"):
             now += 10
     window = ended(telemetry, 2)
     assert (window.waited, window.seconds) == (6, 8)
@@ -249,7 +251,9 @@ def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:
     telemetry = recorder(sink)
     telemetry.evaluated(7, {"acc/val_top1": 90.0}, best=True)
     telemetry.close()
-    assert sink.lines == [(7, {"acc/val_top1": 90.0})]
+    ((step, scalars),) = sink.lines
+    assert (step, scalars["acc/val_top1"]) == (7, 90.0)
+    assert [tag for tag in scalars if not tag.startswith("perf/time/")] == ["acc/val_top1"]
     assert sink.ended == "failed"  # the default, unless the run completes
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.closed

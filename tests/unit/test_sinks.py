@@ -200,7 +200,7 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     layout = layout_pb2.Layout.FromString(stored)
     assert [category.title for category in layout.category] == list(LAYOUT)
     without = layout_of({"device": "cpu", "metric": {}})
-    assert list(without) == ["Learning", "Throughput", "Optimisation"], "no chart stays empty"
+    assert list(without) == ["Learning", "Throughput", "CPU", "Optimisation"], "no chart stays empty"
     assert "metrics" not in without["Learning"]
     assert layout_of({"device": "cuda", "metric": {"f1": {}}}) == LAYOUT
     assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]

@@ -48,7 +48,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self.stragglers = self
+        self.stragglers = self.times = self.clock = self
         self.busy = 0.0
 
     def watch(self, shards: Iterator[Any]) -> Iterator[Any]:
@@ -57,7 +57,13 @@ class Silent:
     def record(self, loss: Tensor, logits: Tensor, micro: Any, images: Tensor) -> None:
         """Keep nothing."""
 
-    def pause(self) -> Any:
+    def loading(self, groups: Iterator[Any]) -> Iterator[Any]:
+        return groups
+
+    def reduced(self) -> None:
+        """Time nothing."""
+
+    def pause(self, purpose: str) -> Any:
         return nullcontext()
 
     def write_windows(self) -> list[Any]:

@@ -161,7 +161,7 @@ def load_job(path: Path) -> Job:
 def schema() -> DictConfig:
     """The keys of a job for OmegaConf. Cached, because creating them takes longer than checking values with them."""
     nodes = OmegaConf.structured(Job)
-    for node in (nodes, nodes.train, nodes.input, nodes.checkpoint, nodes.telemetry, nodes.sweep):
+    for node in (nodes, *(block for block in nodes.values() if isinstance(block, DictConfig))):
         OmegaConf.set_readonly(node, None)  # a job is frozen, but a config is changed while it is composed
     return nodes
 

@@ -9,7 +9,9 @@ from lockstep.config.commands import override, parsed, typed
 from lockstep.config.schema import (
     CONF,
     GROUPS,
+    BudgetBlock,
     CheckpointBlock,
+    CostBlock,
     InputBlock,
     Job,
     TelemetryBlock,
@@ -17,7 +19,14 @@ from lockstep.config.schema import (
 )
 from lockstep.config.timm_names import is_timm_model
 
-BLOCKS = {"train": TrainBlock, "input": InputBlock, "checkpoint": CheckpointBlock, "telemetry": TelemetryBlock}
+BLOCKS = {
+    "train": TrainBlock,
+    "input": InputBlock,
+    "checkpoint": CheckpointBlock,
+    "telemetry": TelemetryBlock,
+    "cost": CostBlock,
+    "budget": BudgetBlock,
+}
 # Our overrides, and the last part of the other programs' keys and flags, with underscores. `{}` is the user's value;
 # an override without it stands for a switch that is on. The name of a group alone stands for one of its options.
 KEYS: Mapping[str, str] = {

@@ -113,6 +113,22 @@ class SweepBlock:
     objectives: list[str] = ruled(["score"], Text())
 
 
+@dataclass(frozen=True)
+class CostBlock:
+    """`cost.*`: prices, from which the cost of a run is computed."""
+
+    usd_per_gpu_hour: float | None = ranged(None, least=0, most=1e6)
+
+
+@dataclass(frozen=True)
+class BudgetBlock:
+    """`budget.*`: what a run may cost, over all its parts, before it stops and can be resumed."""
+
+    hours: float | None = ranged(None, above=0.0, most=1e6)
+    kwh: float | None = ranged(None, above=0.0, most=1e9)
+    usd: float | None = ranged(None, above=0.0, most=1e9)
+
+
 def _group() -> Any:
     """A config group: any node in the schema; in a job, the component that `components.build_job` builds from it."""
     return field(default=None)
@@ -143,6 +159,8 @@ class Job:
     checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
     telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
     sweep: SweepBlock = field(default_factory=SweepBlock)
+    cost: CostBlock = field(default_factory=CostBlock)
+    budget: BudgetBlock = field(default_factory=BudgetBlock)
     model: Model = _group()
     dataset: Source = _group()
     loader: ImageLoader = _group()

@@ -46,6 +46,12 @@ def check_effects(job: Job) -> None:
             f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
             "train.freeze=[backbone], or leave out train.freeze_until"
         )
+    if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
+        reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"
+        raise InputError(
+            f"budget.usd is {job.budget.usd:g}, but {reason}, so nothing has a price; use budget.hours"
+            + ", or add cost.usd_per_gpu_hour=PRICE" * (job.device != "cpu")
+        )
     if job.precision.storage is torch.bfloat16 and job.train.ema is not None:
         raise InputError(
             f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "

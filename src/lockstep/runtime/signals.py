@@ -60,6 +60,7 @@ class StopRequest:
         immediate: whether a stop interrupts the main thread, because no work there must be finished.
         begun: whether a step was finished, so that there is a state to save.
         leaving: whether the state is being saved.
+        reason: why the run itself asked for the stop; empty for a signal.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,11 @@ class StopRequest:
         self.begun = False
         self.leaving = False
         self.interrupted_at: float | None = None
+        self.reason = ""
+
+    def ask(self, reason: str) -> None:
+        """Request a stop for a reason of the run's own."""
+        self.requested, self.reason = True, reason
 
     def take(self, number: int) -> None:
         """Record a signal."""

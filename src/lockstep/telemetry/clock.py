@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -24,6 +25,8 @@ class TrainingClock:
     def __init__(self) -> None:
         self.total = NO_TIME  # of the windows that have ended
         self.pausing: float | None = None  # when the pause under way began
+        self.paused_for: defaultdict[str, float] = defaultdict(float)  # seconds of all pauses, by what they were for
+        self.pauses: Counter[str] = Counter()  # and how many there were
         self.start()
 
     def start(self) -> None:
@@ -37,11 +40,14 @@ class TrainingClock:
         self.waited += received - requested
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """A context whose time does not count: evaluations and saves."""
+    def pause(self, purpose: str) -> Iterator[None]:
+        """A context whose time does not count as training: an `evaluation` or a `checkpoint`."""
         self.pausing = began = time.perf_counter()
         yield
-        self.paused += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self.paused += seconds
+        self.paused_for[purpose] += seconds
+        self.pauses[purpose] += 1
         self.pausing = None
 
     def so_far(self) -> Seconds:

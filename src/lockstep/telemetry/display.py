@@ -12,6 +12,7 @@ from rich.text import Text
 from lockstep.core import log
 from lockstep.core.plan import Plan
 from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, bar, clock, figures, fitting
+from lockstep.telemetry.time_left import TimeLeft
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
@@ -44,12 +45,15 @@ class Display:
 class Screen(Display):
     """The base class for a terminal and a file: a line per evaluation."""
 
-    def __init__(self, plan: Plan, step: int) -> None:
-        self.plan = plan
-        self.first = self.step = step
-        self.began = self.stepped_at = self.shown_at = time.monotonic()
+    def __init__(self, plan: Plan, left: TimeLeft) -> None:
+        self.plan, self.left = plan, left
+        self.step = left.first
+        self.stepped_at = self.shown_at = time.monotonic()
         self.phase = ""
         self.columns = Columns()
+
+    def window(self, window: Window, epoch: Window | None) -> None:
+        self.left.window_ended(window.last)
 
     def advance(self, step: int) -> None:
         self.step, self.stepped_at = step, time.monotonic()
@@ -88,23 +92,22 @@ class Screen(Display):
         return None
 
     def _left(self, step: int) -> str:
-        """The time until the last step, at the pace of this process so far; `?` before its first step."""
-        done = step - self.first
-        if not done:
-            return "?" if step < self.plan.total_steps else clock(0)
-        return clock((time.monotonic() - self.began) / done * (self.plan.total_steps - step))
+        """The time until the end of the run; `?` before the first step of this process."""
+        seconds = self.left.seconds(step)
+        return "?" if seconds is None else clock(seconds)
 
 
 class Lines(Screen):
     """Lines for a file: one per evaluation, one every `LINE_EVERY_S` seconds, and no silence above `SILENCE_S`."""
 
-    def __init__(self, plan: Plan, step: int) -> None:
-        super().__init__(plan, step)
+    def __init__(self, plan: Plan, left: TimeLeft) -> None:
+        super().__init__(plan, left)
         self.closed = threading.Event()
         self.watcher = threading.Thread(target=self._break_silence, name="display", daemon=True)
         self.watcher.start()
 
     def window(self, window: Window, epoch: Window | None) -> None:
+        super().window(window, epoch)
         evaluated_next = self.plan.due("eval", window.last)
         if time.monotonic() - self.shown_at >= LINE_EVERY_S and not evaluated_next:
             self._line(window.last, figures(epoch or window))
@@ -125,14 +128,15 @@ class Lines(Screen):
 class Bar(Screen):
     """The lines of evaluations above one line that moves: the step, a bar, the last figures, the time left."""
 
-    def __init__(self, plan: Plan, step: int) -> None:
-        super().__init__(plan, step)
+    def __init__(self, plan: Plan, left: TimeLeft) -> None:
+        super().__init__(plan, left)
         self.evaluated_share = 0.0
         self.last: Window | None = None
         self.live = Live(get_renderable=self.status, console=log.console, transient=True, refresh_per_second=4)
         self.live.start()
 
     def window(self, window: Window, epoch: Window | None) -> None:
+        super().window(window, epoch)
         self.last = window
 
     def evaluating(self, done: int, blocks: int) -> None:
@@ -157,8 +161,8 @@ class Bar(Screen):
         return log.console.width
 
 
-def display(plan: Plan, step: int, *, is_main: bool) -> Display:
+def display(plan: Plan, left: TimeLeft, *, is_main: bool) -> Display:
     """The display for this rank and this terminal."""
     if not is_main:
         return Display()
-    return Bar(plan, step) if log.has_terminal() else Lines(plan, step)
+    return Bar(plan, left) if log.has_terminal() else Lines(plan, left)

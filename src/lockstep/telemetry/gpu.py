@@ -1,4 +1,4 @@
-"""Samples the GPUs once a second through NVML, for `gpu.jsonl` and the `gpu/*` tags.
+"""The figures of the GPUs that a job uses, from NVML.
 
 GPUs are found by UUID, because NVML numbers all GPUs of a machine, and CUDA only the visible ones.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,107 +16,91 @@ import pynvml
 import torch
 from torch import nn
 
-from lockstep.core import log
-from lockstep.core.errors import StorageError
-from lockstep.core.observer import Observer
 from lockstep.core.safe_read import parsed_json
 from lockstep.core.world import World
 from lockstep.telemetry.sinks import truncate_after
 
-PERIOD_S = 1.0
+# Reasons for which the hardware itself lowers the clocks: too hot, or too little power.
+SLOWED_DOWN = (
+    pynvml.nvmlClocksEventReasonSwPowerCap
+    | pynvml.nvmlClocksEventReasonHwSlowdown
+    | pynvml.nvmlClocksEventReasonSwThermalSlowdown
+)
 
 
-class NoMonitor:
-    """Monitors nothing: there is no NVML, or no GPU."""
-
-    def start(self) -> None:
-        """Nothing to start."""
-
-    def close(self) -> dict[str, float]:
-        return {}
-
-
-class Monitor(NoMonitor):
-    """A thread of main that samples the GPUs that the job uses on this machine.
+class Gpus:
+    """The GPUs of a job on this machine, and the file of their figures.
 
     Args:
         uuids: the UUIDs of the GPUs, by local rank, as NVML spells them (`GPU-...`).
         path: the path of `gpu.jsonl`.
-        observer: receives the samples.
-        step: returns the last finished step.
-        period: seconds between two samples.
+
+    Raises:
+        pynvml.NVMLError: NVML is not there, or does not know one of them.
     """
 
-    def __init__(
-        self,
-        *,
-        uuids: list[str],
-        path: Path,
-        observer: Observer,
-        step: Callable[[], int],
-        period: float = PERIOD_S,
-    ) -> None:
+    def __init__(self, uuids: list[str], path: Path) -> None:
         pynvml.nvmlInit()
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        self.uuids, self.observer, self.step, self.period = uuids, observer, step, period
-        self.path = path
+        self.uuids, self.path = uuids, path
         self.file, _ = truncate_after(path, 0, _step_zero)
-        self.done = threading.Event()
-        self.sums: dict[str, float] = {}
-        self.samples = 0
-        self.written = step()  # the last step of a sample for the observer, which gets at most one sample per step
-        self.thread = threading.Thread(target=self._watch, name="gpu", daemon=True)
+        self.energy = [_energy(handle) for handle in self.handles]
+        self.joules: float | None = None if None in self.energy else 0.0
 
-    def start(self) -> None:
-        self.thread.start()
-
-    def _watch(self) -> None:
-        while not self.done.wait(self.period):
-            try:
-                self._sample()
-            except pynvml.NVMLError as error:
-                log.warn(f"NVML stopped answering ({error}); GPU figures end here")
-                return
-            except OSError as error:
-                log.warn(f"{self.path} cannot be written ({error}); GPU figures end here")
-                return
-
-    def _sample(self) -> None:
-        now, step = round(time.time(), 3), self.step()
-        scalars: dict[str, float] = {}
-        # Sample all GPUs first: if one stops answering, the sums must not get half a sample.
+    def sample(self, step: int) -> dict[str, float]:
+        """The figures of all GPUs by tag, and their means by name. Writes a line for each GPU."""
+        now = round(time.time(), 3)
+        # Sample all GPUs first: if one stops answering, there must not be half a sample.
         samples = [sample(handle) for handle in self.handles]
-        self.samples += 1
+        if self.joules is not None:
+            after = [_energy(handle) or 0.0 for handle in self.handles]
+            self.joules += sum(new - (old or 0.0) for new, old in zip(after, self.energy, strict=True))
+            self.energy = list(after)
         for rank, (uuid, figures) in enumerate(zip(self.uuids, samples, strict=True)):
-            scalars |= {f"gpu/{name}/{rank}": value for name, value in figures.items()}
-            for name, value in figures.items():
-                self.sums[name] = self.sums.get(name, 0.0) + value / len(samples)
             self.file.write(
                 json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n"
             )
-        if step > self.written:
-            self.written = step
-            self.observer.write_gpu(step, scalars)
+        return {
+            f"gpu/{name}/{rank}": value for rank, figures in enumerate(samples) for name, value in figures.items()
+        }
 
-    def close(self) -> dict[str, float]:
-        """Stop sampling; returns the mean of each figure over the run and the GPUs."""
-        self.done.set()
-        if self.thread.is_alive():
-            self.thread.join()
+    def close(self) -> None:
         self.file.close()
         pynvml.nvmlShutdown()
-        return {name: value / self.samples for name, value in self.sums.items()}
 
 
 def sample(handle: Any) -> dict[str, float]:
-    """A sample of one GPU: `util` in percent, `mem_gb`, `power_w`, `temp_c`, and the SM clock `sm` in MHz."""
-    return {
-        "util": float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
-        "mem_gb": pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
-        "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-        "temp_c": float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
-        "sm": float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+    """A sample of one GPU; figures that it does not offer (a part of a GPU, MIG, has few) are left out.
+
+    `util` in percent, `mem_gb`, `power_w`, `temp_c`, the SM clock `sm` in MHz, `slowed` (1 while heat or the power
+    limit lowers the clocks, else 0), and the traffic over PCIe in MB per second.
+    """
+    queries: dict[str, Callable[[], float]] = {
+        "util": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        "mem_gb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e9,
+        "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temp_c": lambda: float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
+        "sm": lambda: float(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+        "slowed": lambda: float(bool(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & SLOWED_DOWN)),
+        "pcie_in_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES) / 1000,
+        "pcie_out_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES) / 1000,
     }
+    answers = {name: _answer(query) for name, query in queries.items()}
+    return {name: value for name, value in answers.items() if value is not None}
+
+
+def _energy(handle: Any) -> float | None:
+    """The joules that a GPU has used since its driver was loaded; None if it does not count them."""
+    millijoules = _answer(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+    return None if millijoules is None else millijoules / 1000
+
+
+def _answer(query: Callable[[], float]) -> float | None:
+    """What NVML answers; None if the GPU or the driver does not offer it."""
+    try:
+        return query()
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
+        return None
 
 
 def watched_gpus(replica: nn.Module, world: World) -> list[str]:
@@ -131,23 +114,6 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
     own = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in numbers]
     uuids = world.gather(own)
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
-
-
-def monitor(*, enabled: bool, gpus: list[str], path: Path, observer: Observer, step: Callable[[], int]) -> NoMonitor:
-    """The monitor of the GPUs with these UUIDs; without NVML it warns once and monitors nothing."""
-    if not enabled:
-        return NoMonitor()
-    if not gpus:
-        log.logger.info("no GPU is used, so none is watched")
-        return NoMonitor()
-    try:
-        return Monitor(uuids=gpus, path=path, observer=observer, step=step)
-    except pynvml.NVMLError as error:
-        log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
-        return NoMonitor()
-    except StorageError as error:
-        log.warn(f"{error}; the run goes on without GPU figures")
-        return NoMonitor()
 
 
 def _step_zero(line: str) -> int:

@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,12 +18,13 @@ from lockstep.core.data_protocols import MicroBatch, Stepped
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.telemetry.clock import Seconds, TrainingClock
+from lockstep.telemetry.clock import Seconds
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.ended_window import EndedWindow, PendingNumbers
 from lockstep.telemetry.epoch import Epoch
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
+from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import RankWindowState, Window, WindowState
 
 S = TypeVar("S", bound=Stepped)
@@ -42,6 +42,7 @@ class Telemetry:
         observer: receives the events and figures of the run.
         display: shows progress to the user.
         samples: records the examples that this rank trained on, or nothing.
+        times: adds up where the time goes.
         step: the last step that is already done.
         window: the window that was open at the checkpoint (`open_window`); None if there was none.
         flops: floating-point operations of one example's forward and backward pass; 0 if there should be no figure.
@@ -58,6 +59,7 @@ class Telemetry:
         observer: Observer,
         display: Display,
         samples: NoSamples,
+        times: TimeSpent,
         step: int,
         window: WindowState | None = None,
         flops: float,
@@ -85,7 +87,8 @@ class Telemetry:
         # A GPU may still be computing a window that has ended. It is read at the log point after it.
         self.late = world.device.type == "cuda"
         self.ended: deque[EndedWindow] = deque()
-        self.clock = TrainingClock()
+        self.times = times
+        self.clock = times.clock
         self.examples = 0
 
     def open_window(self) -> WindowState:
@@ -126,12 +129,18 @@ class Telemetry:
         for shard in shards:
             self.clock.add_wait(requested, time.perf_counter())
             self.step = shard.step
+            if shard.step == self.times.next_step:
+                self.times.start()
             yield shard
+            if shard.step == self.times.next_step:
+                self.times.stop()
             requested = self.stragglers.next_step()
             self.display.advance(shard.step)
 
     def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
         """Record the summed loss (a scalar) and the hits of one micro-batch, without a device sync."""
+        if self.times.timing:
+            self.times.forward_done()
         if logits.is_cuda:
             logits = logits.clone()  # a CUDA graph overwrites its output when it runs again
         if self.world.size > 1:
@@ -206,14 +215,7 @@ class Telemetry:
         if not window.loss <= self.loss_limit:
             window = replace(window, first_bad_step=self._first_bad_step(ended))
         self.examples += window.examples
-        figures = {
-            "loss/train": window.loss,
-            "acc/train_top1": window.top1,
-            **window.scalars,
-            "perf/img_per_s": window.rate,
-            "perf/data_wait_pct": window.wait_share,
-            "perf/step_ms": 1000 * window.seconds / ended.steps,
-        }
+        figures = window.figures(ended.steps)
         if self.peak:
             figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
         self.observer.write(window.last, figures)
@@ -272,7 +274,8 @@ class Telemetry:
         epoch = self._epoch_so_far(step)
         if epoch is not None:
             scalars = {"loss/train_epoch": epoch.loss, "acc/train_epoch_top1": epoch.top1, **scalars}
-        self.observer.write(step, scalars)
+        spent = {f"perf/time/{part}": 100 * share for part, share in self.time_shares().items()}
+        self.observer.write(step, {**scalars, **spent})
         self.observer.evaluated(step, scalars, best)
         self.display.evaluated(step, scalars, epoch, best=best)
 
@@ -280,9 +283,9 @@ class Telemetry:
         """Flush the files, so that they have every step of the checkpoint that is saved next."""
         self.observer.flush()
 
-    def pause(self) -> AbstractContextManager[None]:
-        """A context whose time does not count in the rates: evaluations and saves."""
-        return self.clock.pause()
+    def time_shares(self) -> dict[str, float]:
+        """The share of each part of the run in the time of this process since its first step."""
+        return self.times.shares(self.stragglers.waited_share)
 
     def totals_of_run(self) -> dict[str, float]:
         """Images per second, and percent of the time waiting for data, over this process's part of the run."""

@@ -38,7 +38,13 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
         "images per second": ["Multiline", ["perf/img_per_s"]],
         "waiting for data, %": ["Multiline", ["perf/data_wait_pct"]],
         "step, ms": ["Multiline", ["perf/step_ms"]],
+        "where the time goes, %": ["Multiline", ["perf/time/.*"]],
         "model FLOPs utilisation, %": ["Multiline", ["perf/mfu_pct"]],
+    },
+    "CPU": {
+        "cores in use": ["Multiline", ["cpu/cores"]],
+        "memory, GB": ["Multiline", ["cpu/mem_gb"]],
+        "disk, MB/s": ["Multiline", ["cpu/read_mb_s", "cpu/write_mb_s"]],
     },
     "GPU": {
         "utilisation, %": ["Multiline", ["gpu/util/.*"]],

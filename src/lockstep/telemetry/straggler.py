@@ -35,6 +35,7 @@ class Stragglers:
         self.requested = time.perf_counter()
         self.history: deque[tuple[float, float]] = deque(maxlen=STEPS)
         self.named: set[int] = set()
+        self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: those of waiting for other ranks, and all
 
     def start(self) -> float:
         """Note that the first step's shard is requested; returns the time."""
@@ -53,6 +54,11 @@ class Stragglers:
         self.requested = now
         return now
 
+    @property
+    def waited_share(self) -> float:
+        """The share of a step in which this rank has waited for the slowest one."""
+        return self.behind / self.judged if self.judged else 0.0
+
     def find(self) -> str:
         """A sentence that names a slow rank, or "". Collective."""
         if not self.comparable or len(self.history) < STEPS:
@@ -68,6 +74,9 @@ class Stragglers:
             times: float64 (ranks, STEPS, 2), on the CPU: the seconds of each step, and the busy seconds in it.
         """
         whole, busy = times.unbind(2)
+        own = self.world.rank
+        self.behind += float((busy.max(dim=0).values - busy[own]).sum())
+        self.judged += float(whole[own].sum())
         slowest = int(busy.quantile(0.5, dim=1).argmax())
         other_ranks = torch.cat([busy[:slowest], busy[slowest + 1 :]])
         excess = (busy[slowest] - other_ranks.quantile(0.5, dim=0)).sort().values

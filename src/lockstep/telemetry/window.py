@@ -45,6 +45,17 @@ class Window:
         """The percentage of time that the loop waited for data."""
         return 100 * self.waited / self.seconds
 
+    def figures(self, steps: int) -> dict[str, float]:
+        """The figures by tag; `steps` is the number of steps in `seconds`."""
+        return {
+            "loss/train": self.loss,
+            "acc/train_top1": self.top1,
+            **self.scalars,
+            "perf/img_per_s": self.rate,
+            "perf/data_wait_pct": self.wait_share,
+            "perf/step_ms": 1000 * self.seconds / steps,
+        }
+
 
 class RankWindowState(TypedDict):
     """The counts of a rank since the last log point.

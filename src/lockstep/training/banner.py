@@ -32,6 +32,7 @@ from lockstep.training.usual import Usual
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
 # factor, because `amount` may round down.
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
+SHOWN = 0.01  # the smallest share of the time that is shown
 
 
 def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
@@ -179,8 +180,17 @@ def banner(
         log.warn(note)
 
 
-def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, figures: Mapping[str, Any]) -> None:
-    """Show how the run went and what to type next."""
+def closing(
+    *,
+    job: Job,
+    run_dir: RunDir,
+    progress: Progress,
+    seconds: float,
+    figures: Mapping[str, Any],
+    shares: Mapping[str, float],
+    verdict: str,
+) -> None:
+    """Show how the run went, where its time went, and what to type next."""
     average = " of the averaged weights" if job.train.ema is not None else ""
     best = (
         f"{progress.best:.2f} % top-1{average} at step {progress.best_step}" if progress.best is not None else "none"
@@ -192,6 +202,10 @@ def closing(*, job: Job, run_dir: RunDir, progress: Progress, seconds: float, fi
         f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}",
         indent=3,
     )
+    largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
+    parts = (f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
+    log.say_row("time", ", ".join(parts), indent=16)
+    log.say_row("verdict", verdict, indent=16)
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say_command("look at it", typed(["tensorboard", "--logdir", relative(run_dir.path)]))
     log.say_command("train longer", resume_command(run_dir, train_longer(job)))

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 
 from lockstep import checkpoint
 from lockstep.config import components
 from lockstep.config.schema import Job
-from lockstep.core.observer import Observer, RunInfo
+from lockstep.core.observer import RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
+from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import Telemetry, sinks
 from lockstep.telemetry.display import display
-from lockstep.telemetry.gpu import NoMonitor, monitor, watched_gpus
+from lockstep.telemetry.gpu import watched_gpus
+from lockstep.telemetry.hardware import Monitor, parts_of
 from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.samples import NoSamples, Samples
+from lockstep.telemetry.spending import Spending
+from lockstep.telemetry.time_left import TimeLeft
+from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
+from lockstep.training.build_data import TrainingData
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
 
@@ -27,16 +34,26 @@ MAX_LOSS_RATIO = 1000
 
 
 def build_observers(
-    job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
-) -> tuple[Telemetry, NoMonitor]:
-    """The telemetry of this rank, and the GPU monitor of main. Collective."""
-    observer = _observer(job, run_dir, world, plan, progress) if world.is_main else Observer()
+    job: Job,
+    run_dir: RunDir,
+    world: World,
+    data: TrainingData,
+    network: Network,
+    progress: Progress,
+    stop: StopRequest,
+) -> tuple[Telemetry, Monitor | None]:
+    """The telemetry of this rank, and on main the monitor of the hardware. Collective."""
+    plan, times = data.plan, _times(job, world, data.plan, network, progress)
+    left = TimeLeft(plan, times.clock, progress.step, len(data.val))
+    gpus = watched_gpus(network.replica, world)
+    observer = _observer(job, run_dir, world, plan, progress) if world.is_main else Observers()
     telemetry = Telemetry(
         world=world,
         plan=plan,
         observer=observer,
-        display=display(plan, progress.step, is_main=world.is_main),
+        display=display(plan, left, is_main=world.is_main),
         samples=_samples(job, run_dir, world, progress),
+        times=times,
         step=progress.step,
         window=progress.window,
         flops=network.flops,
@@ -44,17 +61,39 @@ def build_observers(
         loss_limit=MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes)),
         comparable=not has_stages(network.model),
     )
-    gpu_monitor = monitor(
-        enabled=job.telemetry.gpu and world.is_main,
-        gpus=watched_gpus(network.replica, world),
-        path=run_dir.gpu,
+    if not world.is_main:
+        return telemetry, None
+    processes = [os.getpid(), *world.local_peer_pids.values()]
+    monitor = Monitor(
+        parts=parts_of(gpus=gpus if job.telemetry.gpu else [], path=run_dir.gpu, processes=processes),
         observer=observer,
         step=lambda: telemetry.step,
     )
-    return telemetry, gpu_monitor
+    spending = Spending(
+        run_dir=run_dir,
+        gpus=max(len(gpus), world.size) if gpus else 0,
+        usd_per_gpu_hour=job.cost.usd_per_gpu_hour,
+        budget=job.budget,
+        monitor=monitor,
+        counts_energy=world.local_size == world.size,
+        stop=stop,
+    )
+    monitor.sampled = spending.check
+    observer.observers = (*observer.observers, spending)
+    return telemetry, monitor
 
 
-def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> Observer:
+def _times(job: Job, world: World, plan: Plan, network: Network, progress: Progress) -> TimeSpent:
+    """Where the time goes, with the parts of a step where they can be told apart."""
+    whole = job.strategy.whole_model
+    # The gradients of a sharded model are not computed where torch calls hooks, and several micro-batches need them.
+    divided = not (has_stages(network.model) or job.train.cuda_graph) and (whole or plan.micro_batches == 1)
+    reduces = whole and world.size > 1
+    model = network.model if divided else None
+    return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)
+
+
+def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> Observers:
     """The observer of main: the loggers, and the table of evaluations."""
     checkpoint.mark_saved_or_not(run_dir)
     run = RunInfo(

@@ -18,7 +18,7 @@ from lockstep.core.world import World
 from lockstep.losses import probabilities_of
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
-from lockstep.telemetry.gpu import NoMonitor
+from lockstep.telemetry.hardware import Monitor
 from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
@@ -69,7 +69,7 @@ def run(
     record.announce(job, data, network, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
     record.write_start(job, data.plan, progress, run=checkpointer.run)
-    telemetry, gpu_monitor = build_observers(job, run_dir, world, data.plan, network, progress)
+    telemetry, monitor = build_observers(job, run_dir, world, data, network, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
     trainer = trainer_class(job, world)(
         world=world,
@@ -94,8 +94,8 @@ def run(
         cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
         progress=progress,
     )
-    gpu = train(trainer, gpu_monitor, explaining(job, run_dir, world, trainer, record))
-    record.complete(job, progress, {**telemetry.totals_of_run(), **gpu}, skipped=loader.count_skipped())
+    hardware = train(trainer, monitor, explaining(job, run_dir, world, trainer, record))
+    record.complete(job, trainer, hardware, skipped=loader.count_skipped())
 
 
 def trainer_class(job: Job, world: World) -> type[Trainer]:
@@ -120,17 +120,17 @@ def build_checkpointer(
     )
 
 
-def train(trainer: Trainer, gpu_monitor: NoMonitor, explaining: AbstractContextManager[None]) -> dict[str, float]:
-    """Train to the end, and close everything that was open; returns the figures of the GPUs as `gpu_NAME`."""
-    gpu_monitor.start()
-    gpu: dict[str, float] = {}
-    with (
-        closing(lambda: gpu.update(gpu_monitor.close()), trainer.checkpointer.close, trainer.telemetry.close),
-        explaining,
-    ):
+def train(trainer: Trainer, monitor: Monitor | None, explaining: AbstractContextManager[None]) -> dict[str, float]:
+    """Train to the end, and close everything that was open; returns the mean figures of the hardware, on main."""
+    hardware: dict[str, float] = {}
+    closes = [trainer.checkpointer.close, trainer.telemetry.close]
+    if monitor is not None:
+        monitor.start()
+        closes.insert(0, lambda: hardware.update(monitor.close()))
+    with closing(*closes), explaining:
         trainer.fit()
         trainer.telemetry.outcome = "completed"
-    return {f"gpu_{key}": value for key, value in gpu.items()}
+    return hardware
 
 
 def configure_torch(job: Job, world: World) -> None:

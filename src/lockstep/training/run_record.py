@@ -24,6 +24,7 @@ from lockstep.training.build_data import TrainingData
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
 from lockstep.training.trainer import Trainer
+from lockstep.training.verdict import explain
 
 
 class NoRecord:
@@ -45,8 +46,8 @@ class NoRecord:
         """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
         gathered(trainer.network.model.state_dict(), keep=False)
 
-    def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
-        """Write and show the result of a run that has reached its last step."""
+    def complete(self, job: Job, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
+        """Write and show the result of a run that has reached its last step; `hardware` is what `train` returns."""
 
 
 class RunRecord(NoRecord):
@@ -101,7 +102,10 @@ class RunRecord(NoRecord):
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
-        self.run_dir.start_summary(run=run, started=self.started, step=progress.step, steps=plan.total_steps)
+        spent = self.run_dir.read_summary().get("spent", {})  # by earlier parts of the run
+        self.run_dir.start_summary(
+            run=run, started=self.started, step=progress.step, steps=plan.total_steps, spent=spent
+        )
 
     def keep_progress(self, progress: Progress) -> None:
         with suppress(StorageError):  # the error that ends the run is more important
@@ -111,8 +115,20 @@ class RunRecord(NoRecord):
         weights = gathered(trainer.network.model.state_dict(), keep=True)
         crash_dump.keep(error, trainer, weights, self.run_dir)
 
-    def complete(self, job: Job, progress: Progress, figures: Mapping[str, float], skipped: int) -> None:
+    def complete(self, job: Job, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
+        progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
+        figures = {**telemetry.totals_of_run(), **hardware}
+        verdict, sight = explain(
+            job=job,
+            world=self.world,
+            plan=trainer.plan,
+            model=network.model,
+            shares=telemetry.time_shares(),
+            hardware=hardware,
+            mfu=100 * figures["img_per_s"] * network.flops / network.peak if network.peak else 0.0,
+            seconds=seconds,
+        )
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,
@@ -123,8 +139,17 @@ class RunRecord(NoRecord):
             best_step=progress.best_step,
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
+            **sight,
         )
-        banner.closing(job=job, run_dir=self.run_dir, progress=progress, seconds=seconds, figures=figures)
+        banner.closing(
+            job=job,
+            run_dir=self.run_dir,
+            progress=progress,
+            seconds=seconds,
+            figures=figures,
+            shares=telemetry.time_shares(),
+            verdict=str(verdict),
+        )
 
 
 def run_record(run_dir: RunDir, world: World) -> NoRecord:

@@ -72,7 +72,8 @@ class Trainer:
         """
         try:
             self.make_up_evaluation()
-            for shard in self.telemetry.watch(self.pipeline.train(self.loader.train(after=self.progress.step))):
+            groups = self.telemetry.times.loading(self.loader.train(after=self.progress.step))
+            for shard in self.telemetry.watch(self.pipeline.train(groups)):
                 scalars = self.step_or_undo(shard) if self.cuts_steps else self.step(shard)
                 step = self.progress.step = shard.step
                 self.stop.step_done()
@@ -126,6 +127,7 @@ class Trainer:
             between=self.between_micro_batches,
         )
         self.strategy.reduce(network.replica)
+        self.telemetry.times.reduced()
         network.scaler.unscale_(network.optimizer)
         grad_norm = None
         if self.clip_norm is not None:
@@ -179,7 +181,7 @@ class Trainer:
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         self.check(self.telemetry.write_windows())
-        with self.telemetry.pause():
+        with self.telemetry.clock.pause("evaluation"):
             ema = self.network.ema
             model = self._evaluate(self.network.model, decides=ema is None)
             scalars = {"loss/val": model["loss"], "acc/val_top1": model["top1"], "acc/val_top5": model["top5"]}
@@ -257,7 +259,9 @@ class Trainer:
         # The launcher ends the other ranks when one leaves, so all wait until main has written.
         self.checkpointer.wait()
         self.world.barrier()
-        raise Stopped(f"stopped at step {self.progress.step} of {self.plan.total_steps} and saved")
+        reason = self.world.broadcast(self.stop.reason)
+        reason = f": {reason}" * bool(reason)
+        raise Stopped(f"stopped at step {self.progress.step} of {self.plan.total_steps} and saved{reason}")
 
     def save(self) -> None:
         """Save the state after the last finished step. Training waits only for the copy to host memory.
@@ -266,7 +270,7 @@ class Trainer:
             NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
         """
         self.check(self.telemetry.write_windows())
-        with self.telemetry.pause():
+        with self.telemetry.clock.pause("checkpoint"):
             if not self.plan.due("log", self.progress.step):  # a log point has compared them
                 check_replicas(self.network.model, self.world, self.progress.step)
             check_finite(self.network.model, self.world, self.progress.step)

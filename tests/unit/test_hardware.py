@@ -1,4 +1,4 @@
-"""GPU figures from NVML. The tests replace NVML by a fake with two GPUs, because most test machines have no GPU.
+"""The figures of the hardware. NVML is a fake with two GPUs here, because most test machines have no GPU.
 
 Only the calls to `pynvml` and `torch.cuda` are fakes; the monitor, its thread and its file are real.
 """
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,21 +26,30 @@ from torch import nn
 
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.telemetry import gpu
+from lockstep.telemetry import gpu, hardware
+from lockstep.telemetry.hardware import Monitor, Processes, parts_of
+from processes import wait_for
 
 
 class Machine:
     """A fake NVML: `load` is the utilisation of each GPU, by UUID. The methods have NVML's names."""
 
     NVMLError = pynvml.NVMLError
-    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
+    NVMLError_NotSupported, NVMLError_FunctionNotFound = (
+        pynvml.NVMLError_NotSupported,
+        pynvml.NVMLError_FunctionNotFound,
+    )
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1, 0, 1
 
     def __init__(self) -> None:
         self.load = {"GPU-aa": 10, "GPU-bb": 90}
-        self.calls = 0
+        self.calls = self.millijoules = 0
         self.fails_after: int | None = None
         self.absent = False
         self.shut = False
+        self.part_of_a_gpu = False
+        self.answers = threading.Event()
+        self.answers.set()
 
     def nvmlInit(self) -> None:
         if self.absent:
@@ -51,6 +64,9 @@ class Machine:
         return uuid
 
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        self.answers.wait(60)
+        if self.part_of_a_gpu:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         self.calls += 1
         if self.fails_after is not None and self.calls > self.fails_after:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -67,6 +83,18 @@ class Machine:
 
     def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
         return 1980
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
+        return pynvml.nvmlClocksEventReasonSwThermalSlowdown if handle == "GPU-bb" else 1
+
+    def nvmlDeviceGetPcieThroughput(self, handle: str, counter: int) -> int:
+        return [1000, 250_000][counter]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if self.part_of_a_gpu:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        self.millijoules += 1500
+        return self.millijoules
 
 
 class Recorder(Observer):
@@ -86,11 +114,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return nvml
 
 
+def monitor_of(
+    path: Path, uuids: list[str], sink: Observer, step: Callable[[], int] = lambda: 0, period: float = 1.0
+) -> Monitor:
+    """A monitor of these GPUs alone."""
+    return Monitor(parts=[gpu.Gpus(uuids, path / "gpu.jsonl")], observer=sink, step=step, period=period)
+
+
 def watch(path: Path, uuids: list[str], sink: Recorder) -> dict[str, float]:
     """Run a monitor for a few samples, or until it gives up; returns the means from its `close`."""
-    monitor = gpu.Monitor(
-        uuids=uuids, path=path / "gpu.jsonl", observer=sink, step=itertools.count(6).__next__, period=0.02
-    )
+    monitor = monitor_of(path, uuids, sink, itertools.count(6).__next__, period=0.02)
     monitor.start()
     end = time.monotonic() + 30
     while len(sink.lines) < 4 and monitor.thread.is_alive() and time.monotonic() < end:
@@ -118,8 +151,10 @@ def test_each_gpu_is_a_line_by_local_rank(tmp_path: Path) -> None:
         55,
         1980,
     )
-    assert sink.lines[0] == (7, {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in means})
-    assert means == pytest.approx({"util": 50, "mem_gb": 2.5, "power_w": 350, "temp_c": 55, "sm": 1980})
+    expected = {"util": 50, "mem_gb": 2.5, "power_w": 350, "temp_c": 55, "sm": 1980, "slowed": 0.5}
+    expected |= {"pcie_in_mb_s": 250, "pcie_out_mb_s": 1}
+    assert sink.lines[0] == (7, {f"gpu/{name}/{rank}": written[rank][name] for rank in (0, 1) for name in expected})
+    assert means == pytest.approx({f"gpu_{name}": value for name, value in expected.items()})
     assert len(written) == 2 * len(sink.lines) >= 4
 
 
@@ -128,9 +163,7 @@ def test_a_step_that_lasts_many_samples_has_its_figures_once_and_the_one_before_
     tmp_path: Path,
 ) -> None:
     sink, steps = Recorder(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
-    monitor = gpu.Monitor(
-        uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=sink, step=steps.__next__, period=0.01
-    )
+    monitor = monitor_of(tmp_path, ["GPU-aa"], sink, steps.__next__, period=0.01)
     monitor.start()
     while len(lines(tmp_path)) < 9:
         time.sleep(0.01)
@@ -145,10 +178,10 @@ def test_the_gpus_that_cuda_shows_are_found_by_uuid_and_not_by_number(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=["bb"][index]))
     gpus = gpu.watched_gpus(nn.Linear(2, 2), World.solo("cuda:0"))
     assert gpus == ["GPU-bb"]
-    monitor = gpu.monitor(enabled=True, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0)
-    assert isinstance(monitor, gpu.Monitor)
-    assert monitor.handles == ["GPU-bb"]
-    monitor.close()
+    part, _ = parts_of(gpus=gpus, path=tmp_path / "gpu.jsonl", processes=[os.getpid()])
+    assert isinstance(part, gpu.Gpus)
+    assert part.handles == ["GPU-bb"]
+    part.close()
     assert machine.shut
 
 
@@ -185,48 +218,118 @@ def test_nvml_that_stops_answering_is_reported_once_and_ends_the_figures_only(
     means = watch(tmp_path, ["GPU-aa", "GPU-bb"], sink)
     assert len(sink.lines) == calls // 2
     assert len(lines(tmp_path)) == 2 * (calls // 2)
-    assert means.get("util") == (50 if calls > 1 else None)
+    assert means.get("gpu_util") == (50 if calls > 1 else None)
     assert capsys.readouterr().out.count("NVML stopped answering") == 1
     assert machine.shut
 
 
 def test_a_monitor_that_never_started_closes(machine: Machine, tmp_path: Path) -> None:
-    assert (
-        gpu.Monitor(uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0).close() == {}
-    )
+    assert monitor_of(tmp_path, ["GPU-aa"], Observer()).close() == {}
 
 
 def test_closing_does_not_wait_for_the_next_sample(machine: Machine, tmp_path: Path) -> None:
-    monitor = gpu.Monitor(
-        uuids=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0, period=60
-    )
+    monitor = monitor_of(tmp_path, ["GPU-aa"], Observer(), period=60)
     monitor.start()
     before = time.perf_counter()
     assert monitor.close() == {}
     assert time.perf_counter() - before < 30, "half of a period"
 
 
+def test_a_driver_that_never_answers_does_not_keep_a_run_from_ending(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "LAST_SAMPLE_S", 0.05)
+    machine.answers.clear()
+    monitor = monitor_of(tmp_path, ["GPU-aa"], Observer(), period=0.001)
+    monitor.start()
+    wait_for(lambda: (tmp_path / "gpu.jsonl").exists())
+    time.sleep(0.05)  # it asks now
+    assert monitor.close() == {}
+    assert capsys.readouterr().out.count("NVML does not answer") == 1
+    machine.answers.set()
+    monitor.thread.join(30)
+    assert not monitor.thread.is_alive()
+    monitor.parts[0].close()
+
+
+def test_energy_is_what_the_counters_have_risen_by(machine: Machine, tmp_path: Path) -> None:
+    part = gpu.Gpus(["GPU-aa", "GPU-bb"], tmp_path / "gpu.jsonl")
+    assert part.joules == 0
+    part.sample(1)
+    part.sample(2)
+    assert part.joules == pytest.approx(2 * 2 * 3.0)  # one counter for both GPUs of the fake: each sees both rises
+    part.close()
+
+
+def test_a_part_of_a_gpu_has_the_figures_that_nvml_offers(machine: Machine, tmp_path: Path) -> None:
+    machine.part_of_a_gpu = True
+    part = gpu.Gpus(["GPU-aa"], tmp_path / "gpu.jsonl")
+    figures = part.sample(1)
+    assert "gpu/util/0" not in figures
+    assert figures["gpu/mem_gb/0"] == 2.5
+    assert part.joules is None
+    part.close()
+
+
 def test_without_nvml_the_run_goes_on_with_a_warning(
     machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine.absent = True
-    monitor = gpu.monitor(
-        enabled=True, gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0
-    )
-    monitor.start()
-    assert monitor.close() == {}
+    (part,) = parts_of(gpus=["GPU-aa"], path=tmp_path / "gpu.jsonl", processes=[os.getpid()])
+    assert isinstance(part, Processes)
     assert "NVML is not available" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("enabled", "gpus"), [(False, ["GPU-aa", "GPU-bb"]), (True, []), (False, [])])
-def test_nothing_is_watched_where_it_is_not_wanted_or_there_is_no_gpu(
-    tmp_path: Path, enabled: bool, gpus: list[str]
-) -> None:
-    monitor = gpu.monitor(
-        enabled=enabled, gpus=gpus, path=tmp_path / "gpu.jsonl", observer=Observer(), step=lambda: 0
-    )
-    assert type(monitor) is gpu.NoMonitor
+def test_without_a_gpu_only_the_processes_are_watched(tmp_path: Path) -> None:
+    (part,) = parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[os.getpid()])
+    assert isinstance(part, Processes)
     assert not (tmp_path / "gpu.jsonl").exists()
+
+
+def test_the_processes_of_the_ranks_have_their_cores_memory_and_traffic(tmp_path: Path) -> None:
+    part = Processes([os.getpid()], counters=[])
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    (tmp_path / "file").write_bytes(b"x" * 4_000_000)
+    figures = part.sample(1)
+    assert 0.3 < figures["cpu/cores"] < 1.5 * (os.cpu_count() or 1)
+    assert 0.01 < figures["cpu/mem_gb"] < 100
+    assert set(figures) == {"cpu/cores", "cpu/mem_gb", "cpu/read_mb_s", "cpu/write_mb_s"}
+    assert part.joules is None
+
+
+def test_the_energy_of_the_processors_is_counted_where_it_can_be_read(tmp_path: Path) -> None:
+    counters = [tmp_path / "one", tmp_path / "two", tmp_path / "secret"]
+    for counter in counters[:2]:
+        counter.write_text("5000000\n")
+    part = Processes([os.getpid()], counters=counters)
+    assert part.joules == 0
+    counters[0].write_text("9000000\n")  # four joules more
+    counters[1].write_text("1000000\n")  # it began again at zero
+    assert part.sample(1)["cpu/power_w"] > 0
+    assert part.joules == 4
+    counters[1].unlink()
+    counters[0].write_text("9500000\n")
+    part.sample(2)
+    assert part.joules == 4.5
+
+
+def test_a_rank_that_has_ended_ends_the_figures_of_processes_only(machine: Machine, tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    monitor = Monitor(
+        parts=[Processes([child.pid], counters=[]), gpu.Gpus(["GPU-aa"], tmp_path / "gpu.jsonl")],
+        observer=Observer(),
+        step=lambda: 0,
+        period=0.01,
+    )
+    child.kill()
+    child.wait()
+    assert child.stdin is not None
+    child.stdin.close()
+    monitor.start()
+    wait_for(lambda: len(lines(tmp_path)) > 3)
+    assert monitor.close()["gpu_util"] == 10
 
 
 def test_a_damaged_line_of_an_earlier_part_is_left_out_and_the_others_stay(
@@ -235,6 +338,6 @@ def test_a_damaged_line_of_an_earlier_part_is_left_out_and_the_others_stay(
     path = tmp_path / "gpu.jsonl"
     whole = '{"time": 1.0, "step": 9, "local_rank": 0, "uuid": "GPU-aa", "util": 50.0}\n'
     path.write_text(f"{whole}\0\n{whole}{whole[:20]}")
-    gpu.Monitor(uuids=["GPU-aa"], path=path, observer=Observer(), step=lambda: 0).close()
+    gpu.Gpus(["GPU-aa"], path).close()
     assert path.read_text() == 2 * whole
     assert f"{path} is damaged: line 2 and 1 after it cannot be read, and is left out" in capsys.readouterr().out

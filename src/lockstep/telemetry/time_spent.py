@@ -1,0 +1,170 @@
+"""Where the time of a run goes: in training, by parts of a step, and in what interrupts it.
+
+The wait for data, evaluations and checkpoints are timed whenever they occur. The parts of a step are timed in one
+step of many, because the marks cost time. They come from places that every step passes, and from hooks on the
+gradients, so the step itself reads the same. A GPU is timed by events of its stream, so nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.telemetry.clock import Seconds, TrainingClock
+
+G = TypeVar("G")
+Stamp = float | torch.cuda.Event
+LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
+# The parts, in the order in which they are shown. `step` is a step that cannot be divided.
+PARTS = (
+    "data",
+    "augmentation",
+    "forward",
+    "backward",
+    "communication",
+    "slowest_rank",
+    "optimizer",
+    "step",
+    "evaluation",
+    "checkpoint",
+)
+
+
+class TimeSpent:
+    """Adds up the seconds of this process in the parts of its run.
+
+    Parts:
+        data: the wait for images to be read and decoded, and on a GPU to be copied there.
+        augmentation: the time of the host in augmenting and normalising.
+        forward: mixing, forward pass and loss.
+        backward: the backward pass, with the part of the communication that runs beside it.
+        communication: from the last gradient of this rank to the reduced gradients; only where the gradients of whole
+            models are reduced. Other strategies communicate within forward, backward and optimizer.
+        slowest_rank: the part of the communication in which main waits for a rank that is still computing.
+        optimizer: clipping, the optimizer's step and the average of the weights.
+        step: all of a step, where it is not divided: in replayed CUDA graphs and pipelines.
+
+    Args:
+        model: the module whose gradients mark the backward pass; None if steps are not to be divided.
+        device: the device of the rank.
+        reduces: whether gradients are reduced after they are computed.
+        period: steps from one log point to the next.
+        first: the last step before those of this process.
+
+    `next_step` is the next step to be timed, in the middle of a window, where nothing is logged; None for no step.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, device: torch.device, *, reduces: bool, period: int, first: int = 0
+    ) -> None:
+        self.model, self.on_gpu, self.reduces = model, device.type == "cuda", reduces
+        self.period = max(LEAST_PERIOD, period)
+        middle = self.period // 2
+        self.next_step = None if model is None else first - (first - middle) % self.period + self.period
+        self.clock = TrainingClock()
+        self.loaded = 0.0
+        self.timing = False
+        self.marks: list[tuple[str, Stamp]] = []  # of the timed step: a part, and when it ended
+        self.gradient: Stamp | None = None  # when the last gradient of the micro-batch was computed
+        self.hooks: list[Any] = []
+        self.timed: list[list[tuple[str, Stamp]]] = []  # of the timed steps that are not added up yet
+        self.of_steps: defaultdict[str, float] = defaultdict(float)
+
+    def loading(self, groups: Iterable[G]) -> Iterator[G]:
+        """Pass the groups of batches of a loader on, and time the wait for each."""
+        requested = time.perf_counter()
+        for group in groups:
+            self.loaded += time.perf_counter() - requested
+            yield group
+            requested = time.perf_counter()
+
+    def start(self) -> None:
+        """Start to time a step, whose shard has just arrived."""
+        assert self.model is not None
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_done)
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        ]
+        self.timing, self.marks, self.gradient = True, [("", self._stamp())], None
+
+    def forward_done(self) -> None:
+        """Note the end of a micro-batch's forward pass and loss, in a timed step."""
+        self._end("forward")
+
+    def reduced(self) -> None:
+        """Note that the gradients of all micro-batches are computed and reduced."""
+        if self.timing:
+            self._end("communication" if self.reduces else "backward")
+
+    def stop(self) -> None:
+        """Note the end of the timed step."""
+        self._end("optimizer")
+        for hook in self.hooks:
+            hook.remove()
+        self.timing = False
+        self.timed.append(self.marks)
+        assert self.next_step is not None
+        self.next_step += self.period
+
+    def shares(self, behind: float) -> dict[str, float]:
+        """The share of each part in the time so far, in the order of `PARTS`; empty without any time.
+
+        Waits for the device if a step was timed since the last call. `behind` is the share of a step in which this
+        rank waits for the slowest one.
+        """
+        seconds = self._seconds(self.clock.so_far(), self.clock.paused_for, behind)
+        total = sum(seconds.values())
+        return {part: seconds[part] / total for part in PARTS if seconds.get(part)} if total else {}
+
+    def _seconds(self, total: Seconds, paused: Mapping[str, float], behind: float) -> dict[str, float]:
+        self._add_up()
+        steps = max(0.0, total.busy - total.waited)
+        loaded = min(self.loaded, total.waited)
+        parts = {"data": loaded, "augmentation": total.waited - loaded, **paused}
+        timed = sum(self.of_steps.values())
+        if not timed:
+            return {**parts, "step": steps}
+        parts |= {part: steps * seconds / timed for part, seconds in self.of_steps.items()}
+        if "communication" in parts:
+            parts["slowest_rank"] = min(parts["communication"], behind * total.busy)
+            parts["communication"] -= parts["slowest_rank"]
+        return parts
+
+    def _stamp(self) -> Stamp:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _gradient_done(self, parameter: Tensor) -> None:
+        self.gradient = self._stamp()
+
+    def _end(self, part: str) -> None:
+        if self.gradient is not None:
+            self.marks.append(("backward", self.gradient))
+            self.gradient = None
+        self.marks.append((part, self._stamp()))
+
+    def _add_up(self) -> None:
+        if self.on_gpu and self.timed:
+            torch.cuda.synchronize()
+        for marks in self.timed:
+            for (_, began), (part, ended) in itertools.pairwise(marks):
+                self.of_steps[part] += _between(began, ended)
+        self.timed.clear()
+
+
+def _between(began: Stamp, ended: Stamp) -> float:
+    if isinstance(began, float) or isinstance(ended, float):
+        assert isinstance(began, float)
+        assert isinstance(ended, float)
+        return ended - began
+    return began.elapsed_time(ended) / 1000

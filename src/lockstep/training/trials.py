@@ -1,0 +1,91 @@
+"""Tries other settings on a throw-away model, in turns with the present ones, so that advice need not guess."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.config.schema import Job
+from lockstep.core.world import World
+from lockstep.training.dry_run import dry_run_step, is_out_of_memory
+
+TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take long
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job, the examples in a step of a rank, and the CPU threads of the rank."""
+
+    job: Job
+    examples: int
+    threads: int
+
+
+def tried(
+    present: Setting, others: Mapping[str, Setting], *, device: torch.device, seconds: float
+) -> dict[str, float]:
+    """How many times as many images per second than at present a step trains on with other settings, by name.
+
+    Settings for which `seconds` in all are too short are left out, as are those that do not fit into memory.
+    """
+    end = time.perf_counter() + seconds
+    factors: dict[str, float] = {}
+    # Fork the generator: a throw-away model must not advance the state of another run of this process.
+    with torch.random.fork_rng(devices=[]), threads_restored():
+        step = _warmed_up(present, device)
+        if step is None:
+            return {}
+        expected = _seconds(step, present.threads, device)
+        for name, setting in others.items():
+            share = setting.examples / present.examples
+            room = (end - time.perf_counter()) / expected  # in steps: the warm-up, and both settings in turns
+            turns = next((turns for turns in TURNS if share + turns * (1 + share) <= room), 0)
+            if not turns:
+                continue
+            other = _warmed_up(setting, device)
+            if other is None:
+                continue
+            pairs = [
+                (_seconds(step, present.threads, device), _seconds(other, setting.threads, device))
+                for _ in range(turns)
+            ]
+            now, then = (statistics.median(times) for times in zip(*pairs, strict=True))
+            factors[name] = share * now / then
+    return factors
+
+
+def _warmed_up(setting: Setting, device: torch.device) -> Callable[[], None] | None:
+    """A function that does one step of a setting, which was called once; None if it does not fit into memory."""
+    torch.set_num_threads(setting.threads)
+    try:
+        step = dry_run_step(setting.job, World.solo(device), setting.examples)
+        step()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return step
+
+
+def _seconds(step: Callable[[], None], threads: int, device: torch.device) -> float:
+    torch.set_num_threads(threads)
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+@contextmanager
+def threads_restored() -> Iterator[None]:
+    """A context that restores torch's number of threads."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

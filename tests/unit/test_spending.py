@@ -1,0 +1,109 @@
+"""What a run costs over all its parts, and the budget that ends it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from helpers import built, composed, run_dir, train_here
+from lockstep.config.components import load_job
+from lockstep.config.schema import BudgetBlock
+from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
+from lockstep.job.validate import check_effects
+from lockstep.runtime.signals import StopRequest
+from lockstep.telemetry import hardware
+from lockstep.telemetry.spending import Spending
+from lockstep.training import experiment
+
+
+def spending(folder: Path, *, joules: float | None = 7.2e6, **budget: float) -> Spending:
+    """The spending of a run on two GPUs at three dollars an hour, with a state to save."""
+    stop = StopRequest()
+    stop.begun = True
+    monitor: Any = SimpleNamespace(joules=joules)
+    return Spending(
+        run_dir=RunDir(folder),
+        gpus=2,
+        usd_per_gpu_hour=3.0,
+        budget=BudgetBlock(**budget),
+        monitor=monitor,
+        counts_energy=True,
+        stop=stop,
+    )
+
+
+def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -> None:
+    first = spending(tmp_path)
+    first.began -= 1800
+    assert first.so_far() == pytest.approx({"hours": 0.5, "gpu_hours": 1.0, "kwh": 2.0, "usd": 3.0}, rel=1e-3)
+    first.saved(10, tmp_path)
+    second = spending(tmp_path)
+    second.began -= 3600
+    assert second.so_far() == pytest.approx({"hours": 1.5, "gpu_hours": 3.0, "kwh": 4.0, "usd": 9.0}, rel=1e-3)
+
+
+@pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"usd": 2.9}])
+def test_a_budget_that_is_used_up_asks_for_a_stop_with_its_reason(tmp_path: Path, budget: dict[str, float]) -> None:
+    spent = spending(tmp_path, **budget)
+    if "hours" in budget or "usd" in budget:
+        spent.check()
+        assert not spent.stop.requested
+    spent.began -= 1800
+    spent.stop.begun = False
+    spent.check()
+    assert not spent.stop.requested, "there is nothing to save"
+    spent.stop.begun = True
+    spent.check()
+    ((name, most),) = budget.items()
+    assert spent.stop.requested
+    assert spent.stop.reason.startswith(f"budget.{name}={most:g} is used up (")
+
+
+def test_a_budget_of_energy_needs_a_machine_that_tells_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"budget\.kwh is 2, but this machine does not tell .* use budget\.hours"):
+        spending(tmp_path, joules=None, kwh=2.0)
+    assert "kwh" not in spending(tmp_path, joules=None).so_far()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (("budget.usd=1", "device=cpu"), "use budget.hours"),
+        (("budget.usd=1", "device=cuda"), "use budget.hours, or add cost.usd_per_gpu_hour=PRICE"),
+    ],
+)
+def test_a_budget_in_money_needs_a_price(overrides: tuple[str, ...], remedy: str) -> None:
+    with pytest.raises(InputError, match=r"budget\.usd is 1") as raised:
+        check_effects(built(*overrides))
+    assert str(raised.value).endswith(remedy)
+    check_effects(built("budget.usd=1", "device=cuda", "cost.usd_per_gpu_hour=2"))
+
+
+def test_a_run_stops_at_its_budget_and_goes_on_with_a_larger_one_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ("model=linear", "steps=3000", "batch=50", "train.eval_every=100%", "checkpoint.every=100%")
+    monkeypatch.setattr(hardware.Monitor.__init__, "__kwdefaults__", {"sampled": lambda: None, "period": 0.01})
+    whole = train_here(tmp_path / "whole", *job)
+    run = run_dir(tmp_path / "cut", *job, "budget.hours=1e-5")
+    with pytest.raises(Stopped, match=r"saved: budget\.hours=1e-05 is used up .*; a larger one lets the run go on"):
+        experiment.run(load_job(run.config), run, World.solo())
+    assert 0 < json.loads(run.summary.read_text())["step"] < 3000
+    spent = json.loads(run.summary.read_text())["spent"]["hours"]
+    assert spent >= 1e-5
+    resumed = train_here(tmp_path / "cut", *job)
+    assert resumed.weights.read_bytes() == whole.weights.read_bytes()
+    assert json.loads(resumed.summary.read_text())["spent"]["hours"] > spent
+
+
+def test_the_config_of_a_run_from_before_there_were_budgets_is_a_job() -> None:
+    from lockstep.config import components
+
+    values = {key: value for key, value in composed().items() if key not in ("cost", "budget")}
+    assert components.build_job(values).budget == BudgetBlock()

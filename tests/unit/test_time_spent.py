@@ -1,0 +1,152 @@
+"""Where the time of a run goes, and what is left of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from helpers import train_here
+from lockstep.core.plan import Plan
+from lockstep.telemetry.clock import TrainingClock
+from lockstep.telemetry.time_left import TimeLeft
+from lockstep.telemetry.time_spent import TimeSpent
+
+CPU = torch.device("cpu")
+UNIT = 0.02  # seconds
+
+
+class Sleepy(torch.autograd.Function):
+    """Takes a unit forward, and two backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(UNIT)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * UNIT)
+        return grad
+
+
+def step(times: TimeSpent, model: nn.Module, *, micro_batches: int, reduction: float) -> None:
+    """One timed step, with three units for the optimizer."""
+    times.start()
+    for _ in range(micro_batches):
+        loss = Sleepy.apply(model(torch.ones(2, 3))).sum()
+        times.forward_done()
+        loss.backward()
+    time.sleep(reduction)
+    times.reduced()
+    time.sleep(3 * UNIT)
+    times.stop()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("reduces", [True, False])
+def test_a_timed_step_is_divided_into_its_parts(micro_batches: int, reduces: bool) -> None:
+    model = nn.Linear(3, 4)
+    times = TimeSpent(model, CPU, reduces=reduces, period=1)
+    reduction = 4 * UNIT * reduces
+    step(times, model, micro_batches=micro_batches, reduction=reduction)
+    shares = times.shares(0.0)
+    expected = {"forward": micro_batches, "backward": 2 * micro_batches, "optimizer": 3}
+    if reduces:
+        expected["communication"] = 4
+    total = sum(expected.values())
+    parts = {part: share for part, share in shares.items() if part in expected}
+    assert parts == pytest.approx({part: units / total for part, units in expected.items()}, abs=0.12)
+    assert sum(shares.values()) == pytest.approx(1)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_the_wait_for_the_slowest_rank_is_taken_from_the_communication() -> None:
+    model = nn.Linear(3, 4)
+    times = TimeSpent(model, CPU, reduces=True, period=1)
+    step(times, model, micro_batches=1, reduction=4 * UNIT)
+    alone, waiting = times.shares(0.0), times.shares(0.1)
+    assert waiting["slowest_rank"] == pytest.approx(0.1, abs=0.02)
+    assert waiting["communication"] == pytest.approx(alone["communication"] - 0.1, abs=0.03)
+    assert "communication" not in times.shares(0.99), "no more than there is"
+
+
+def test_waits_and_interruptions_are_timed_as_they_are() -> None:
+    times = TimeSpent(None, CPU, reduces=False, period=20)
+
+    def groups() -> Iterator[int]:
+        for number in range(3):
+            time.sleep(2 * UNIT)
+            yield number
+
+    requested = time.perf_counter()
+    for _ in times.loading(groups()):
+        time.sleep(UNIT)  # augmenting
+        times.clock.add_wait(requested, time.perf_counter())
+        time.sleep(UNIT)  # a step
+        with times.clock.pause("evaluation"):
+            time.sleep(2 * UNIT)
+        requested = time.perf_counter()
+    assert times.shares(0.0) == pytest.approx(
+        {"data": 2 / 6, "augmentation": 1 / 6, "step": 1 / 6, "evaluation": 2 / 6}, abs=0.06
+    )
+
+
+@pytest.mark.parametrize(("first", "period", "expected"), [(0, 1, 10), (0, 50, 25), (30, 50, 75), (75, 50, 125)])
+def test_a_step_is_timed_in_the_middle_of_a_window(first: int, period: int, expected: int) -> None:
+    times = TimeSpent(nn.Linear(1, 1), CPU, reduces=False, period=period, first=first)
+    assert times.next_step == expected
+
+
+def test_timing_steps_changes_no_bit_of_a_run(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pathlib import Path
+
+    folder = Path(str(tmp_path))
+    job = ("model=linear", "steps=45", "batch=50", "precision=fp64", "train.micro_batches=2")
+    with_times = train_here(folder / "with", *job)
+    monkeypatch.setattr("lockstep.telemetry.time_spent.LEAST_PERIOD", 1000)
+    without = train_here(folder / "without", *job, "telemetry.interval=1000")
+    assert with_times.weights.read_bytes() == without.weights.read_bytes()
+
+
+# 100 steps of a second, an evaluation of 5 s every 20 steps, a checkpoint of 2 s every 50.
+PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=5, eval_every=20, save_every=50)
+WHOLE = 100 + 5 * 5 + 2 * 2
+
+
+class Run:
+    """A run whose clock is set by hand; its first step takes `warm_up` seconds more."""
+
+    def __init__(self, warm_up: float = 0.0) -> None:
+        self.clock = TrainingClock()
+        self.left = TimeLeft(PLAN, self.clock, 0, evaluated=150)  # at a third of a step's cost: 5 s
+        self.warm_up = warm_up
+
+    def at(self, step: int) -> float | None:
+        self.clock.start()
+        busy = step + self.warm_up * (step > 0)
+        self.clock.total = self.clock.total._replace(busy=busy)
+        for purpose, every, seconds in (("evaluation", 20, 5.0), ("checkpoint", 50, 2.0)):
+            self.clock.pauses[purpose] = step // every
+            self.clock.paused_for[purpose] = step // every * seconds
+        if step == 5:
+            self.left.window_ended(5)
+        return self.left.seconds(step)
+
+
+@pytest.mark.parametrize("warm_up", [0.0, 30.0])
+def test_the_time_left_is_within_a_tenth_after_a_tenth_of_the_run(warm_up: float) -> None:
+    run = Run(warm_up)
+    for step in range(1, 101):
+        left = run.at(step)
+        truth = WHOLE - step - 5 * (step // 20) - 2 * (step // 50)
+        if step > 10:
+            assert left == pytest.approx(truth, rel=0.1, abs=0.2), step
+    assert run.at(100) == pytest.approx(0, abs=0.01)
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    assert Run().at(0) is None
