@@ -1,8 +1,8 @@
 """Provokes each verdict, follows it, and compares the gain that it predicts with the gain that it brings.
 
 Each case is a job that is slow for one reason. It is run, its verdict is read from `summary.json`, and it is run
-again with the override that the verdict names. Both are run in turns. The gain is that in images per second from the end of
-the first window to the end of the run, evaluations and checkpoints included.
+again with the override that the verdict names. Both are run in turns. The gain is that in images per second from the
+end of the first window to the end of the run, evaluations and checkpoints included.
 """
 
 from __future__ import annotations
