@@ -245,6 +245,7 @@ READS: dict[str, str] = {
     "runtime.host": "the kernel's /proc",
     "runtime.watchdog": "the kernel's /proc",
     "telemetry.hardware": "the kernel's counters of energy",
+    "telemetry.profile": "the trace that it has just had written",
     "training.micro_batch_search": "the kernel's /proc",
     "sweep.ledger": "the kernel's /proc; records are read by the guarded reader",
     "launcher.agent": "the kernel's /proc",

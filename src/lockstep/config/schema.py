@@ -101,6 +101,7 @@ class TelemetryBlock:
     interval: int | str = duration(20)
     gpu: bool = True
     samples: bool = False
+    profile: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lockstep.telemetry.clock import Seconds
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.ended_window import EndedWindow, PendingNumbers
 from lockstep.telemetry.epoch import Epoch
+from lockstep.telemetry.profile import NoProfile
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.time_spent import TimeSpent
@@ -89,6 +90,7 @@ class Telemetry:
         self.ended: deque[EndedWindow] = deque()
         self.times = times
         self.clock = times.clock
+        self.profile = NoProfile()
         self.examples = 0
 
     def open_window(self) -> WindowState:
@@ -126,7 +128,7 @@ class Telemetry:
         """Pass the shards on, and time the wait for each."""
         self.clock.start()
         requested = self.stragglers.start()
-        for shard in shards:
+        for shard in self.profile(shards):
             self.clock.add_wait(requested, time.perf_counter())
             self.step = shard.step
             if shard.step == self.times.next_step:

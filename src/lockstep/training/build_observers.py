@@ -20,6 +20,7 @@ from lockstep.telemetry.display import display
 from lockstep.telemetry.gpu import watched_gpus
 from lockstep.telemetry.hardware import Monitor, parts_of
 from lockstep.telemetry.observers import Observers
+from lockstep.telemetry.profile import StepProfile
 from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.telemetry.spending import Spending
 from lockstep.telemetry.time_left import TimeLeft
@@ -63,6 +64,9 @@ def build_observers(
     )
     if not world.is_main:
         return telemetry, None
+    if job.telemetry.profile:
+        on_gpu = world.device.type == "cuda"
+        telemetry.profile = StepProfile(run_dir.logs / "profile", plan.total_steps - progress.step, on_gpu=on_gpu)
     processes = [os.getpid(), *world.local_peer_pids.values()]
     monitor = Monitor(
         parts=parts_of(gpus=gpus if job.telemetry.gpu else [], path=run_dir.gpu, processes=processes),

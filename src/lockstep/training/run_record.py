@@ -119,6 +119,7 @@ class RunRecord(NoRecord):
         seconds = time.time() - self.started
         progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
         figures = {**telemetry.totals_of_run(), **hardware}
+        gpu_time = {name: round(share, 4) for name, share in telemetry.profile.gpu_time.items()}
         verdict, sight = explain(
             job=job,
             world=self.world,
@@ -140,6 +141,7 @@ class RunRecord(NoRecord):
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
             **sight,
+            **({"gpu_time": gpu_time} if gpu_time else {}),
         )
         banner.closing(
             job=job,
