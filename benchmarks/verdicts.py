@@ -141,9 +141,9 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--job"]:
         import lockstep
-        from lockstep.training import verdict
+        from lockstep.training import explain
 
-        verdict.TRIALS_SHARE = 1.0  # these runs are short
+        explain.TRIALS_SHARE = 1.0  # these runs are short
         sys.argv[1:2] = []
         lockstep.main(extensions=["provoked"])
         sys.exit()

@@ -16,8 +16,9 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.training import trials, verdict
-from lockstep.training.trials import Setting, tried
-from lockstep.training.verdict import Evidence, checklist, findings, settings_to_try
+from lockstep.training.checklist import checklist
+from lockstep.training.trials import Setting, settings_to_try, times_as_long, tried
+from lockstep.training.verdict import Evidence, findings
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
 
@@ -181,3 +182,9 @@ def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.Monkey
 
 
 CPU = torch.device("cpu")
+
+
+def test_how_long_a_format_takes_is_tried_before_the_first_step() -> None:
+    factor = times_as_long(replace(job(), precision=built("precision=fp64").precision), World.solo())
+    assert factor is not None
+    assert factor > 0  # clocks on a shared machine say no more

@@ -21,10 +21,11 @@ from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.training import banner, crash_dump
 from lockstep.training.build_data import TrainingData
+from lockstep.training.explain import explain
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import explain
+from lockstep.training.trials import times_as_long
 
 
 class NoRecord:
@@ -86,9 +87,11 @@ class RunRecord(NoRecord):
         notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
+            longer = times_as_long(job, self.world)
             notes.append(
-                "this processor has no instructions for bfloat16, so a step takes 2 to 47 times as long as in "
-                "float32; precision=fp32 is faster"
+                "this processor has no instructions for bfloat16, so a step takes "
+                f"{'2 to 47' if longer is None else f'{longer:.1f}'} times as long as in float32; precision=fp32 is "
+                "faster"
             )
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(

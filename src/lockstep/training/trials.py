@@ -6,14 +6,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from lockstep.config.schema import Job
 from lockstep.core.world import World
-from lockstep.training.dry_run import dry_run_step, is_out_of_memory
+from lockstep.precision import BF16, FP32
+from lockstep.runtime import host
+from lockstep.training.dry_run import FEW, dry_run_step, is_out_of_memory
 
+LONGEST_S = 1.0  # the most that all trials of a moment may take
 TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take long
 
 
@@ -57,6 +61,44 @@ def tried(
             now, then = (statistics.median(times) for times in zip(*pairs, strict=True))
             factors[name] = share * now / then
     return factors
+
+
+def settings_to_try(job: Job, world: World, model: nn.Module, cores: int) -> tuple[Setting, dict[str, Setting]]:
+    """The present setting of a rank, and the others that may be faster, by override."""
+    threads, examples = torch.get_num_threads(), job.micro_batch(world.size)
+    present = Setting(job, examples, threads)
+    others: dict[str, Setting] = {}
+    slow_format = job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32
+    if slow_format and world.device.type == "cpu":
+        others["precision=fp32"] = replace(present, job=replace(job, precision=FP32()))
+    elif job.precision.dtype is torch.float32 and (world.device.type == "cuda" or host.has_bfloat16()):
+        others["precision=bf16"] = replace(present, job=replace(job, precision=BF16()))
+    if world.device.type == "cpu":
+        fair = max(1, cores // world.local_size)
+        for number in sorted({1, fair} - {threads}):
+            others[f"launcher.threads={number}"] = replace(present, threads=number)
+    if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
+        channels_last = replace(job, model=replace(job.model, channels_last=True))
+        others["model.channels_last=true"] = replace(present, job=channels_last)
+    others[f"batch={2 * int(job.batch)}"] = replace(present, examples=2 * examples)
+    return present, others
+
+
+def takes_channels_last(job: Job, model: nn.Module) -> bool:
+    """Whether the model has convolutions and a key for their order of memory; an extension's may have none."""
+    return has_convolutions(model) and hasattr(job.model, "channels_last")
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(parameter.dim() == 4 for parameter in model.parameters())
+
+
+def times_as_long(job: Job, world: World) -> float | None:
+    """How many times as long as in float32 a step takes, tried with few examples; None if that would take long."""
+    present = Setting(replace(job, precision=FP32()), min(FEW, job.micro_batch(world.size)), torch.get_num_threads())
+    others = {"as configured": replace(present, job=job)}
+    rate = tried(present, others, device=world.device, seconds=LONGEST_S).get("as configured")
+    return None if rate is None else 1 / rate
 
 
 def _warmed_up(setting: Setting, device: torch.device) -> Callable[[], None] | None:

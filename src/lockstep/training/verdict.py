@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.precision import BF16, FP32
-from lockstep.runtime import host
-from lockstep.strategy.sync_batchnorm import has_batchnorm
-from lockstep.training.trials import Setting, tried
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
 WORTH, NOTABLE = 1.1, 0.05
 # A GPU that is busy for this share of the time (percent), at less than this share of its peak rate, is kept busy by
 # operations that move memory or are launched one by one.
 BUSY, LOW_MFU = 90.0, 20.0
-SMALL_BATCH = 16  # of a rank: batch norm counts over too few images
-LONGEST_TRIALS_S, TRIALS_SHARE = 1.0, 0.02  # of the run's time
 WORK = ("forward", "backward", "optimizer", "step")
 
 
@@ -56,16 +48,6 @@ class Finding:
         gain = "" if self.gain is None else f" should make the run {self.gain:.1f}x as fast"
         other = ", and is another run" if self.another_run else ""
         return f"{self.sentence}; {self.override}{gain or ' may help'}{other}"
-
-
-@dataclass(frozen=True)
-class Item:
-    """A point of the checklist: `done`, `worth trying` or `not applicable`, and why."""
-
-    item: str
-    state: str
-    reason: str
-    override: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +99,18 @@ def verdict(evidence: Evidence) -> Finding:
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """Everything that takes a notable share of the time, with what to change."""
-    yield from _data(evidence)
+    yield from data_findings(evidence)
     yield from _interruptions(evidence)
     yield from _ranks(evidence)
     yield from _work(evidence)
 
 
-def _gain(share: float, factor: float) -> float:
+def amdahl(share: float, factor: float) -> float:
     """How many times as fast a run is (Amdahl) when a part with a share of its time is `factor` times as fast."""
     return 1 / (1 - share + share / factor)
 
 
-def _data(evidence: Evidence) -> Iterator[Finding]:
+def data_findings(evidence: Evidence) -> Iterator[Finding]:
     share = evidence.share("data")
     if share < NOTABLE:
         return
@@ -166,7 +148,7 @@ def _interruptions(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(
                 sentence=f"{part}s take {100 * share:.0f} % of the time",
                 evidence=f"one every {every} steps",
-                gain=_gain(share, 2),
+                gain=amdahl(share, 2),
                 override=f"{key}={_duration(2 * every, evidence.plan)}",
             )
 
@@ -191,7 +173,7 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
             sentence=f"the ranks exchange gradients in {100 * share:.0f} % of the time; a larger batch does so "
             "less often",
             evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
-            gain=_gain(share, 2),
+            gain=amdahl(share, 2),
             override=f"batch={batch}",
             another_run=True,
         )
@@ -204,7 +186,7 @@ def _work(evidence: Evidence) -> Iterator[Finding]:
             sentence=_reason(override, evidence),
             evidence=f"tried: a step trains on {factor:.2f}x as many images per second, and steps are "
             f"{100 * work:.0f} % of the time",
-            gain=_gain(work, factor),
+            gain=amdahl(work, factor),
             override=override,
             another_run=override.startswith(("batch=", "precision=")),
         )
@@ -241,133 +223,3 @@ def _reason(override: str, evidence: Evidence) -> str:
         optimizer = evidence.share("optimizer")
         return f"steps are small: the optimizer alone takes {100 * optimizer:.0f} % of the time"
     return "convolutions are faster in another order of memory"
-
-
-def settings_to_try(job: Job, world: World, model: nn.Module, cores: int) -> tuple[Setting, dict[str, Setting]]:
-    """The present setting of a rank, and the others that may be faster, by override."""
-    threads, examples = torch.get_num_threads(), job.micro_batch(world.size)
-    present = Setting(job, examples, threads)
-    others: dict[str, Setting] = {}
-    slow_format = job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32
-    if slow_format and world.device.type == "cpu":
-        others["precision=fp32"] = replace(present, job=replace(job, precision=FP32()))
-    elif job.precision.dtype is torch.float32 and (world.device.type == "cuda" or host.has_bfloat16()):
-        others["precision=bf16"] = replace(present, job=replace(job, precision=BF16()))
-    if world.device.type == "cpu":
-        fair = max(1, cores // world.local_size)
-        for number in sorted({1, fair} - {threads}):
-            others[f"launcher.threads={number}"] = replace(present, threads=number)
-    if _takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
-        channels_last = replace(job, model=replace(job.model, channels_last=True))
-        others["model.channels_last=true"] = replace(present, job=channels_last)
-    others[f"batch={2 * int(job.batch)}"] = replace(present, examples=2 * examples)
-    return present, others
-
-
-def _takes_channels_last(job: Job, model: nn.Module) -> bool:
-    """Whether the model has convolutions and a key for their order of memory; an extension's may have none."""
-    return _has_convolutions(model) and hasattr(job.model, "channels_last")
-
-
-def _has_convolutions(model: nn.Module) -> bool:
-    return any(parameter.dim() == 4 for parameter in model.parameters())
-
-
-def checklist(evidence: Evidence) -> Iterator[Item]:
-    """The points that tutorials on fast training go through."""
-    job, factors = evidence.job, evidence.factors
-
-    def by_trial(item: str, done: bool, override: str, otherwise: str) -> Item:
-        if done:
-            return Item(item, "done", override)
-        if override not in factors:
-            return Item(item, "worth trying", otherwise, override)
-        worth = _gain(evidence.share(*WORK), factors[override])
-        state = "worth trying" if worth >= WORTH else "not applicable"
-        return Item(item, state, f"tried: {factors[override]:.2f}x in a step", override if worth >= WORTH else None)
-
-    supported = evidence.on_gpu or host.has_bfloat16()
-    if supported:
-        yield by_trial("mixed precision", job.precision.dtype is not torch.float32, "precision=bf16", "not tried")
-    else:
-        yield Item("mixed precision", "not applicable", "this processor has no instructions for bfloat16")
-    workers, waits = int(getattr(job.loader, "workers", 0)), evidence.share("data")
-    data = next(_data(evidence), None)
-    yield Item(
-        "workers and prefetch",
-        "done" if data is None else "worth trying",
-        f"{workers} workers, {100 * waits:.0f} % of the time waiting",
-        data.override if data is not None else None,
-    )
-    yield by_trial("a larger batch", False, f"batch={2 * evidence.plan.batch}", "not tried; it is another run")
-    if has_batchnorm(evidence.model):
-        synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
-        small = evidence.local_batch < SMALL_BATCH
-        yield Item(
-            "synchronised batch norm",
-            "done" if synced or not small else "worth trying",
-            f"{evidence.local_batch} images of a rank at a time",
-            None if synced or not small else "strategy.sync_batchnorm=true",
-        )
-    else:
-        yield Item("synchronised batch norm", "not applicable", "the model has no batch norm")
-    if _takes_channels_last(job, evidence.model):
-        done = job.model.memory_format is torch.channels_last
-        yield by_trial("channels_last", done, "model.channels_last=true", "not tried")
-    else:
-        yield Item("channels_last", "not applicable", "the model has no convolutions")
-    if evidence.on_gpu and _has_convolutions(evidence.model):
-        yield Item(
-            "cudnn.benchmark",
-            "done" if job.train.cudnn_benchmark else "worth trying",
-            "not the same bits every time",
-            None if job.train.cudnn_benchmark else "train.cudnn_benchmark=true",
-        )
-    else:
-        yield Item("cudnn.benchmark", "not applicable", "cuDNN is for convolutions on a GPU")
-    yield Item(
-        "torch.compile",
-        "done" if job.model.compile else "worth trying",
-        "takes about a minute at the first start",
-        None if job.model.compile else "model.compile=true",
-    )
-
-
-def explain(
-    *,
-    job: Job,
-    world: World,
-    plan: Plan,
-    model: nn.Module,
-    shares: Mapping[str, float],
-    hardware: Mapping[str, float],
-    mfu: float,
-    seconds: float,
-) -> tuple[Finding, dict[str, Any]]:
-    """The verdict on a run of so many seconds, and what its summary says of it.
-
-    Tries other settings for at most a fiftieth of the time that the run took, on main alone: other ranks have ended.
-    """
-    cores = host.cores()
-    factors: dict[str, float] = {}
-    if job.strategy.whole_model and not job.model.compile:
-        present, others = settings_to_try(job, world, model, cores)
-        room = min(LONGEST_TRIALS_S, TRIALS_SHARE * seconds)
-        factors = tried(present, others, device=world.device, seconds=room)
-    evidence = Evidence(
-        job=job,
-        world=world,
-        plan=plan,
-        model=model,
-        shares=shares,
-        hardware=hardware,
-        mfu=mfu,
-        factors=factors,
-        cores=cores,
-    )
-    best = verdict(evidence)
-    return best, {
-        "time": {part: round(share, 4) for part, share in shares.items()},
-        "verdict": {**asdict(best), "sentence": str(best)},
-        "checklist": [asdict(item) for item in checklist(evidence)],
-    }
