@@ -151,6 +151,14 @@ class RunDir:
             return None
         return name if isinstance(name, str) else None
 
+    def spent(self) -> dict[str, Any]:
+        """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
+        try:
+            spent = self.read_summary().get("spent")
+        except UnreadableFile:
+            return {}
+        return spent if isinstance(spent, dict) else {}
+
     def swept(self) -> dict[str, str]:
         """The values of this run for the keys that its sweep varies; empty for a run alone."""
         try:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.schema import BudgetBlock
 from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import is_number
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry.hardware import Monitor
 
@@ -42,8 +41,8 @@ class Spending(Observer):
 
     def __post_init__(self) -> None:
         self.began = time.monotonic()
-        before = self.run_dir.read_summary().get("spent")
-        self.before: Mapping[str, Any] = before if isinstance(before, dict) else {}
+        before = self.run_dir.spent()
+        self.before = {name: float(value) for name, value in before.items() if is_number(value)}
         if self.budget.kwh is not None and self._kwh() is None:
             raise InputError(
                 f"budget.kwh is {self.budget.kwh:g}, but this machine does not tell its energy (neither NVML nor "
@@ -61,7 +60,7 @@ class Spending(Observer):
         if self.usd_per_gpu_hour is not None:
             spent["usd"] = hours * self.gpus * self.usd_per_gpu_hour
         return {
-            name: round(value + float(self.before.get(name, 0.0)), DIGITS)
+            name: round(value + self.before.get(name, 0.0), DIGITS)
             for name, value in spent.items()
             if value is not None
         }

@@ -105,9 +105,12 @@ class RunRecord(NoRecord):
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
         self.run_dir.mark_latest(Path(job.output_root))
-        spent = self.run_dir.read_summary().get("spent", {})  # by earlier parts of the run
         self.run_dir.start_summary(
-            run=run, started=self.started, step=progress.step, steps=plan.total_steps, spent=spent
+            run=run,
+            started=self.started,
+            step=progress.step,
+            steps=plan.total_steps,
+            spent=self.run_dir.spent(),
         )
 
     def keep_progress(self, progress: Progress) -> None:
