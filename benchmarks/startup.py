@@ -167,7 +167,7 @@ def hydra_alone() -> None:
 
     composition.register()
     sys.argv = ["train.py", *sys.argv[3:]]
-    hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(lambda composed: None)()
+    hydra.main(config_path=str(ROOT / "conf"), config_name="config")(lambda composed: None)()
 
 
 def hydra_empty() -> None:
@@ -175,7 +175,7 @@ def hydra_empty() -> None:
     import hydra
 
     sys.argv = ["empty.py", *sys.argv[3:]]
-    hydra.main(version_base="1.3", config_path=None)(lambda composed: None)()
+    hydra.main(config_path=None)(lambda composed: None)()
 
 
 Cases = dict[str, Callable[[], float]]

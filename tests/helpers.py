@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -52,7 +52,7 @@ NARROW = "model.width=8"
 @functools.cache
 def chosen(*choices: str) -> DictConfig:
     """The config with these options of its groups."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         return compose("config", overrides=list(choices))
 
 
@@ -62,10 +62,17 @@ def composed(*overrides: str) -> dict[str, Any]:
     Hydra composes each choice of options once, which takes 0.15 s, and sets the other keys in a copy as ever.
     """
     parsed = OverridesParser.create().parse_overrides(["name=test", *overrides])
-    groups = [bool(re.match(r"hydra|.*/", word.key_or_group)) or word.key_or_group in CHOICES for word in parsed]
+    groups = [
+        bool(re.match(r"hydra|.*/", word.key_or_group)) or word.key_or_group in CHOICES or word.is_delete()
+        for word in parsed
+    ]
     words = list(zip(groups, parsed, strict=True))
     config = copy.deepcopy(chosen(*(str(word.input_line) for group, word in words if group)))
-    ConfigLoaderImpl._apply_overrides_to_config([word for group, word in words if not group], config)
+    try:
+        for override in (word for group, word in words if not group):
+            OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())
+    except OmegaConfBaseException:  # Hydra has its own sentence for it
+        return composition.to_dict(chosen(*(str(word.input_line) for word in parsed)))
     return composition.to_dict(config)
 
 

@@ -185,7 +185,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
         with (
             program.command_line(),
             program.bypass_hydra_errors(),
-            initialize_config_dir(str(ROOT / "conf"), version_base="1.3"),
+            initialize_config_dir(str(ROOT / "conf")),
             job_lock(called) as lock,
             prepare.prepare(decide_resume(job, called), called, lock) as run_dir,
         ):

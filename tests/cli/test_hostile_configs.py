@@ -19,10 +19,11 @@ from omegaconf import OmegaConf
 
 from forks import Forks
 from helpers import ROOT, Done, forked, result, train, train_afresh
-from lockstep.config import composition, hydra_keys, messages, schema
+from lockstep.config import composition, messages, schema
 from lockstep.config.invocation import ConfigFiles
 from lockstep.core.errors import InputError
 
+OBJECTS = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper")  # where Hydra makes some
 WAYS = (("seed=1",), ("-m",), ("--cfg", "job"), ("--cfg", "hydra"), ("--hel",), ("--info",))
 
 
@@ -65,12 +66,12 @@ def places(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 def walked() -> list[tuple[str, ...]]:
     """Every place of the composed config, Hydra's part included."""
     composition.register()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         whole = compose("config", ["model=resnet18", "optimizer=timm"], return_hydra_config=True)
     return sorted(set(places(OmegaConf.to_container(whole, resolve=False))))
 
 
-MADE = [("hydra", name, *below) for name in hydra_keys.OBJECTS for below in ((), ("x", "y"))]
+MADE = [("hydra", name, *below) for name in OBJECTS for below in ((), ("x", "y"))]
 
 
 def nested(place: tuple[str, ...], value: object) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def test_no_node_of_hydras_config_makes_an_object(run: Run, tmp_path: Path) -> N
         assert len(refused(run("train.py", *words, *way), mark).splitlines()) == 1, (place, way)
 
 
-@pytest.mark.parametrize("group", hydra_keys.LOGGING)
+@pytest.mark.parametrize("group", OBJECTS[1:3])
 def test_no_log_handler_of_a_file_is_made(run: Run, tmp_path: Path, group: str) -> None:
     mark = tmp_path / "mark"
     for write, way in zip((config_dir, primary) * 3, WAYS, strict=False):
@@ -126,7 +127,7 @@ def test_no_log_handler_of_a_file_is_made(run: Run, tmp_path: Path, group: str) 
 
 def test_a_file_in_a_group_of_hydra_is_no_plugin(run: Run, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for group, way in zip(hydra_keys.OBJECTS, itertools.cycle(WAYS[:2]), strict=False):
+    for group, way in zip(OBJECTS, itertools.cycle(WAYS[:2]), strict=False):
         folder = tmp_path / "hydra" / group
         folder.mkdir(parents=True, exist_ok=True)
         content = payload(mark) if group in ("launcher", "sweeper") else {"x": payload(mark)}
@@ -211,7 +212,7 @@ def test_prove_runs_no_code_of_a_config(tmp_path: Path) -> None:
 
 
 def test_no_kept_override_has_hydra_make_an_object() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         for key, way in itertools.product(MADE, ("", "+", "++", " ", "  ++", "~", "+model@")):
             asks = "=digitnet" if way == "+model@" else "" if way == "~" else "._target_=shutil.copyfile"
             with pytest.raises((InputError, HydraException)) as raised:

@@ -36,7 +36,7 @@ from lockstep.training.fingerprint import plan_of
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
         with job_lock(called) as lock:

@@ -41,7 +41,7 @@ SECRET = "correct-horse-battery-staple"
 
 def refusal(root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
-    with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):  # noqa: PT011, PT012
+    with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf")):  # noqa: PT011, PT012
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
         job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with job_lock(called) as lock:
@@ -131,7 +131,7 @@ def test_a_config_cannot_read_the_environment(tmp_path: Path, run: Path, overrid
 
 
 def test_no_key_of_any_option_can_read_the_environment() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         job = compose("config", overrides=["name=test"])
     OmegaConf.set_struct(job, False)
     keys = {key: job for key, _ in leaves(composition.to_dict(job))}

@@ -297,7 +297,7 @@ APP = """
 import os, sys
 import hydra
 
-@hydra.main(version_base="1.3", config_path=None)
+@hydra.main(config_path=None)
 def app(config):
     print(f"x is {config.x}")
     if config.x == 2:

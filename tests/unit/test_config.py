@@ -38,7 +38,7 @@ MANDATORY = {
 
 def failure(*overrides: str) -> Exception:
     """The error that Hydra raises for these overrides, translated while Hydra still has the config."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF)):
         try:
             composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         except Exception as error:
@@ -233,7 +233,7 @@ def test_an_error_is_shown_line_by_line_behind_the_name_of_the_program(capsys: p
 
 
 def test_an_earlier_command_composes_again_with_the_new_overrides_behind_it() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF)):
         again = composition.recompose(
             ["name=x", "epochs=3", "augment=crop_flip"], ("resume=latest", "epochs=9"), ConfigFiles()
         )

@@ -36,7 +36,7 @@ def test_a_name_that_neither_has_is_missing() -> None:
 
 
 def test_files_and_names_are_listed_together_for_completion() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         options = GlobalHydra.instance().config_loader().get_group_options("model")
     assert {"digitnet", "resnet34", "resnet50d", "vit_tiny_patch16_224"} <= set(options)
     assert len(options) == len(set(options))

@@ -2,101 +2,64 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from helpers import ROOT
-from lockstep.config import hydra_keys, hydra_policy, messages
+from lockstep.config import hydra_policy, messages
 from lockstep.core.errors import InputError
 
-SOURCE = Path(hydra.__file__).parent
-# Calls that create an object from a name, import, unpickle, or set up logging.
-ACTS = {
-    *("instantiate", "_instantiate", "call", "_call_target", "_locate", "get_class", "get_method", "get_object"),
-    *("import_module", "__import__", "exec", "eval", "exec_module", "find_spec", "load_module", "dictConfig"),
-    *(
-        "configure_logging",
-        "configure_log",
-        "files",
-        "instantiate_sweeper",
-        "instantiate_launcher",
-        "ConfigLoaderImpl",
-    ),
-}
-# Where Hydra's source has one of these calls, and why a config cannot use it to run code.
-CHECKED = "only with what `CheckedLoader` has let through"
-KNOWN = {
-    ("_internal/hydra.py", "ConfigLoaderImpl"): "replaced by CheckedLoader",
-    ("_internal/hydra.py", "configure_log"): CHECKED,
-    ("_internal/hydra.py", "instantiate_sweeper"): CHECKED,
-    ("_internal/callbacks.py", "instantiate"): CHECKED,
-    ("_internal/core_plugins/basic_launcher.py", "configure_log"): CHECKED,
-    ("_internal/core_plugins/basic_sweeper.py", "instantiate_launcher"): CHECKED,
-    ("core/plugins.py", "_instantiate"): CHECKED,
-    ("core/plugins.py", "instantiate"): CHECKED,
-    ("core/utils.py", "configure_log"): CHECKED,
-    ("core/utils.py", "configure_logging"): CHECKED,
-    ("main.py", "configure_log"): "behind --experimental-rerun, which `check_flags` refuses",
-    ("main.py", "pickle.load"): "behind --experimental-rerun, which `check_flags` refuses",
-    ("core/plugins.py", "import_module"): "hydra_plugins and Hydra's own",
-    ("core/plugins.py", "exec_module"): "what is installed in hydra_plugins",
-    ("core/plugins.py", "find_spec"): "what is installed in hydra_plugins",
-    ("core/plugins.py", "load_module"): "what is installed in hydra_plugins",
-    ("core/override_parser/overrides_visitor.py", "eval"): "functions of the grammar of overrides, such as range()",
-    ("_internal/core_plugins/importlib_resources_config_source.py", "files"): "pkg://, refused where a user names it",
-    ("_internal/core_plugins/structured_config_source.py", "import_module"): "structured://, likewise",
-}
-# The code behind the calls above, and functions for programs: a config reaches them only through those calls.
-MACHINERY = ("_internal/instantiate/", "_internal/logging_config.py", "_internal/target_policy.py", "utils.py")
-INSIDE = {("_internal/utils.py", "import_module")}  # in `_locate`, which is checked where it is called
+
+def test_no_private_name_of_hydra_or_omegaconf_is_imported() -> None:
+    """Read from Hydra 1.4.0rc3 and OmegaConf 2.4.1rc1."""
+    private = re.compile(r"\b(hydra|omegaconf)\.[\w.]*\b_\w+|\b(hydra|omegaconf)\b.* import _")
+    assert not [path for path in (ROOT / "src").rglob("*.py") if private.search(path.read_text())]
 
 
-def acts() -> Iterator[tuple[str, str]]:
-    """Every place in Hydra's source where it may act on a config, and the call there."""
-    for path in SOURCE.rglob("*.py"):
-        name = path.relative_to(SOURCE).as_posix()
-        if "test_utils" in name or name.startswith(MACHINERY):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                if called.startswith("pickle.") and called != "pickle.dump":
-                    yield name, called
-                elif called.rpartition(".")[2] in ACTS:
-                    yield name, called.rpartition(".")[2]
+def test_the_flags_are_those_that_hydra_has() -> None:
+    """Read from Hydra 1.4.0rc3."""
+    parser = importlib.import_module("hydra._internal.utils").get_args_parser()
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    assert flags == {*messages.LONG_FLAGS, messages.RERUN, *(f"-{flag}" for flag in messages.SHORT_FLAGS)}
 
 
-def test_hydra_acts_on_a_config_where_we_know_of_it_and_nowhere_else() -> None:
-    assert set(acts()) - INSIDE == KNOWN.keys()
+@pytest.mark.parametrize("deep", ["x: " + "[" * 50_000, "x:\n  " + "- " * 50_000 + "1"], ids=["flow", "block"])
+def test_a_file_nested_deeply_is_refused_and_overflows_no_stack(tmp_path: Path, deep: str) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "sent.yaml").write_text(deep)
+    with pytest.raises(InputError, match="nested"):
+        composed(f"hydra.searchpath=[{tmp_path}]", "experiment=sent")
+
+
+def test_a_long_flat_file_is_read(tmp_path: Path) -> None:
+    weights = [1.0] * 4_000
+    assert sent(tmp_path, {"loss": {"class_weights": weights}}, "+loss.class_weights=null") is not None
+
+
+def test_a_file_gives_the_words_of_the_line_no_other_meaning(tmp_path: Path) -> None:
+    (tmp_path / "sent.yaml").write_text("defaults: [config]\nhydra: {aliases: {epochs: hydra.verbose}}\n")
+    with (
+        pytest.raises((InputError, HydraException)) as raised,
+        initialize_config_dir(str(tmp_path)),
+    ):
+        compose("sent", [f"hydra.searchpath=[{ROOT / 'conf'}]", "epochs=true"], return_hydra_config=True)
+    assert "aliases" in str(raised.value)
 
 
 def test_every_way_through_hydra_composes_with_our_loader() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, hydra_policy.CheckedLoader)
-
-
-def test_a_job_is_composed_once_to_what_hydra_composes_twice() -> None:
-    overrides, job_overrides = ["seed=1", "hydra.run.dir=here"], ["seed=1", "hydra.run.dir=here", "hydra.mode=RUN"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
-        first = loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
-        assert loader.load_configuration("config", job_overrides, RunMode.RUN) is first
-        again = loader.load_configuration("config", job_overrides, RunMode.RUN)
-    assert again is not first
-    assert OmegaConf.to_container(first, resolve=False) == OmegaConf.to_container(again, resolve=False)
 
 
 JOBS = [
@@ -110,13 +73,13 @@ JOBS = [
 
 
 def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        loader = importlib.import_module("hydra.core.global_hydra").GlobalHydra.instance().config_loader()
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
         words = ["hydra.job.chdir=false", "seed=1,2", "model.width=8"]
         master = loader.load_configuration("config", words, RunMode.MULTIRUN)
         for job in JOBS[:-1]:
             for overrides in (job, [*job[::-1], "epochs=2"][::-1]):
-                expected = ConfigLoaderImpl.load_sweep_config(loader, master, [*overrides])
+                expected = loader.loader.load_sweep_config(master, [*overrides])
                 config = loader.load_sweep_config(master, [*overrides])
                 assert plain(config) == plain(expected), overrides
         with pytest.raises(InputError, match="expected keys of a job, such as seed: 1,2"):
@@ -133,12 +96,16 @@ def plain(config: DictConfig) -> Any:
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
     node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
-    values = {key: value for key, value in hydra_keys.leaves(node) if not hydra_keys.is_below(key, hydra_keys.FREE)}
-    assert values == hydra_keys.OURS
+    values = {
+        key: value
+        for key, value in hydra_policy.leaves(node)
+        if not {key, key[:1]} & {*hydra_policy.FREE, *hydra_policy.FOLDERS}
+    }
+    assert values == hydra_policy.OURS
 
 
 def composed(*overrides: str) -> Any:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(ROOT / "conf")):
         return compose("config", overrides=list(overrides), return_hydra_config=True).hydra
 
 
@@ -163,7 +130,6 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
         "hydra.launcher._target_=os.mkdir",
         "+hydra.launcher.x={_target_:os.mkdir}",
         "+hydra.sweeper.params.x={y:[{_target_:os.mkdir}]}",
-        "+hydra.launcher.x=${train}",
         "+hydra.job_logging.handlers.x.class=os.mkdir",
         "+hydra={callbacks:{x:{_target_:os.mkdir}}}",
         "+model@hydra.callbacks.x=digitnet",
@@ -179,20 +145,6 @@ def test_the_command_line_names_no_code_and_breaks_no_hydra(word: str) -> None:
     assert isinstance(messages.translate(raised.value), InputError)
 
 
-@pytest.mark.parametrize("words", [[], ["hydra.run.dir=here", "epochs=3"]])
-def test_a_usual_command_line_is_composed_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra_policy, "_without_files", None)
-    composed(*words)
-
-
-def test_the_configs_of_hydra_in_a_job_are_as_hydra_alone_composes_them() -> None:
-    words = (*(f"hydra/{group}=none" for group in hydra_keys.LOGGING), "hydra/launcher=pool")
-    alone = hydra_policy._without_files((("hydra", "pkg://hydra.conf"), ("schema", "structured://")), words)
-    named = {path.rpartition("/")[::2] for path, _ in hydra_policy.HYDRA_CONFIGS} - {("hydra", "config")}
-    chosen = {key[-1]: value for key, value in alone.items() if key[:2] == ("runtime", "choices")}
-    assert named == {item for item in chosen.items() if item[1] is not None}
-
-
 def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
     """Hydra's config, composed with a file of someone else."""
     (folder / "experiment").mkdir(exist_ok=True)
@@ -200,7 +152,7 @@ def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
     return composed(f"hydra.searchpath=[{folder}]", "experiment=sent", *words)
 
 
-FOLDERS = [".".join(key) for key in hydra_keys.FOLDERS]
+FOLDERS = [".".join(key) for key in hydra_policy.FOLDERS]
 
 
 @pytest.mark.parametrize("key", [*FOLDERS, "output_subdir"])
@@ -241,6 +193,6 @@ def test_a_file_in_place_of_one_of_hydras_own_gets_one_sentence(tmp_path: Path, 
     (tmp_path / "hydra" / group / "basic.yaml").write_text("_target_: shutil.copyfile\n")
     with (
         pytest.raises(InputError, match=r"shutil\.copyfile"),
-        initialize_config_dir(str(tmp_path), version_base="1.3"),
+        initialize_config_dir(str(tmp_path)),
     ):
         compose(overrides=[], return_hydra_config=True)

@@ -40,7 +40,7 @@ CONFIG = {
     "halving": None,
     "objectives": ["score"],
 }
-ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra")
+ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
 
 
 class PoolLauncher(Launcher):

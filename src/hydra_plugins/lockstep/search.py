@@ -44,7 +44,7 @@ CONFIG = {
     "storage": None,
     "params": {},
 }
-ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra")
+ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
 DIRECTIONS = ("maximize", "minimize")

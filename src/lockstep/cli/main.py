@@ -60,10 +60,9 @@ def complete() -> None:
     if not query or re.match(r"\S*lockstep\s+train\s", line):
         train()
         return
-    from lockstep.config.completion import command_words
+    from lockstep.config.completion import command_words, write
 
-    separator = "\n" if query == "query=fish" else " "
-    sys.stdout.write(separator.join(command_words(["train", *COMMANDS], line)) + "\n")
+    write(command_words(["train", *COMMANDS], line), query.partition("=")[2])
 
 
 def run() -> None:

@@ -14,6 +14,8 @@ import hydra
 from omegaconf import DictConfig
 
 from lockstep.config import completion, composition, extensions
+from lockstep.config.commands import quoted_path
+from lockstep.config.hydra_policy import TRUSTED
 from lockstep.config.messages import check_flags
 from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
@@ -31,8 +33,8 @@ def main(packages: Sequence[str] = ()) -> None:
     composition.register()
     with program.command_line():
         extensions.use(packages)
-        completion.prepare(sys.argv)
-        if not composition.showed_help():
+        sys.argv[1:] = map(quoted_path, sys.argv[1:])
+        if not (completion.answered(sys.argv) or composition.showed_help()):
             check_flags(sys.argv[1:])
             train()
 
@@ -62,4 +64,4 @@ def plan_job(composed: DictConfig) -> Any:
 
 
 train_job.plan = plan_job  # type: ignore[attr-defined]
-train = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(train_job)
+train = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)(train_job)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra.plugins.completion_plugin import CompletionPlugin
-
-from lockstep.config.commands import FOLDERS, RUNS, quoted_path
+from lockstep.config.commands import FOLDERS, RUNS
 from lockstep.config.messages import key_of
 from lockstep.config.timm_names import tagged_names
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
@@ -20,18 +19,18 @@ from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 OUTPUTS = "outputs"
 
 
-def prepare(words: list[str]) -> None:
-    """Quote the paths of a command line for Hydra. If a shell asks for completions, add ours to Hydra's."""
-    words[1:] = map(quoted_path, words[1:])
-    if {"-sc", "--shell-completion"}.isdisjoint(words):
-        return
-    hydra_query = CompletionPlugin._query
+def answered(words: list[str]) -> bool:
+    """Print the completions of a shell's line if they are ours; else Hydra prints its own."""
+    query = next((word.partition("=")[2] for word in words if word.startswith("query=")), "")
+    completions = matches(os.environ.get("COMP_LINE", "").rpartition(" ")[2]) if query else None
+    if completions is not None:
+        write(completions, query)
+    return completions is not None
 
-    def query(self: CompletionPlugin, config_name: str | None, line: str) -> list[str]:
-        completions = matches(line.rpartition(" ")[2])
-        return hydra_query(self, config_name, line) if completions is None else completions
 
-    CompletionPlugin._query = query  # type: ignore[method-assign]
+def write(completions: Sequence[str], shell: str) -> None:
+    """Print completions as a shell reads them."""
+    sys.stdout.write(("\n" if shell == "fish" else " ").join(completions) + "\n")
 
 
 def matches(word: str) -> list[str] | None:

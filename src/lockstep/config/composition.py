@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -17,15 +19,19 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml.events import CollectionEndEvent, CollectionStartEvent
 
-from lockstep.config import components, compose_once, fast_yaml, hydra_policy
-from lockstep.config.messages import UNEXPECTED, check_word, key_of, sentence, translate, unreadable
+from lockstep.config import components, hydra_policy
+from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, key_of, sentence, translate, unreadable
 from lockstep.config.program_words import program_name
 from lockstep.config.schema import CONF, Job
 from lockstep.core.errors import InputError
 
 if TYPE_CHECKING:
     from lockstep.config.invocation import ConfigFiles
+
+# Files of more characters than this are looked through for deep nesting before they are parsed.
+SHORT = 8192
 
 
 def register() -> None:
@@ -35,12 +41,32 @@ def register() -> None:
     written to files, and environment variables hold secrets.
     """
     hydra_policy.install()
-    compose_once.install()
-    fast_yaml.install()
+    guard_parser()
     OmegaConf.clear_resolver("oc.env")
-    ConfigStore.instance().store(name="job", node=components.schema())
+    ConfigStore.instance().store(name="job", node=components.schema(), replace=True)
     if not OmegaConf.has_resolver("stamp_hex"):
-        OmegaConf.register_new_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
+        OmegaConf.register_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
+
+
+def guard_parser() -> None:
+    """Have OmegaConf refuse a file that is nested deeply, which would overflow the stack of libyaml's parser."""
+    if hasattr(OmegaConf.load, "__wrapped__"):
+        return
+
+    @functools.wraps(OmegaConf.load)
+    def load(file_: Any, **keywords: Any) -> Any:
+        text = file_.read() if hasattr(file_, "read") else Path(file_).read_text()
+        if len(text) > SHORT:
+            depth = 0
+            for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+                if depth > DEEPEST:
+                    raise InputError(f"{getattr(file_, 'name', file_)} has more than {DEEPEST} nested values")
+        if text is not file_ and hasattr(file_, "seek"):
+            file_.seek(0)
+        return load.__wrapped__(file_, **keywords)
+
+    OmegaConf.load = load  # type: ignore[method-assign]
 
 
 def showed_help() -> bool:
@@ -98,7 +124,7 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
 def composing() -> Iterator[None]:
     """A context in which configs can be composed without Hydra's `main`."""
     register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF)):
         yield
 
 

@@ -1,82 +1,75 @@
-"""The settings of Hydra that a config may change, checked before Hydra uses them.
+"""What a config may say to Hydra. Somebody else may have written a config file, so it must run no code.
 
-Before a job begins, Hydra creates objects from `hydra.callbacks`, `hydra.launcher`, `hydra.sweeper` and both logging
-configs, and sets environment variables. Somebody else may have written a config file, so it must not control this:
-each value below `hydra` must be the value that Hydra, its installed plugins and the command line give without the
-file. A few keys that only name folders and texts are exempt. The command line chooses among installed plugins, and
-cannot name code.
-
-`tests/unit/test_hydra_policy.py` reads Hydra's source and lists everything that Hydra does with a config.
+Hydra makes objects (callbacks, launchers, log handlers) only of installed plugins and of classes on its execution
+whitelist, which is `TRUSTED` here. This leaves open which files log handlers write, which variables are set or copied
+into the config, in which folders runs are, and which packages are imported to search them for configs. So each
+value below `hydra` must be the one that Hydra, its installed plugins or the command line give, except for a few keys
+that name folders and texts.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import hydra.conf
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+import yaml
+from hydra.conf import HydraConf
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
-from hydra.types import RunMode
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.hydra_keys import (
-    CLOSED,
-    FOLDERS,
-    FREE,
-    LOGGING,
-    OBJECTS,
-    WRITTEN,
-    Key,
-    dotted,
-    is_below,
-    is_free,
-    leaves,
-    may_set,
-    names_code,
-)
-from lockstep.config.messages import shown_message
+from lockstep.config.messages import unreadable
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 
-EXTENSION = "extension"  # the first part of the provider name of an extension's configs
+Key = tuple[str, ...]
 
+TRUSTED = ["lockstep.sweep.Report"]  # besides installed launchers, sweepers and Hydra's own log handlers
+EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 COPIES = (
     "hydra.job.env_copy copies environment variables into the config, and so, with their secrets, into files; "
     "leave it out: the job inherits the variables"
 )
-# Hydra's own configs in the composition of a job, each with its package, in order.
-HYDRA_CONFIGS = [
-    ("hydra/output/default", "hydra"),
-    ("hydra/launcher/pool", "hydra.launcher"),
-    ("hydra/sweeper/basic", "hydra.sweeper"),
-    ("hydra/help/default", "hydra.help"),
-    ("hydra/hydra_help/default", "hydra.hydra_help"),
-    ("hydra/hydra_logging/none", "hydra.hydra_logging"),
-    ("hydra/job_logging/none", "hydra.job_logging"),
-    ("hydra/env/default", "hydra.env"),
-    ("hydra/config", "hydra"),
-]
+# The keys that `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
+OURS: Mapping[Key, object] = {
+    ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
+    ("output_subdir",): None,
+    ("job", "chdir"): False,
+}
+# The folders of runs. A config file may only name one below `output_root` or the current folder.
+FOLDERS: tuple[Key, ...] = (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"))
+# The references in such a name whose values a config file cannot choose.
+_REFERENCES = re.compile(r"\$\{(now:[%\w:-]*|stamp_hex:|hydra[.:]job\.num)\}")
+# The keys that any config file may set below `hydra`, with everything below them.
+FREE: tuple[Key, ...] = (("sweeper", "params"), ("mode",), ("searchpath",), ("help",), ("hydra_help",))
+# The keys that Hydra itself writes while it composes.
+WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "name"), ("job", "override_dirname"), ("job", "config_name"))
+# What only serves to name code and files for it, so that not even the command line may set it.
+CLOSED: tuple[Key, ...] = (("callbacks",), ("job_logging",), ("hydra_logging",))
+GROUPS = ("launcher", "sweeper", "job_logging", "hydra_logging")  # whose options may be plugins'
 
 
 def install() -> None:
     """Have Hydra compose every config with `CheckedLoader`."""
-    application: Any = importlib.import_module("hydra._internal.hydra")
-    application.ConfigLoaderImpl = CheckedLoader
+    if hasattr(GlobalHydra.initialize, "__wrapped__"):
+        return
+
+    @functools.wraps(GlobalHydra.initialize)
+    def initialize(self: GlobalHydra, hydra: Any) -> None:
+        hydra.config_loader = CheckedLoader(hydra.config_loader)
+        initialize.__wrapped__(self, hydra)
+
+    GlobalHydra.initialize = initialize  # type: ignore[method-assign]
 
 
 def is_of_hydra(override: str) -> bool:
@@ -88,45 +81,42 @@ def is_of_hydra(override: str) -> bool:
     return _is_of_hydra(OverridesParser.create().parse_override(override))
 
 
-def _is_of_hydra(parsed: Override) -> bool:
-    return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
+class CheckedLoader(ConfigLoader):
+    """A loader that returns another loader's config only if all its values below `hydra` are allowed."""
 
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.jobs: dict[tuple[str, ...], DictConfig] = {}  # the configs of a sweep, by the jobs' choices
+        for source in loader.get_search_path().get_path():
+            _check_source(source.provider, source.path)
 
-def _key(parsed: Override) -> Key:
-    """The key below `hydra` of an override; empty if it is a group."""
-    return tuple(parsed.key_or_group.split("."))[1:]
+    def get_mode(self, config_name: str | None, overrides: list[str]) -> Any:
+        return self.loader.get_mode(config_name, overrides, self.loader.parse_overrides(config_name, overrides))
 
+    def get_search_path(self) -> ConfigSearchPath:
+        return self.loader.get_search_path()
 
-class CheckedLoader(ConfigLoaderImpl):
-    """Hydra's loader, which returns a config only if all its values below `hydra` are allowed."""
+    def get_sources(self) -> list[ConfigSource]:
+        return self.loader.get_sources()
 
-    def __init__(self, config_search_path: ConfigSearchPath) -> None:
-        _check_folders(config_search_path)
-        super().__init__(config_search_path)
-        self._composed: dict[tuple[str, ...], DictConfig] = {}  # the configs of a sweep, by the jobs' choices
+    def list_groups(self, parent_name: str) -> list[str]:
+        return self.loader.list_groups(parent_name)
 
-    def _load_configuration_impl(self, *args: Any, **keywords: Any) -> DictConfig:
-        """Compose and check. Every way through Hydra leads here."""
-        self._hydra_configs: list[tuple[str | None, str | None]] = []
-        self._file_leaves: list[tuple[Key, Any]] = []
+    def get_group_options(self, *args: Any, **keywords: Any) -> list[str]:
+        return self.loader.get_group_options(*args, **keywords)
+
+    def compute_defaults_list(self, *args: Any, **keywords: Any) -> Any:
+        return self.loader.compute_defaults_list(*args, **keywords)
+
+    def load_configuration(
+        self, config_name: str | None, overrides: list[str], *args: Any, **keywords: Any
+    ) -> DictConfig:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        self._check_search_path(config_name, parsed)
         with _composing():
-            composed = super()._load_configuration_impl(*args, **keywords)
-        self._check(composed)
+            composed = self.loader.load_configuration(config_name, overrides, *args, **keywords)
+        self._check(composed, parsed)
         return composed
-
-    def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
-        """Record the values that each config has below `hydra`."""
-        with warnings.catch_warnings():
-            if str(default.config_path).startswith("hydra/"):  # Hydra warns at length of a file in place of its own
-                warnings.simplefilter("ignore")
-            loaded = super()._load_single_config(default, repo)
-        if loaded.provider == "hydra":
-            self._hydra_configs.append((default.config_path, default.package))
-        else:
-            plain = OmegaConf.to_container(loaded.config, resolve=False)
-            if isinstance(plain, dict) and "hydra" in plain:
-                self._file_leaves.extend(leaves(plain["hydra"]))
-        return loaded
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Compose a job of a sweep: once for its choices of options, to whose config its other values are added.
@@ -139,85 +129,91 @@ class CheckedLoader(ConfigLoaderImpl):
                 raise InputError(
                     f"hydra.sweeper.params has {override.input_line!r}, expected keys of a job, such as seed: 1,2"
                 )
-        groups = [
-            word for word in parsed if word.package is not None or self.repository.group_exists(word.key_or_group)
-        ]
-        values = [override for override in parsed if override not in groups]
-        if any(override.type is not OverrideType.CHANGE for override in values):  # their order counts
-            values, groups = [], parsed
-        lines = tuple(str(override.input_line) for override in groups)
-        if lines not in self._composed:
-            self._composed[lines] = super().load_sweep_config(master_config, [*lines])
-        composed = copy.deepcopy(self._composed[lines])
-        with _composing():
-            self._apply_overrides_to_config(values, composed)
-        job = composed.hydra.job
-        job.override_dirname = get_overrides_dirname(parsed, **job.config.override_dirname)
+        values = [override for override in parsed if _is_value(override, master_config)]
+        if any(override.type is not OverrideType.CHANGE for override in parsed):  # their order counts
+            values = []
+        lines = tuple(str(override.input_line) for override in parsed if override not in values)
+        if lines not in self.jobs:
+            self.jobs[lines] = self._compose_job(master_config, [*lines])
+        composed = copy.deepcopy(self.jobs[lines])
+        try:
+            for override in values:
+                OmegaConf.update(composed, override.key_or_group, override.value())
+        except OmegaConfBaseException:
+            return self._compose_job(master_config, sweep_overrides)  # Hydra has its own sentence for it
         composed.hydra.overrides.task = sweep_overrides
         return composed
 
-    def _process_config_searchpath(
-        self, config_name: str | None, parsed_overrides: list[Override], repo: Any
-    ) -> None:
-        self._parsed = parsed_overrides
-        initialize = repo.initialize_sources
+    def _compose_job(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        with _composing():
+            composed = self.loader.load_sweep_config(master_config, sweep_overrides)
+        words = [*master_config.hydra.overrides.hydra, *sweep_overrides]
+        self._check(composed, OverridesParser.create().parse_overrides(words))
+        return composed
 
-        def initialize_folders(search_path: ConfigSearchPath) -> None:
-            _check_folders(search_path)
-            initialize(search_path)
+    def _check_search_path(self, config_name: str | None, overrides: Iterable[Override]) -> None:
+        """Refuse packages in `hydra.searchpath`, in which only the primary config and the command line have a say."""
+        primary = next((item for item in self.get_sources() if config_name and item.is_config(config_name)), None)
+        with suppress(OmegaConfBaseException, yaml.YAMLError):  # Hydra reads it again and says what is wrong
+            loaded = primary and primary.load_config(str(config_name)).config
+            paths = [OmegaConf.select(loaded, "hydra.searchpath")] if isinstance(loaded, DictConfig) else []
+            paths += [item.value() for item in overrides if _key(item) == ("searchpath",)]
+            for path in (path for listed in paths if isinstance(listed, Iterable) for path in listed):
+                _check_source("hydra.searchpath", str(path))
 
-        repo.initialize_sources = initialize_folders
-        super()._process_config_searchpath(config_name, parsed_overrides, repo)
-
-    def _check(self, composed: DictConfig) -> None:
-        """Compare the values below `hydra` with the values that Hydra has without the user's files.
-
-        Returns early if the files and the command line only set keys that every config file may set.
+    def _check(self, composed: DictConfig, overrides: list[Override]) -> None:
+        """Refuse a config with a value below `hydra` that neither Hydra, a plugin nor the command line gives.
 
         Raises:
-            InputError: a config file sets a value that it may not set.
+            InputError: there is one.
         """
-        parsed = self._parsed
-        command_leaves = (
-            leaf for override in parsed if _is_of_hydra(override) for leaf in leaves(override.value(), _key(override))
-        )
-        if (
-            self._hydra_configs == HYDRA_CONFIGS
-            and all(may_set(*leaf) for leaf in self._file_leaves)
-            and all(is_free(key) and not names_code(key, value) for key, value in command_leaves)
-        ):
-            return
-        hydra_overrides = [override for override in parsed if override.is_hydra_override()]
         node = OmegaConf.to_container(composed, resolve=False)
-        values = list(leaves(node.get("hydra") if isinstance(node, dict) else None))
-        if any(is_below(key, [("job", "env_copy")]) for key, _ in values):
+        values = dict(leaves(node.get("hydra") if isinstance(node, dict) else None))
+        if any(key[:2] == ("job", "env_copy") for key in values):  # first: no sentence may show a variable's value
             raise InputError(COPIES)
-        choices = (*_chosen(dict(values), hydra_overrides), *_without_code(hydra_overrides))
-        sources = ((source.provider, source.path) for source in self.config_search_path.get_path())
-        expected = _without_files(tuple(source for source in sources if not _is_from_user(source[0])), choices)
-        lines: dict[str, list[str | None]] = {"hydra": [], "task": []}
-        for override in parsed:
-            lines["hydra" if override.is_hydra_override() else "task"].append(override.input_line)
-        expected = {**expected, **dict(leaves({"overrides": lines}))}  # where a sweep reads the command line
-        for key, value in values:
-            unchanged = key in expected and expected[key] == value
-            if not (unchanged or may_set(key, value) or (is_below(key, WRITTEN) and not names_code(key, value))):
-                if key in FOLDERS:
-                    inside = "its sweep's folder" if key[-1] == "subdir" else "${output_root} or the current one"
+        expected = {**_defaults(), **OURS}
+        for group in GROUPS:
+            expected.update(self._option(group, values.get(("runtime", "choices", f"hydra/{group}"))))
+        for override in overrides:
+            if _is_of_hydra(override) and not override.is_delete():
+                on_line = dict(leaves(override.value(), _key(override)))
+                if any(key[:1] in CLOSED or re.search(r"\b_\w*_\b", " ".join(key)) for key in on_line):
                     raise InputError(
-                        f"{dotted(key)} is {shown(value)} in a config file, expected a folder below {inside}; "
-                        f"name others on the command line: {dotted(key)}=FOLDER"
+                        f"{override.input_line!r} names code for Hydra to run; leave it out, or choose an installed "
+                        "plugin by its name: hydra/launcher=NAME"
                     )
-                raise InputError(
-                    f"{dotted(key)} is {shown(value)} in a config file, which may set only "
-                    f"{', '.join(map(dotted, FREE))}, so that it runs no code; an installed plugin is chosen on the "
-                    "command line: hydra/launcher=NAME"
-                )
+                expected.update(on_line)
+        words = {override.input_line for override in overrides}
+        for key, value in values.items():
+            is_expected = key in expected and str(expected[key]) == str(value)
+            is_word = key[0] == "overrides" and value in words
+            if not (is_expected or is_word or _may_set(key, str(value))):
+                raise InputError(_refusal(key, value))
+
+    def _option(self, group: str, choice: object) -> Iterator[tuple[Key, Any]]:
+        """The values of an option of a group of Hydra, as Hydra itself or an installed plugin has it."""
+        path = f"hydra/{group}/{choice}"
+        for source in self.get_sources():
+            if not _is_from_user(source.provider) and source.is_config(path):
+                yield from leaves(OmegaConf.to_container(source.load_config(path).config, resolve=False), (group,))
+                return
+
+
+def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Every value of a plain config with its key. The key of a list item ends with its index."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from leaves(value, (*key, str(name)))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from leaves(value, (*key, str(index)))
+    else:
+        yield key, node
 
 
 @contextmanager
 def _composing() -> Iterator[None]:
-    """Turn what composing raises without a word of its own into a sentence."""
+    """Turn the errors that Hydra raises for a value it does not expect into a sentence."""
     try:
         yield
     except (OmegaConfBaseException, HydraException):  # some of them are also KeyErrors
@@ -225,10 +221,29 @@ def _composing() -> Iterator[None]:
     except KeyError as error:  # from os.environ: Hydra copies variables while it composes
         raise InputError(COPIES) from error
     except (AssertionError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(
-            f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error))}); "
-            "an override or a config file has a value below a key that takes none"
-        ) from error
+        raise unreadable(error) from error
+
+
+@functools.cache
+def _defaults() -> Mapping[Key, Any]:
+    """Hydra's own values, without any option of a group."""
+    return dict(leaves(OmegaConf.to_container(OmegaConf.structured(HydraConf), resolve=False)))
+
+
+def _is_of_hydra(parsed: Override) -> bool:
+    return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
+
+
+def _key(parsed: Override) -> Key:
+    """The key below `hydra` of an override; empty if it is a group."""
+    return tuple(parsed.key_or_group.split("."))[1:]
+
+
+def _is_value(parsed: Override, config: DictConfig) -> bool:
+    """Whether an override sets a value of the config, rather than choose an option of a group."""
+    first, _, rest = parsed.key_or_group.partition(".")
+    chosen = OmegaConf.select(config, first, throw_on_resolution_failure=False)
+    return parsed.package is None and first in config and (rest != "" or not OmegaConf.is_dict(chosen))
 
 
 def _is_from_user(provider: str) -> bool:
@@ -236,62 +251,35 @@ def _is_from_user(provider: str) -> bool:
     return provider in ("main", "command-line") or provider.startswith(("hydra.searchpath", EXTENSION))
 
 
-def _check_folders(search_path: ConfigSearchPath) -> None:
+def _check_source(provider: str, path: str) -> None:
     """Refuse a source of the user that is not a folder: to read configs from a Python package, Hydra imports it."""
-    for source in search_path.get_path():
-        scheme, named, _ = source.path.partition("://")
-        if _is_from_user(source.provider) and named and scheme != "file":
-            raise InputError(
-                f"the search path for configs has {source.path!r}, which would import code; expected a folder: "
-                "hydra.searchpath=[FOLDER] or --config-dir FOLDER"
-            )
-
-
-def _chosen(values: Mapping[Key, Any], overrides: Iterable[Override]) -> Iterator[str]:
-    """Overrides that repeat a file's choice of a logging config or of our pool, unless the command line chooses."""
-    for group in (*LOGGING, "launcher"):
-        folder = Path(hydra.conf.__file__).with_name("hydra").joinpath(group)
-        options = {"pool"} if group == "launcher" else {file.stem for file in folder.glob("*.yaml")}
-        choice = values.get(("runtime", "choices", f"hydra/{group}"))
-        if choice in options and not any(override.key_or_group == f"hydra/{group}" for override in overrides):
-            yield f"hydra/{group}={choice}"
-
-
-def _without_code(overrides: Iterable[Override]) -> Iterator[str]:
-    """The overrides of the command line that a config file may not make.
-
-    Raises:
-        InputError: an override names code.
-    """
-    for override in overrides:
-        key = _key(override)
-        if override.is_delete() or (is_free(key) and key not in FOLDERS):
-            continue
-        if not key:  # a group: the name of an option, not the path of a file
-            fits = re.fullmatch(r"[\w\s.,\[\]-]*", override.get_value_element_as_str()) is not None
-        elif key[0] in OBJECTS:
-            fits = key[0] not in CLOSED and not any(names_code(*leaf) for leaf in leaves(override.value(), key))
-        else:
-            fits = True
-        if not fits:
-            raise InputError(
-                f"{override.input_line!r} names code for Hydra to run; leave it out, or choose an installed plugin "
-                "by its name: hydra/launcher=NAME"
-            )
-        yield str(override.input_line)
-
-
-@functools.lru_cache(maxsize=16)
-def _without_files(sources: tuple[tuple[str, str], ...], overrides: tuple[str, ...]) -> Mapping[Key, Any]:
-    """The values below `hydra` that Hydra composes from `sources`, none of which is the user's."""
-    search_path = ConfigSearchPathImpl()
-    for provider, path in sources:
-        search_path.append(provider, path)
-    try:
-        composed = ConfigLoaderImpl(search_path).load_configuration(None, list(overrides), RunMode.RUN)
-    except MissingConfigException as error:
+    scheme, named, _ = path.partition("://")
+    if _is_from_user(provider) and named and scheme != "file":
         raise InputError(
-            f"{error.missing_cfg_file} is no option of Hydra or of an installed plugin, and a file is not enough; "
-            f"it is one of {', '.join(error.options or [])}"
-        ) from error
-    return dict(leaves(OmegaConf.to_container(composed.hydra, resolve=False)))
+            f"the search path for configs has {path!r}, which would import code; expected a folder: "
+            "hydra.searchpath=[FOLDER] or --config-dir FOLDER"
+        )
+
+
+def _may_set(key: Key, value: str) -> bool:
+    """Whether any config file may set this key to this value."""
+    if key in FOLDERS:  # inside the current folder, `output_root` or the sweep's folder
+        root = "" if key == ("sweep", "subdir") else r"^\$\{output_root\}(?=/|$)"
+        below = _REFERENCES.sub("x", re.sub(root, "x", value) if root else value)
+        return "${" not in below and not below.startswith("/") and ".." not in below
+    return any(key[: len(prefix)] == prefix for prefix in (*FREE, *WRITTEN))
+
+
+def _refusal(key: Key, value: object) -> str:
+    name = ".".join(("hydra", *key))
+    if key in FOLDERS:
+        inside = "its sweep's folder" if key[-1] == "subdir" else "${output_root} or the current one"
+        return (
+            f"{name} is {shown(value)} in a config file, expected a folder below {inside}; name others on the "
+            f"command line: {name}=FOLDER"
+        )
+    free = ", ".join(".".join(("hydra", *prefix)) for prefix in (*FOLDERS, *FREE))
+    return (
+        f"{name} is {shown(value)} in a config file, which may set only {free}, so that it runs no code; an "
+        "installed plugin is chosen on the command line: hydra/launcher=NAME"
+    )

@@ -36,6 +36,14 @@ LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
 # The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
+RERUN = "--experimental-rerun"
+# Hydra's other flags; a test compares them with those of `--hydra-help`.
+LONG_FLAGS = (
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--info"),
+)
+SHORT_FLAGS = ("h", "c", "p", "r", "m", "sc", "cp", "cn", "cd", "i")
+
 
 def key_of(override: str) -> str:
     """The key or group of an override: `epochs` for `++epochs=3`."""
@@ -48,15 +56,15 @@ def check_flags(words: Sequence[str]) -> None:
     Raises:
         InputError: there is such a flag, or the one that takes Hydra's own settings from a run folder.
     """
-    from hydra._internal.utils import get_args_parser
-
-    flags, rest = get_args_parser().parse_known_args(list(words))
-    if flags.experimental_rerun is not None:
+    flags = [word for word in words if word.startswith("-")]
+    if rerun := [
+        word for word in flags if re.match(r"--e[a-z-]*(=|$)", word) and RERUN.startswith(word.split("=")[0])
+    ]:
         raise InputError(
-            f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "
+            f"{rerun[0]}: the folder that {RERUN} names may have a pickle or settings of Hydra "
             "that run code; continue a run with resume=RUN_FOLDER"
         )
-    unknown = [word for word in rest if word.startswith("-")]
+    unknown = [word for word in flags if not _is_flag(word)]
     if not unknown:
         return
     proposals = []
@@ -76,6 +84,14 @@ def check_flags(words: Sequence[str]) -> None:
 def _note(proposal: str) -> str:
     """What to know about a proposal: a batch of most other programs is that of one device."""
     return " (batch counts the images of all devices)" if "batch=" in proposal else ""
+
+
+def _is_flag(word: str) -> bool:
+    """Whether Hydra has this flag, perhaps shortened (`--mul`) or with its value (`-cd=conf`, `-cdconf`)."""
+    name = word.split("=")[0]
+    if name.startswith("--"):
+        return any(flag.startswith(name) for flag in LONG_FLAGS)
+    return word.startswith(tuple(f"-{flag}" for flag in SHORT_FLAGS))
 
 
 def check_word(text: str) -> None:

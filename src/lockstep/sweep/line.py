@@ -68,7 +68,7 @@ def choose_folder(config: DictConfig) -> Ledger:
             )
         _say_what_goes_on(ledger)
     ledger.create(identity)
-    with read_write(config), open_dict(config):
+    with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
         config.hydra.launcher.update({key: of_pool[key] for key in of_pool if key in config.hydra.launcher})
