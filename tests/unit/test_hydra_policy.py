@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -20,17 +20,13 @@ from lockstep.config import hydra_policy, messages
 from lockstep.core.errors import InputError
 
 
-def test_no_private_name_of_hydra_or_omegaconf_is_imported() -> None:
-    """Read from Hydra 1.4.0rc3 and OmegaConf 2.4.1rc1."""
-    private = re.compile(r"\b(hydra|omegaconf)\.[\w.]*\b_\w+|\b(hydra|omegaconf)\b.* import _")
-    assert not [path for path in (ROOT / "src").rglob("*.py") if private.search(path.read_text())]
-
-
-def test_the_flags_are_those_that_hydra_has() -> None:
-    """Read from Hydra 1.4.0rc3."""
-    parser = importlib.import_module("hydra._internal.utils").get_args_parser()
-    flags = {flag for action in parser._actions for flag in action.option_strings}
-    assert flags == {*messages.LONG_FLAGS, messages.RERUN, *(f"-{flag}" for flag in messages.SHORT_FLAGS)}
+def test_one_undocumented_name_of_hydra_is_used_and_no_private_one() -> None:
+    """`hydra.main.get_args_parser`, read from Hydra 1.4.0rc3; none of OmegaConf, read from 2.4.1rc1."""
+    private = re.compile(
+        r"\b(hydra|omegaconf)\.[\w.]*\b_\w+|\b(hydra|omegaconf)\b.* import .*\b_\w|\bget_args_parser"
+    )
+    files = {path.name: private.findall(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
+    assert [name for name, names in files.items() if names] == ["messages.py"]
 
 
 @pytest.mark.parametrize("deep", ["x: " + "[" * 50_000, "x:\n  " + "- " * 50_000 + "1"], ids=["flow", "block"])
@@ -41,18 +37,54 @@ def test_a_file_nested_deeply_is_refused_and_overflows_no_stack(tmp_path: Path, 
         composed(f"hydra.searchpath=[{tmp_path}]", "experiment=sent")
 
 
-def test_a_long_flat_file_is_read(tmp_path: Path) -> None:
-    weights = [1.0] * 4_000
-    assert sent(tmp_path, {"loss": {"class_weights": weights}}) is not None
+def test_a_long_flat_file_is_read_up_to_the_limit_of_omegaconf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sent(tmp_path, {"loss": {"class_weights": [1.0] * 9_000}}) is not None
+    long = {"loss": {"class_weights": [1.0] * 11_000}}
+    with pytest.raises(yaml.YAMLError) as raised:
+        sent(tmp_path, long)
+    sentence = str(messages.translate_before_job(raised.value))
+    assert sentence == f"{tmp_path}/experiment/sent.yaml has more values than OmegaConf reads: set " + (
+        "OMEGACONF_MAX_YAML_EXPANDED_NODES=100000 (default: 10000)"
+    )
+    name, _, value = sentence.rpartition("set ")[2].partition(" ")[0].partition("=")
+    monkeypatch.setenv(name, value)
+    assert sent(tmp_path, long) is not None
+
+
+def first(folder: Path, content: dict[str, Any], *words: str) -> Any:
+    """Hydra's config, composed with someone else's file as the primary one, before ours."""
+    (folder / "sent.yaml").write_text(yaml.safe_dump(content))
+    with initialize_config_dir(str(folder)):
+        return compose("sent", [f"hydra.searchpath=[{ROOT / 'conf'}]", *words], return_hydra_config=True).hydra
+
+
+@pytest.mark.parametrize("group", hydra_policy.OPTIONS)
+def test_only_the_command_line_chooses_a_plugin(tmp_path: Path, group: str) -> None:
+    with initialize_config_dir(str(ROOT / "conf")):
+        options = {*GlobalHydra.instance().config_loader().get_group_options(f"hydra/{group}")}
+    own = options & {*hydra_policy.OPTIONS[group]}
+    assert len(own) in (1, 2, 4)
+    ConfigStore.instance().store("other", {"_target_": "plugin.Other"}, f"hydra/{group}", provider="other")
+    try:
+        for option in (options - own) | {"other"} | own:
+            content = {"defaults": ["config", {f"override hydra/{group}": option}]}
+            if option in own:
+                assert first(tmp_path, content).runtime.choices[f"hydra/{group}"] == option
+            else:
+                with pytest.raises(
+                    InputError, match=f"hydra/{group} is '{option}' in a config file, which may choose"
+                ):
+                    first(tmp_path, content)
+            assert composed(f"hydra/{group}={option}").runtime.choices[f"hydra/{group}"] == option
+    finally:
+        del ConfigStore.instance().repo["hydra"][group]["other.yaml"]
 
 
 def test_a_file_gives_the_words_of_the_line_no_other_meaning(tmp_path: Path) -> None:
-    (tmp_path / "sent.yaml").write_text("defaults: [config]\nhydra: {aliases: {epochs: hydra.verbose}}\n")
-    with (
-        pytest.raises((InputError, HydraException)) as raised,
-        initialize_config_dir(str(tmp_path)),
-    ):
-        compose("sent", [f"hydra.searchpath=[{ROOT / 'conf'}]", "epochs=true"], return_hydra_config=True)
+    with pytest.raises((InputError, HydraException)) as raised:
+        first(tmp_path, {"defaults": ["config"], "hydra": {"aliases": {"epochs": "hydra.verbose"}}}, "epochs=true")
     assert "aliases" in str(raised.value)
 
 
@@ -128,6 +160,8 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
         "+hydra.callbacks.x._target_=os.mkdir",
         "hydra.callbacks.report._target_=os.mkdir",
         "hydra.launcher._target_=os.mkdir",
+        "hydra.launcher=${model}",
+        "hydra.sweeper=null",
         "+hydra.launcher.x={_target_:os.mkdir}",
         "+hydra.sweeper.params.x={y:[{_target_:os.mkdir}]}",
         "+hydra.job_logging.handlers.x.class=os.mkdir",

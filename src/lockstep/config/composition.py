@@ -30,9 +30,6 @@ from lockstep.core.errors import InputError
 if TYPE_CHECKING:
     from lockstep.config.invocation import ConfigFiles
 
-# Files of more characters than this are looked through for deep nesting before they are parsed.
-SHORT = 8192
-
 
 def register() -> None:
     """Register the schema of a job with Hydra, so that mistakes show while composing.
@@ -55,14 +52,15 @@ def guard_parser() -> None:
 
     @functools.wraps(OmegaConf.load)
     def load(file_: Any, **keywords: Any) -> Any:
-        text = file_.read() if hasattr(file_, "read") else Path(file_).read_text()
-        if len(text) > SHORT:
-            depth = 0
-            for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-                depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-                if depth > DEEPEST:
-                    raise InputError(f"{getattr(file_, 'name', file_)} has more than {DEEPEST} nested values")
-        if text is not file_ and hasattr(file_, "seek"):
+        is_stream = hasattr(file_, "read")
+        depth = 0
+        for event in yaml.parse(
+            file_ if is_stream else Path(file_).read_text(), getattr(yaml, "CLoader", yaml.Loader)
+        ):
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if depth > DEEPEST:
+                raise InputError(f"{getattr(file_, 'name', file_)} has more than {DEEPEST} nested values")
+        if is_stream:
             file_.seek(0)
         return load.__wrapped__(file_, **keywords)
 

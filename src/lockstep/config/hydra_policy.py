@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import yaml
-from hydra.conf import HydraConf
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.messages import unreadable
+from lockstep.config.schema import CONF
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 
@@ -56,7 +57,10 @@ FREE: tuple[Key, ...] = (("sweeper", "params"), ("mode",), ("searchpath",), ("he
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "name"), ("job", "override_dirname"), ("job", "config_name"))
 # What only serves to name code and files for it, so that not even the command line may set it.
 CLOSED: tuple[Key, ...] = (("callbacks",), ("job_logging",), ("hydra_logging",))
-GROUPS = ("launcher", "sweeper", "job_logging", "hydra_logging")  # whose options may be plugins'
+WHOLE: tuple[Key, ...] = (("launcher",), ("sweeper",))  # likewise: a reference, whose values a config file chooses
+# The groups whose options name code, with those options that any config file may choose: Hydra's own and our pool.
+LOGGING = ("default", "disabled", "hydra_debug", "none", "stdout")
+OPTIONS = {"launcher": ("basic", "pool"), "sweeper": ("basic",), "job_logging": LOGGING, "hydra_logging": LOGGING}
 
 
 def install() -> None:
@@ -153,13 +157,14 @@ class CheckedLoader(ConfigLoader):
 
     def _check_search_path(self, config_name: str | None, overrides: Iterable[Override]) -> None:
         """Refuse packages in `hydra.searchpath`, in which only the primary config and the command line have a say."""
+        paths = [item.value() for item in overrides if _key(item) == ("searchpath",)]
         primary = next((item for item in self.get_sources() if config_name and item.is_config(config_name)), None)
-        with suppress(OmegaConfBaseException, yaml.YAMLError):  # Hydra reads it again and says what is wrong
-            loaded = primary and primary.load_config(str(config_name)).config
-            paths = [OmegaConf.select(loaded, "hydra.searchpath")] if isinstance(loaded, DictConfig) else []
-            paths += [item.value() for item in overrides if _key(item) == ("searchpath",)]
-            for path in (path for listed in paths if isinstance(listed, Iterable) for path in listed):
-                _check_source("hydra.searchpath", str(path))
+        if primary and primary.path != str(CONF):
+            with suppress(OmegaConfBaseException, yaml.YAMLError):  # Hydra reads it again and says what is wrong
+                loaded = primary.load_config(str(config_name)).config
+                paths += [OmegaConf.select(loaded, "hydra.searchpath")] if isinstance(loaded, DictConfig) else []
+        for path in (path for listed in paths if isinstance(listed, Iterable) for path in listed):
+            _check_source("hydra.searchpath", str(path))
 
     def _check(self, composed: DictConfig, overrides: list[Override]) -> None:
         """Refuse a config with a value below `hydra` that neither Hydra, a plugin nor the command line gives.
@@ -172,12 +177,20 @@ class CheckedLoader(ConfigLoader):
         if any(key[:2] == ("job", "env_copy") for key in values):  # first: no sentence may show a variable's value
             raise InputError(COPIES)
         expected = {**_defaults(), **OURS}
-        for group in GROUPS:
-            expected.update(self._option(group, values.get(("runtime", "choices", f"hydra/{group}"))))
+        for group, options in OPTIONS.items():
+            choice = values.get(("runtime", "choices", f"hydra/{group}"))
+            if choice not in options and not any(word.key_or_group == f"hydra/{group}" for word in overrides):
+                raise InputError(
+                    f"hydra/{group} is {shown(choice)} in a config file, which may choose only {', '.join(options)}; "
+                    f"an installed plugin is chosen on the command line: hydra/{group}=NAME"
+                )
+            expected.update(self._option(group, choice))
         for override in overrides:
             if _is_of_hydra(override) and not override.is_delete():
                 on_line = dict(leaves(override.value(), _key(override)))
-                if any(key[:1] in CLOSED or re.search(r"\b_\w*_\b", " ".join(key)) for key in on_line):
+                if any(
+                    key[:1] in CLOSED or key in WHOLE or re.search(r"\b_\w*_\b", " ".join(key)) for key in on_line
+                ):
                     raise InputError(
                         f"{override.input_line!r} names code for Hydra to run; leave it out, or choose an installed "
                         "plugin by its name: hydra/launcher=NAME"
@@ -227,7 +240,8 @@ def _composing() -> Iterator[None]:
 @functools.cache
 def _defaults() -> Mapping[Key, Any]:
     """Hydra's own values, without any option of a group."""
-    return dict(leaves(OmegaConf.to_container(OmegaConf.structured(HydraConf), resolve=False)))
+    stored = ConfigStore.instance().load("hydra/config.yaml").node
+    return dict(leaves(OmegaConf.to_container(stored, resolve=False)))
 
 
 def _is_of_hydra(parsed: Override) -> bool:

@@ -35,14 +35,8 @@ from lockstep.core.safe_write import FULL
 LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
 # The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
-
-RERUN = "--experimental-rerun"
-# Hydra's other flags; a test compares them with those of `--hydra-help`.
-LONG_FLAGS = (
-    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun"),
-    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--info"),
-)
-SHORT_FLAGS = ("h", "c", "p", "r", "m", "sc", "cp", "cn", "cd", "i")
+# The environment variable that lets OmegaConf read longer files.
+MOST_NODES = "OMEGACONF_MAX_YAML_EXPANDED_NODES"
 
 
 def key_of(override: str) -> str:
@@ -56,15 +50,15 @@ def check_flags(words: Sequence[str]) -> None:
     Raises:
         InputError: there is such a flag, or the one that takes Hydra's own settings from a run folder.
     """
-    flags = [word for word in words if word.startswith("-")]
-    if rerun := [
-        word for word in flags if re.match(r"--e[a-z-]*(=|$)", word) and RERUN.startswith(word.split("=")[0])
-    ]:
+    from hydra.main import get_args_parser
+
+    flags, rest = get_args_parser().parse_known_args(list(words))
+    if flags.experimental_rerun is not None:
         raise InputError(
-            f"{rerun[0]}: the folder that {RERUN} names may have a pickle or settings of Hydra "
+            f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "
             "that run code; continue a run with resume=RUN_FOLDER"
         )
-    unknown = [word for word in flags if not _is_flag(word)]
+    unknown = [word for word in rest if word.startswith("-")]
     if not unknown:
         return
     proposals = []
@@ -84,14 +78,6 @@ def check_flags(words: Sequence[str]) -> None:
 def _note(proposal: str) -> str:
     """What to know about a proposal: a batch of most other programs is that of one device."""
     return " (batch counts the images of all devices)" if "batch=" in proposal else ""
-
-
-def _is_flag(word: str) -> bool:
-    """Whether Hydra has this flag, perhaps shortened (`--mul`) or with its value (`-cd=conf`, `-cdconf`)."""
-    name = word.split("=")[0]
-    if name.startswith("--"):
-        return any(flag.startswith(name) for flag in LONG_FLAGS)
-    return word.startswith(tuple(f"-{flag}" for flag in SHORT_FLAGS))
 
 
 def check_word(text: str) -> None:
@@ -159,7 +145,13 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
             "with hydra.run.dir=FOLDER"
         )
     if isinstance(error, yaml.YAMLError):
-        return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")
+        text = " ".join(str(error).split())
+        if MOST_NODES in text:
+            where = re.sub(r'.*in "(.*)", line.*', r"\1", text)
+            return InputError(
+                f"{where} has more values than OmegaConf reads: set {MOST_NODES}=100000 (default: 10000)"
+            )
+        return InputError(f"a config file is not YAML: {text}")
     if isinstance(error, ValueError) and "Config group override" in str(error):
         return InputError("a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18")
     if isinstance(error, UNEXPECTED):
