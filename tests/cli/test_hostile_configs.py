@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from omegaconf import OmegaConf
 
 from forks import Forks
 from helpers import ROOT, Done, forked, result, train, train_afresh
-from lockstep.config import composition, messages, schema
+from lockstep.config import composition, hydra_policy, messages, schema
 from lockstep.config.invocation import ConfigFiles
 from lockstep.core.errors import InputError
 
@@ -123,6 +127,74 @@ def test_no_log_handler_of_a_file_is_made(run: Run, tmp_path: Path, group: str) 
     for write, way in zip((config_dir, primary) * 3, WAYS, strict=False):
         words = write(tmp_path, nested(("hydra", group), handlers(mark)))
         assert f"hydra.{group}." in refused(run("train.py", *words, *way), mark)
+
+
+# A program of Hydra 1.4 with our whitelist, and without our policy: which config files it reads comes in a line each.
+WHITELIST_ALONE = """
+import json, sys
+import hydra
+from lockstep.config import composition, hydra_policy
+from lockstep.config.schema import CONF
+
+composition.register()
+hydra_policy.CheckedLoader._check = lambda *_: None
+trusted = [*hydra_policy.TRUSTED, *sys.argv[1:]]
+app = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=trusted)(lambda config: None)
+for line in sys.stdin:
+    sys.argv = ["app", *json.loads(line)]
+    try:
+        app()
+    except BaseException as error:
+        print("ended:", repr(error))
+    else:
+        print("ended: done")
+"""
+
+
+def test_hydra_makes_nothing_outside_the_whitelist_even_without_our_policy(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    factory = {"()": "shutil.copyfile", "src": __file__, "dst": str(mark)}
+    logging = [
+        {"handlers": {"x": {"class": "shutil.copyfile", "src": __file__, "dst": str(mark)}}},
+        {"handlers": {"x": factory}},
+        {"filters": {"x": factory}},
+        {"formatters": {"x": factory}},
+        {"handlers": {"x": {"class": "logging.StreamHandler", "stream": factory}}},
+    ]
+    trusted = {"_target_": hydra_policy.TRUSTED[0]}
+    hostile = [
+        *(nested(place, payload(mark)) for place in MADE),
+        *(nested(("hydra", name, "x"), {**trusted, "y": payload(mark)}) for name in OBJECTS),
+        *(
+            nested(("hydra", group), {"version": 1, "root": {"level": "INFO"}, **node})
+            for group in OBJECTS[1:3]
+            for node in logging
+        ),
+    ]
+    commands = []
+    for number, content in enumerate(hostile):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        many = [] if number % 2 and "launcher" not in content["hydra"] else ["-m", "~hydra.callbacks.report"]
+        words = [*many, *([] if "launcher" in content["hydra"] else ["hydra/launcher=basic"])]
+        commands.append([*primary(folder, content), f"output_root={tmp_path}", *words])
+
+    def run_all(commands: list[list[str]], *whitelist: str) -> list[str]:
+        lines = "".join(json.dumps(words) + "\n" for words in commands)
+        command = [sys.executable, "-c", WHITELIST_ALONE, *whitelist]
+        environment = {**os.environ, "HYDRA_FULL_ERROR": "1"}
+        done = subprocess.run(
+            command, input=lines, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith("ended: ")]
+
+    ends = run_all(commands)
+    assert len(ends) == len(commands)
+    assert sum("is not in the Hydra execution whitelist" in end for end in ends) >= 10
+    assert any("Unknown plugin class : 'shutil.copyfile'" in end for end in ends)
+    assert not mark.exists()
+    run_all(commands[1:2], "shutil.copyfile")  # the same would run if it were on the list
+    assert mark.exists()
 
 
 def test_a_file_in_a_group_of_hydra_is_no_plugin(run: Run, tmp_path: Path) -> None:
