@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.program_words import command_of_program
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
@@ -28,17 +28,14 @@ from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger, Record, State
+from lockstep.sweep.objectives import SCORE
 
-# The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
-# whether failed jobs run again, of how many jobs one goes on (`lockstep.sweep.halving`), and the table's columns.
+# The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), and what each takes if nothing says so.
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
     "gpus": 1,
     "cores": 1,
-    "retry": False,
-    "halving": None,
-    "objectives": ["score"],
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
 
@@ -56,15 +53,16 @@ class PoolLauncher(Launcher):
     more_follow = False
     enough: Callable[[Record], bool] | None = None
 
-    def __init__(
-        self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None, objectives: Sequence[str]
-    ) -> None:
-        self.jobs, self.gpus, self.cores, self.retry, self.halving = jobs, gpus, cores, retry, halving
-        self.objectives = objectives
+    def __init__(self, jobs: int | None, gpus: int, cores: int) -> None:
+        self.jobs, self.gpus, self.cores = jobs, gpus, cores
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
         self.numbers: set[int] = set()  # of the jobs that were launched
+        # Whether failed jobs run again, of how many jobs one goes on, the table's columns; null in other apps.
+        self.retry = bool(OmegaConf.select(config, "sweep.retry"))
+        self.halving: int | None = OmegaConf.select(config, "sweep.halving")
+        self.objectives: Sequence[str] = OmegaConf.select(config, "sweep.objectives") or [SCORE]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
@@ -149,7 +147,7 @@ class PoolLauncher(Launcher):
     def _run(self, config: DictConfig, record: Record) -> float | None:
         """Run a job, in its own process."""
         with read_write(config.hydra), open_dict(config.hydra):
-            config.hydra.job.id = config.hydra.job.num = record.number
+            config.hydra.job.id, config.hydra.job.num = str(record.number), record.number
             config.hydra.sweep.dir = self.config.hydra.sweep.dir
             config.hydra.sweep.subdir = record.folder
         done = run_job(

@@ -39,7 +39,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     objectives.check(block.objectives)
     of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
     for key, value in of_pool.items():
-        if value and value != [objectives.SCORE] and key not in config.hydra.launcher:
+        if value and value != [objectives.SCORE] and config.hydra.runtime.choices["hydra/launcher"] != "pool":
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
@@ -71,7 +71,6 @@ def choose_folder(config: DictConfig) -> Ledger:
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
-        config.hydra.launcher.update({key: of_pool[key] for key in of_pool if key in config.hydra.launcher})
     return ledger
 
 

@@ -54,6 +54,7 @@ class Report(Callback):
     """Hydra's callbacks around a sweep."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self.handled = sys.exc_info()[1]  # of a caller that starts a sweep while it handles an error
         _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -62,6 +63,8 @@ class Report(Callback):
             choose_folder(config)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
+            return
         folder = Path(config.hydra.sweep.dir)
         if array.WAITING:
             with program.bypass_hydra_errors():
