@@ -176,7 +176,7 @@ class CheckedLoader(ConfigLoader):
         values = dict(leaves(node.get("hydra") if isinstance(node, dict) else None))
         if any(key[:2] == ("job", "env_copy") for key in values):  # first: no sentence may show a variable's value
             raise InputError(COPIES)
-        expected = {**_defaults(), **OURS}
+        expected = {**_defaults(), **(OURS if values.get(("job", "config_name")) else {})}  # not for --hydra-help
         for group, options in OPTIONS.items():
             choice = values.get(("runtime", "choices", f"hydra/{group}"))
             if choice not in options and not any(word.key_or_group == f"hydra/{group}" for word in overrides):
@@ -288,10 +288,8 @@ def _refusal(key: Key, value: object) -> str:
     name = ".".join(("hydra", *key))
     if key in FOLDERS:
         inside = "its sweep's folder" if key[-1] == "subdir" else "${output_root} or the current one"
-        return (
-            f"{name} is {shown(value)} in a config file, expected a folder below {inside}; name others on the "
-            f"command line: {name}=FOLDER"
-        )
+        expected = f"expected a folder below {inside}; name others on the command line: {name}=FOLDER"
+        return f"{name} is {shown(value)} in a config file, {expected}"
     free = ", ".join(".".join(("hydra", *prefix)) for prefix in (*FOLDERS, *FREE))
     return (
         f"{name} is {shown(value)} in a config file, which may set only {free}, so that it runs no code; an "
