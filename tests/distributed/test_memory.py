@@ -96,12 +96,12 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     monkeypatch.setattr(
-        micro_batch_search, "_fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3
+        micro_batch_search, "fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3
     )
     job = built("batch=20")
     assert micro_batch_search.micro_batches_that_fit(job, World.solo()) == 16
     assert tried == [24, 12, 6, 4, 3]
-    monkeypatch.setattr(micro_batch_search, "_fits", lambda job, world, examples, held: False)
+    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held: False)
     assert micro_batch_search.micro_batches_that_fit(job, World.solo()) is None
 
 

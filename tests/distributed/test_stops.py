@@ -50,12 +50,12 @@ RAISES = "lambda *_, **__: 1 / 0"
 # A stop that comes where it is easily lost: in a callback from C, whose exceptions go nowhere, or within an import.
 SWALLOWED = """
 import os, signal, sys, time
-from lockstep.runtime import program
+from lockstep.runtime import program, signals
 class Lost:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
-with program.command_line():
+with program.command_line(stopped=getattr(signals, sys.argv[2])):
     if sys.argv[1] == "del":
         Lost()
     else:
@@ -65,14 +65,25 @@ with program.command_line():
 """
 
 
-@pytest.mark.parametrize("where", ["del", "import"])
-def test_a_stop_that_is_swallowed_ends_the_program_all_the_same(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "command_is", "words"),
+    [
+        ("del", "STOPPED_EARLY", "before a run began; the same command starts it"),
+        ("import", "STOPPED_EARLY", "before a run began; the same command starts it"),
+        ("del", "STOPPED", "before it was done; the same command does it again"),
+        ("import", "STOPPED", "before it was done; the same command does it again"),
+    ],
+)
+def test_a_stop_that_is_swallowed_ends_the_program_all_the_same(
+    tmp_path: Path, where: str, command_is: str, words: str
+) -> None:
     (tmp_path / "stops.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)"
     )
-    done = command(sys.executable, "-W", "ignore", "-c", SWALLOWED, str(tmp_path) if where == "import" else where)
+    place = str(tmp_path) if where == "import" else where
+    done = command(sys.executable, "-W", "ignore", "-c", SWALLOWED, place, command_is)
     assert done.code == 75, done.err
-    assert done.err == "lockstep: stopped before a run began; the same command starts it\n"
+    assert done.err == f"lockstep: stopped {words}\n"
 
 
 def test_a_stop_that_is_raised_where_nothing_can_be_raised_is_heard_without_a_word() -> None:

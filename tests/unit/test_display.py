@@ -101,6 +101,15 @@ def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
     assert len(line.rpartition("\r")[2]) <= width
 
 
+def test_at_eighty_columns_the_rate_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch, 80)
+    bar = Bar(PLAN, left(0))
+    bar.evaluated(11, SCORES, WINDOW, best=True)
+    bar.close()
+    text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+    assert re.search(r"epoch 2/3  loss 0\.5123   1,500 img/s  val top-1 93\.46 %  left", text)
+
+
 def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -112,3 +112,8 @@ def test_the_reference_names_every_file_of_a_run_folder() -> None:
 def test_every_group_has_a_folder_and_every_folder_is_a_group() -> None:
     folders = {path.name for path in Path(CONF).iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
     assert folders == {*schema.GROUPS, "experiment"}
+
+
+def test_the_documents_compare_each_recipe_with_its_source() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert not [recipe for recipe in RECIPES if recipe not in text]

@@ -3,15 +3,70 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import re
+import sys
+from typing import Any, NoReturn
+
+from lockstep.config.commands import typed
+from lockstep.core.errors import InputError, did_you_mean
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
 RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
 
 
+# argparse's messages, and ours for them: what was typed, what is expected, what to type.
+MESSAGES = (
+    (r"the following arguments are required: (.*)", "expected {0}: {usage}"),
+    (r"argument (\S+): expected (?:one argument|at least one argument)", "{0} has no value: {0} {example}"),
+    (r"argument (\S+): invalid int value: '(.*)'", "{0} is '{1}', expected a whole number: {0} {example}"),
+    (r"argument (\S+): invalid float value: '(.*)'", "{0} is '{1}', expected a number: {0} {example}"),
+    (r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", "{0} is '{1}', expected {2}: {0} {example}"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are sentences of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError with what to type instead."""
+        for pattern, template in MESSAGES:
+            if match := re.match(pattern, message):
+                flag, *values = (group.replace("', '", " or ").strip("'") for group in match.groups())
+                raise InputError(template.format(flag, *values, usage=self._usage(), example=self._example(flag)))
+        raise InputError(f"{self._name}{message}; `{self.prog} --help` shows the arguments")
+
+    def unknown(self, words: list[str]) -> NoReturn:
+        """Raise InputError for flags that the command does not have, and words that it does not take."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        hint = did_you_mean(words[0], flags) if words[0].startswith("-") else ""
+        hint = hint or f" `{self.prog} --help` shows its arguments."
+        raise InputError(f"{self._name}{' '.join(words)} is nothing that it takes.{hint}")
+
+    @property
+    def _name(self) -> str:
+        """The command in front of a sentence, which begins with the program."""
+        return f"{self.prog.partition(' ')[2]}: ".lstrip(": ")
+
+    def _usage(self) -> str:
+        """The command with its required arguments."""
+        required = [str(action.metavar) for action in self._actions if not action.option_strings and action.required]
+        return " ".join([self.prog, *required])
+
+    def _example(self, flag: str) -> str:
+        """A value that a flag takes: its default, its first choice, or what the help calls it; empty for no flag."""
+        for action in self._actions:
+            if flag in action.option_strings:
+                return str(action.default or next(iter(action.choices or ()), action.metavar))
+        return ""
+
+
 def arguments() -> argparse.Namespace:
-    """The arguments of the command line; a mistake in them ends the program with code 2."""
-    parser = argparse.ArgumentParser(prog="lockstep", description=DESCRIPTION)
+    """The arguments of the command line.
+
+    Raises:
+        InputError: there is a mistake in them.
+    """
+    parser = Parser(prog="lockstep", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")
     _evaluate(commands)
@@ -28,11 +83,12 @@ def arguments() -> argparse.Namespace:
     _lr_find(commands)
     _prove(commands)
     pack = _pack(commands)
+    _check_command(sys.argv[1:], list(commands.choices))
     options, rest = parser.parse_known_args()
     if rest and hasattr(options, "rest") and not any(word.startswith("-") for word in rest):
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.choices[options.command].unknown(rest)
     if options.command == "pack":
         named = {
             name for name in ("source", "target", "size", "skip", "val_share") if getattr(options, name) is not None
@@ -40,6 +96,21 @@ def arguments() -> argparse.Namespace:
         if not (named >= {"source", "target"} if options.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return options
+
+
+def _check_command(words: list[str], commands: list[str]) -> None:
+    """Refuse a first word that is no command, such as a misspelt one or an override of training."""
+    first = next((word for word in words if not word.startswith("-")), None)
+    if first is None and not {"-h", "--help"} & set(words):
+        raise InputError("expected a command, such as lockstep train; `lockstep --help` shows all of them")
+    if first is None or first in commands:
+        return
+    if "=" in first:
+        raise InputError(
+            f"{first} is for training, expected a command before it: {typed(['lockstep', 'train', *words])}"
+        )
+    hint = did_you_mean(first, commands, prefix="lockstep ") or f" They are {', '.join(commands)}."
+    raise InputError(f"there is no command {first!r}.{hint}")
 
 
 def _model(command: argparse.ArgumentParser) -> None:
@@ -194,8 +265,8 @@ def _prove(commands: Any) -> None:
     )
 
 
-def _pack(commands: Any) -> argparse.ArgumentParser:
-    pack: argparse.ArgumentParser = commands.add_parser(
+def _pack(commands: Any) -> Parser:
+    pack: Parser = commands.add_parser(
         "pack",
         usage="lockstep pack [--size SIZE] [--skip N] [--val-share SHARE] SOURCE TARGET\n"
         "       lockstep pack --check TARGET",

@@ -30,7 +30,7 @@ COMMANDS = {
 
 def main() -> None:
     """The console command `lockstep`. Imports torch only when a command runs, because --help must be fast."""
-    signals.begin(says=signals.STOPPED_EARLY)
+    signals.begin(says=signals.STOPPED_EARLY if sys.argv[1:2] == ["train"] else signals.STOPPED)
     if SHELL_COMPLETION & set(sys.argv):
         complete()
     elif sys.argv[1:2] == ["train"]:
@@ -69,7 +69,7 @@ def run() -> None:
     """Run a command other than `train`."""
     from lockstep.runtime import program
 
-    with program.command_line(), program.bypass_hydra_errors():
+    with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors():
         options = arguments()
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
         module, function = COMMANDS[options.command]

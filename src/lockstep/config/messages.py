@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -21,11 +21,12 @@ from omegaconf.errors import (
 )
 
 from lockstep.config import other_words
-from lockstep.config.commands import override, typed
-from lockstep.config.options import options_with
+from lockstep.config.commands import override, parsed, typed
+from lockstep.config.options import options_of, options_with
 from lockstep.config.path_words import suggest_overrides
 from lockstep.config.program_words import program_name, program_words
-from lockstep.config.schema import GROUPS
+from lockstep.config.schema import CONF, GROUPS, Job
+from lockstep.config.timm_names import is_timm_model
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
@@ -33,6 +34,15 @@ from lockstep.core.safe_write import FULL
 # The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
 # what overloads Hydra's parser or Python's integers.
 LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
+# What Hydra's flags with a value take.
+FLAG_VALUES = {
+    "--cfg": "job hydra all",
+    "--info": "all config defaults defaults-tree plugins searchpath",
+    "--package": "optimizer",
+    "--config-name": "config",
+    "--config-dir": "FOLDER",
+    "--config-path": "FOLDER",
+}
 # The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 # The environment variable that lets OmegaConf read longer files.
@@ -52,7 +62,9 @@ def check_flags(words: Sequence[str]) -> None:
     """
     from hydra.main import get_args_parser
 
-    flags, rest = get_args_parser().parse_known_args(list(words))
+    parser = get_args_parser()
+    parser.error = _refuse_flag  # type: ignore[method-assign]
+    flags, rest = parser.parse_known_args(list(words))
     if flags.experimental_rerun is not None:
         raise InputError(
             f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "
@@ -73,6 +85,15 @@ def check_flags(words: Sequence[str]) -> None:
         f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "
         f"KEY=VALUE{_note(shown_keys)}: {shown_keys}"
     )
+
+
+def _refuse_flag(message: str) -> NoReturn:
+    """Raise InputError for a flag of Hydra without its value, or with a wrong one."""
+    match = re.match(r"argument (--[\w-]+)\S*: (?:invalid choice: ('.*?') )?", message)
+    flag = match[1] if match else "a flag"
+    problem = f"is {match[2]}" if match and match[2] else "has no value"
+    value = FLAG_VALUES.get(flag, "VALUE")
+    raise InputError(f"{flag} {problem}, expected {value.replace(' ', ' or ')}: {flag} {value.split()[0]}")
 
 
 def _note(proposal: str) -> str:
@@ -113,6 +134,10 @@ def translate(error: BaseException) -> LockstepError | None:
         if suggestion := suggest_overrides(group, path) if sign else suggest_overrides("", group):
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
+        if not sign and (proposal := _joined(error.override)):
+            return InputError(
+                f"{shown(error.override)} cannot be read, expected KEY=VALUE{_note(proposal)}: {proposal}"
+            )
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
             f"accents needs quotes that reach the program: \"KEY='a, b'\""
@@ -128,13 +153,27 @@ def translate(error: BaseException) -> LockstepError | None:
         if isinstance(cause, OmegaConfBaseException):
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
+        origins = _origins(match[3].split(",")) if match[2] == "model" else ""
         return InputError(
-            f"{match[1]} names several values; `{typed([*program_words(), '-m', match[1]])}` runs a sweep over them, "
-            f"and a list is written {typed([f'{match[2]}=[{match[3]}]'])}"
+            f"{match[1]} names several values{origins}; `{typed([*program_words(), '-m', match[1]])}` runs a sweep "
+            f"over them, and a list is written {typed([f'{match[2]}=[{match[3]}]'])}"
         )
     if isinstance(error, HydraException):
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))
     return out_of_memory(error)
+
+
+def _joined(word: str) -> str:
+    """The override for a key and the value that follows it on the command line as a word of its own; else empty."""
+    words = sys.argv[1:]
+    value = "".join(words[words.index(word) + 1 :][:1]) if word in words else ""
+    if not re.fullmatch(r"[\w.+]+", word) or not value or "=" in value or value.startswith("-"):
+        return ""
+    known = "." in word or word in GROUPS or word in Job.__dataclass_fields__
+    if not known:
+        return other_words.ours(word, value)
+    plain = f"{word}={value}"
+    return typed([plain if parsed(plain) is not None else override(word, value)])
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:
@@ -182,7 +221,9 @@ def _no_such_file(path: str, options: list[str]) -> str:
         group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
-    listing = f" It is one of {', '.join(options)}." if 0 < len(options) <= 20 else ""
+    own, more = options_of(group), ", or a model of timm" * (group == "model")
+    options = options or own
+    listing = f" It is one of {', '.join(own)}{more}." if own else ""
     named_elsewhere = other_words.ours_of(group, name)
     suggestion = (
         suggest_overrides(group, name)
@@ -214,6 +255,11 @@ _MESSAGES = (
 def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     """OmegaConf's message as one line: the key (with `prefix`), what was found, what was expected, a remedy."""
     key = f"{prefix}{error.full_key or error.key or ''}"
+    if key == "_dummy_":  # Hydra's name for the group that it looks for
+        word = next((word for word in sys.argv[1:] if "${" in word and key_of(word) in GROUPS), "")
+        group = key_of(word) or "GROUP"
+        option = next(iter(options_of(group)), "NAME")
+        return f"{word or 'a group'} is a reference, expected the name of an option: {group}={option}"
     message = (error.msg or str(error)).splitlines()[0]
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
@@ -226,6 +272,15 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         if match := re.match(pattern, message):
             return f"{key} {template.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
+
+
+def _origins(models: list[str]) -> str:
+    """A remark on models of one name family of which some are timm's and others Lockstep's own; else empty."""
+    own = [name for name in models if (CONF / "model" / f"{name}.yaml").is_file()]
+    of_timm = [name for name in models if name not in own and is_timm_model(name)]
+    if not own or not of_timm:
+        return ""
+    return f" ({', '.join(own)} of Lockstep's own, {', '.join(of_timm)} of timm)"
 
 
 def _items(value: Any, default: Node | None) -> str:

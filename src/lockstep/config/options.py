@@ -71,6 +71,12 @@ def options_with(group: str, key: str) -> list[str]:
     return [file.stem for file in files if re.search(rf"^{re.escape(key)}:", file.read_text(), re.MULTILINE)]
 
 
+def options_of(group: str) -> list[str]:
+    """The names of the options of a group, Lockstep's own and declared ones; empty for no group."""
+    files = (CONF / group).glob("*.yaml") if group in GROUPS else []
+    return sorted({*(file.stem for file in files), *declared(group)})
+
+
 def known(group: str, groups: Iterable[str]) -> str:
     """The end of a sentence about a group that does not exist: the group that was probably meant, or all groups."""
     groups = list(groups)

@@ -9,6 +9,7 @@ class checks a range by hand. A subclass that only changes a default keeps the r
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
 
 _RULE = "rule"
+BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 # An error shows at most this many characters of a value, and this many digits of a number.
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
 
@@ -110,7 +112,7 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
             if not all(map(rule.fits, items)):
                 key = f"{prefix}{field.name}"
                 expected = f"{'each ' * isinstance(value, list)}{rule.expected}"
-                yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field)}"
+                yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, _number_in(value, rule))}"
 
 
 def wide(node: Any, prefix: str = "") -> Iterator[str]:
@@ -148,9 +150,20 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _remedy(key: str, field: dataclasses.Field[Any]) -> str:
-    """The override that sets the field to its default."""
-    default = default_of(field)
+def _number_in(value: Any, rule: Rule) -> str | None:
+    """The number that a text begins with, if it fits a rule for numbers: the rest is a unit or a slip."""
+    if not isinstance(value, str) or not isinstance(rule, Number):
+        return None
+    match = BEGINS_WITH_NUMBER.match(value)
+    if match is None:
+        return None
+    number = float(match[0])
+    return match[0] if rule.fits(number) and (number.is_integer() or not rule.whole) else None
+
+
+def _remedy(key: str, field: dataclasses.Field[Any], number: str | None) -> str:
+    """The override that sets the field to the number that was meant, or else to its default."""
+    default = default_of(field) if number is None else number
     if default in ("???", {}):
         return ""
     value = "null" if default is None else str(default).replace(" ", "") if isinstance(default, list) else default

@@ -58,6 +58,8 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
     try:
         file = ImageFile.read(Path(image)) if isinstance(image, (str, Path)) else ImageFile.of(_bytes(image))
         return _resize_and_crop(file, shape, interpolation)
+    except FileNotFoundError:
+        raise InputError(f"{name}: there is no such file or folder") from None
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error

@@ -47,7 +47,13 @@ class _StopEarly(StopRequest):
     The first signal interrupts the main thread. The interrupted code may swallow the exception (a callback from C, a
     bare `except`) or take long to end; a second thread then ends the program. During an import the program ends at
     once.
+
+    `says` is the sentence for the user.
     """
+
+    def __init__(self, says: str) -> None:
+        super().__init__()
+        self.says = says
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if importing(frame):
@@ -68,7 +74,7 @@ class _StopEarly(StopRequest):
             self._leave()
 
     def _leave(self) -> NoReturn:
-        say(Stopped(STOPPED_EARLY))
+        say(Stopped(self.says))
         os._exit(Stopped.exit_code)
 
 
@@ -82,11 +88,12 @@ def bypass_hydra_errors() -> Iterator[None]:
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
+def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
     """End the program with one sentence and the right exit code; a user's mistake shows no traceback.
 
     By default, Hydra prints its errors itself and exits with 1 for all of them. With HYDRA_FULL_ERROR it raises them,
     so this function sets the variable and translates the errors. If the user has set it, the traceback is also shown.
+    `stopped` is the sentence for a stop.
     """
     full = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -94,7 +101,7 @@ def command_line() -> Iterator[None]:
     os.environ["PYTHONSAFEPATH"] = "1"
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
-    stop = _StopEarly()
+    stop = _StopEarly(stopped)
     listen(stop)
     sys.unraisablehook = silent_about_stops(sys.unraisablehook)
     try:
@@ -111,10 +118,10 @@ def command_line() -> Iterator[None]:
     except (Exception, JobError, StopNow) as raised:
         stop.ignore_signals()
         # An interrupted library may have turned the stop into another exception.
-        stopped = Stopped(STOPPED_EARLY) if stop.requested else None
+        asked = Stopped(stopped) if stop.requested else None
         if isinstance(raised, JobError):
-            _end(raised.error, translate(raised.error) or stopped, full)
-        _end(raised, stopped or translate(raised) or translate_before_job(raised), full)
+            _end(raised.error, translate(raised.error) or asked, full)
+        _end(raised, asked or translate(raised) or translate_before_job(raised), full)
     stop.ignore_signals()
 
 

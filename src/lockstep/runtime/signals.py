@@ -42,6 +42,7 @@ LAUNCHER, PARENT = "LOCKSTEP_LAUNCHER", "LOCKSTEP_PARENT"
 PR_SET_PDEATHSIG = 1
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
+STOPPED = "stopped before it was done; the same command does it again"  # a command that starts no run
 NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
 
 

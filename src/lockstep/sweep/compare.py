@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import State
@@ -104,7 +104,8 @@ def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[
     """
     names = dict.fromkeys(name for row in rows for name in row)
     if rows and key not in names:
-        raise InputError(f"--sort {key}: there is no such column; there are {', '.join(names)}")
+        hint = did_you_mean(key, names, prefix="--sort ") or f" There are {', '.join(names)}."
+        raise InputError(f"--sort {key}: there is no such column.{hint}")
 
     def place(row: Row) -> tuple[int, float, str]:
         try:

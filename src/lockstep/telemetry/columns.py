@@ -56,7 +56,7 @@ def figures(window: Window) -> list[Column]:
     return [
         Column("loss", f"{window.loss:.4f}", "", 4),
         Column("top-1", f"{window.top1:5.1f}", " %", 2),
-        Column("", f"{window.rate:6,.0f}", " img/s", 1),
+        Column("", f"{window.rate:6,.0f}", " img/s", 4),
         Column("wait", f"{window.wait_share:3.0f}", " %", 0),
     ]
 

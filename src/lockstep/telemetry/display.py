@@ -82,7 +82,7 @@ class Screen(Display):
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         position = [
             Column("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
-            Column("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 3),
+            Column("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 1),
         ]
         line = self.columns.aligned([*position, *columns, Column("left", self._left(step), "", ALWAYS)])
         log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))

@@ -52,7 +52,7 @@ def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: f
     micro_batches = least
     while True:
         examples = math.ceil(shard / micro_batches)
-        if _fits(job, world, math.ceil(MARGIN * examples), held_gb):
+        if fits(job, world, math.ceil(MARGIN * examples), held_gb):
             return micro_batches
         if examples == 1:
             return None
@@ -100,7 +100,7 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
     return LockstepError(f"out of memory at step {step} with micro-batches of {examples} examples; {advice}")
 
 
-def _fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
+def fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on `examples` blank examples fits into memory."""
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):

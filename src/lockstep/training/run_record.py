@@ -22,6 +22,7 @@ from lockstep.runtime import environment, host
 from lockstep.training import banner, crash_dump
 from lockstep.training.build_data import TrainingData
 from lockstep.training.explain import explain
+from lockstep.training.largest_batch import advice_on_batch
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
 from lockstep.training.trainer import Trainer
@@ -93,6 +94,8 @@ class RunRecord(NoRecord):
                 f"{'2 to 47' if longer is None else f'{longer:.1f}'} times as long as in float32; precision=fp32 is "
                 "faster"
             )
+        if self._composed().get("batch") == "auto":
+            notes.append(advice_on_batch(job, self.world, data.plan.examples))
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "

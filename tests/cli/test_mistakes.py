@@ -1,0 +1,145 @@
+"""Forty mistakes of a first hour: each is answered with a line that works when it is pasted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT, Done, forked, train_here
+
+# What is typed, and what the answer proposes. `train.py` lines get the proposal in the place of the mistake.
+TRAINING = [
+    ("--lr 0.01", "optimizer.lr=0.01"),
+    ("--batch-size 32", "batch=32"),
+    ("--epochs=3", "epochs=3"),
+    ("--max_epochs 3", "epochs=3"),
+    ("--model resnet18", "model=resnet18"),
+    ("--weight-decay 0.05", "optimizer.weight_decay=0.05"),
+    ("--label-smoothing 0.1", "loss.label_smoothing=0.1"),
+    ("--accumulate_grad_batches 4", "train.micro_batches=4"),
+    ("--gradient_clip_val 1.0", "train.clip_norm=1.0"),
+    ("--seed 3", "seed=3"),
+    ("--output_dir here", "output_root=here"),
+    ("optimizer.lr 0.01", "optimizer.lr=0.01"),
+    ("epochs 3", "epochs=3"),
+    ("lr 0.1", "optimizer.lr=0.1"),
+    ("optimizer.lr=1e-3x", "optimizer.lr=1e-3"),
+    ("batch=64x", "batch=64"),
+    ("epochs=ten", "epochs=10"),
+    ("train.clip_norm=-1", "train.clip_norm=null"),
+    ("train.sampling=balancd", "train.sampling=shuffled"),
+    ("telemetry.gpu=maybe", "telemetry.gpu=true"),
+    ("checkpoint.every=often", "checkpoint.every=1ep"),
+    ("lr=0.1", "optimizer.lr=0.1"),
+    ("learning_rate=0.1", "optimizer.lr=0.1"),
+    ("precision=amp", "precision=bf16"),
+    ("precision=16-mixed", "precision=fp16"),
+    ("device=gpu", "device=auto"),
+    ("strategy=deepspeed", "strategy=fsdp"),
+    ("optimizer=lamb", "optimizer=timm optimizer.opt=lamb"),
+    ("schedule=onecycle", "schedule=cosine"),
+    ("train.freeze=backbone", "train.freeze=[backbone]"),
+    ("model=resnet18,resnet34", "-m model=resnet18,resnet34"),
+    ("--cfg", "--cfg job"),
+    ("train.freeze_until=2ep", "train.freeze=[backbone]"),
+    ("budget.usd=5", "budget.hours"),
+]
+# Misspelt names: the answer names them in quotes.
+NAMES = [
+    ("model=resnt18", "model=resnet18"),
+    ("optimizer=adamww", "optimizer=adamw"),
+    ("dataset=cifar11", "dataset=cifar10"),
+    ("optimzer=sgd", "optimizer=sgd"),
+    ("schedule=cosin", "schedule=cosine"),
+    ("-m model=digitnet,resnet188", "-m model=digitnet,resnet18"),
+]
+# Whole lines. `run` is a run folder, and `photo.png` an image.
+COMMANDS = [
+    ("lockstep evalute run", "lockstep evaluate", "lockstep evaluate run"),
+    ("lockstep model=linear", "lockstep train model=linear", "lockstep train model=linear --cfg job"),
+    ("lockstep predict run photo.png --topp 2", "--top", "lockstep predict run photo.png --top 2"),
+    ("lockstep predict run photo.png --top two", "--top 3", "lockstep predict run photo.png --top 3"),
+    (
+        "lockstep predict run photo.png --format jsn",
+        "--format table",
+        "lockstep predict run photo.png --format table",
+    ),
+    ("lockstep evaluate run --split test", "--split val", "lockstep evaluate run --split val"),
+    ("lockstep clean . --keep all", "--keep 1", "lockstep clean . --keep 1"),
+    ("lockstep runs . --sort scor", "--sort score", "lockstep runs . --sort score"),
+    ("lockstep run .", "lockstep runs", "lockstep runs ."),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps in it, and an image."""
+    from PIL import Image
+
+    place = tmp_path_factory.mktemp("first_hour")
+    train_here(place / "run", "model=linear", "steps=2", "batch=50")
+    (place / "train.py").symlink_to(ROOT / "train.py")
+    Image.new("L", (8, 8), 128).save(place / "photo.png")
+    return place
+
+
+def typed(line: str, folder: Path) -> Done:
+    words = shlex.split(line)
+    return forked(*words, cwd=folder)
+
+
+def answered(line: str, folder: Path) -> str:
+    """The answer to a mistake: one sentence without a traceback, and exit code 2."""
+    done = typed(line, folder)
+    assert done.code == 2, done.out + done.err
+    assert "Traceback" not in done.err
+    assert done.err.startswith("lockstep: ")
+    assert len(done.err.splitlines()) == 1
+    return done.err
+
+
+def assert_composes(words: str, folder: Path) -> None:
+    """A line of training is composed with the words; a sweep is composed job by job before any starts."""
+    if words.startswith("-m "):
+        done = typed(f"train.py {words} steps=1 batch=8 dataset.input_size=32 hydra/launcher=basic", folder)
+        assert "there is no" not in done.err
+        assert "names several values" not in done.err
+        return
+    done = typed(f"train.py {words}" + " --cfg job" * ("--cfg" not in words), folder)
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(("mistake", "proposal"), TRAINING)
+def test_a_mistake_in_a_line_of_training_is_answered_with_what_to_type(
+    mistake: str, proposal: str, folder: Path
+) -> None:
+    answer = answered(f"train.py {mistake}", folder)
+    assert proposal in answer
+    if "freeze_until" in mistake:
+        proposal = f"{mistake} {proposal}"
+    if proposal == "budget.hours":
+        proposal = "budget.hours=5"
+    assert_composes(proposal, folder)
+
+
+@pytest.mark.parametrize(("mistake", "meant"), NAMES)
+def test_a_misspelt_name_is_answered_with_the_right_one(mistake: str, meant: str, folder: Path) -> None:
+    key, _, _ = mistake.partition("=")
+    name = meant.rpartition(",")[2].rpartition("=")[2] if meant.startswith(key) else meant.partition("=")[0]
+    assert f"'{name}'" in answered(f"train.py {mistake}", folder)
+    assert_composes(meant, folder)
+
+
+@pytest.mark.parametrize(("mistake", "proposal", "line"), COMMANDS)
+def test_a_mistake_in_another_command_is_answered_with_what_to_type(
+    mistake: str, proposal: str, line: str, folder: Path
+) -> None:
+    assert proposal in answered(mistake, folder)
+    done = typed(line, folder)
+    assert done.code == 0, done.out + done.err
+
+
+def test_there_are_forty() -> None:
+    assert len(TRAINING) + len(NAMES) + len(COMMANDS) >= 40
