@@ -144,7 +144,7 @@ def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path:
         (("outputs", "--split", "val"), "weights: there are no weights at outputs"),
         (("nowhere/latest",), "weights: no run has been started in nowhere"),
         (("outputs/pets", "dataset.pth=x"), "dataset.pth: there is no such key"),
-        (("outputs/pets", "--splitt", "val"), "--splitt is nothing that it takes. Did you mean '--split'?"),
+        (("outputs/pets", "--splitt", "val"), "--splitt val is nothing that it takes. Did you mean '--split'?"),
     ],
     ids=["another key", "other classes", "no folder", "no run", "no latest", "no such key", "no such flag"],
 )
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path,
     sentences = done.err.splitlines()
     assert len(sentences) == 3
     assert all(sentence.startswith("lockstep: ") for sentence in sentences)
-    assert "nowhere.png cannot be read as an image (No such file or directory)" in done.err
+    assert "nowhere.png: there is no such file or folder" in done.err
 
 
 def test_a_wrong_top_is_one_sentence(place: Path) -> None:

@@ -118,10 +118,10 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
     except (Exception, JobError, StopNow) as raised:
         stop.ignore_signals()
         # An interrupted library may have turned the stop into another exception.
-        asked = Stopped(stopped) if stop.requested else None
+        early = Stopped(stopped) if stop.requested else None
         if isinstance(raised, JobError):
-            _end(raised.error, translate(raised.error) or asked, full)
-        _end(raised, asked or translate(raised) or translate_before_job(raised), full)
+            _end(raised.error, translate(raised.error) or early, full)
+        _end(raised, early or translate(raised) or translate_before_job(raised), full)
     stop.ignore_signals()
 
 
