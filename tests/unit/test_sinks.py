@@ -25,7 +25,8 @@ from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 
 from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
-from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, layout_of, read_figures
+from lockstep.telemetry.sinks import COLUMNS, JsonLines, Table, read_figures
+from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, layout_of
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -182,16 +183,25 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_a_run_is_one_event_file_with_scalars_layout_and_hyperparameters(tmp_path: Path) -> None:
+def files_of(folder: Path) -> set[Path]:
+    """The event files of a folder, without those of evaluations."""
+    return {path for path in folder.iterdir() if path.name != "val"}
+
+
+def test_a_run_is_an_event_file_with_scalars_layout_and_hyperparameters_and_one_of_evaluations(
+    tmp_path: Path,
+) -> None:
     sink = TensorBoard(tmp_path, 0, FACTS)
     for step in (1, 2):
         sink.write(step, {"loss/train": 1 / step, "acc/val_top1": 10.0 * step})
     sink.end("completed")
-    (file,) = tmp_path.rglob("*")
+    (file,), (val,) = files_of(tmp_path), (tmp_path / "val").iterdir()
     assert file.name.startswith("events.out.tfevents")
+    assert val.name.startswith("events.out.tfevents")
     read = events(tmp_path)
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
-    assert {"loss/train", "acc/val_top1"} <= set(read.Tags()["scalars"])
+    assert read.Tags()["scalars"] == ["loss/train"]
+    assert events(tmp_path / "val").Tags()["scalars"] == ["acc/val_top1"]
 
 
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
@@ -202,7 +212,10 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     without = layout_of({"device": "cpu", "metric": {}})
     assert list(without) == ["Learning", "Throughput", "CPU", "Optimisation"], "no chart stays empty"
     assert "metrics" not in without["Learning"]
-    assert layout_of({"device": "cuda", "metric": {"f1": {}}}) == LAYOUT
+    fp16 = {"_target_": "lockstep.precision.FP16"}
+    assert layout_of({"device": "cuda", "metric": {"f1": {}}, "precision": fp16}) == LAYOUT
+    assert "loss scale" not in layout_of({"device": "cuda", "metric": {}})["Optimisation"]
+    assert "GPU" not in layout_of({"device": "cuda", "telemetry": {"gpu": False}})
     assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
 
 
@@ -242,7 +255,7 @@ def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> N
     assert set(counts.values()) == {1}
     assert sorted(step for tag, step in counts if tag == "loss/train") == [1, 2, 3, 4, 5]
     assert [scalar.value for scalar in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
-    assert len(list(tmp_path.iterdir())) == 2, "the second file had nothing that counts"
+    assert len(files_of(tmp_path)) == 2, "the second file had nothing that counts"
 
 
 def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_path: Path) -> None:
@@ -287,14 +300,14 @@ def test_a_run_that_had_no_tensorboard_before_gets_its_layout_on_a_resume(tmp_pa
 
 def test_a_record_cut_short_anywhere_ends_its_file(tmp_path: Path) -> None:
     part(tmp_path, 0, range(1, 4))
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     whole = path.read_bytes()
     for cut in range(1, 40):
         path.write_bytes(whole[:-cut])
         part(tmp_path, 3, range(4, 5))
         assert path.read_bytes() == whole[: len(path.read_bytes())]
         assert set(written(tmp_path).values()) == {1}
-        for other_path in set(tmp_path.iterdir()) - {path}:
+        for other_path in files_of(tmp_path) - {path}:
             other_path.unlink()
 
 
@@ -302,7 +315,7 @@ def test_a_damaged_record_is_left_out_and_reported_and_the_others_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part(tmp_path, 0, range(1, 4))
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
@@ -310,7 +323,7 @@ def test_a_damaged_record_is_left_out_and_reported_and_the_others_stay(
         assert set(written(tmp_path).values()) == {1}
         cut_short = len(whole) - at < 80  # in the last record a damaged length looks like a kill while writing
         assert cut_short or f"{path} is damaged: records that cannot be read are left out" in capsys.readouterr().out
-        for file in tmp_path.iterdir():
+        for file in files_of(tmp_path):
             file.unlink()
 
 
@@ -323,7 +336,7 @@ def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, conte
 
 def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:
     part(tmp_path, 0, range(1, 4))
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     before = path.stat().st_ino
     part(tmp_path, 3, range(4, 5))
     assert path.stat().st_ino == before
@@ -340,7 +353,7 @@ def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
     for sink in sinks:
         sink.write(1, {"acc/val_top1": 50.0})
         sink.flush()
-    assert ("acc/val_top1", 1) in written(tmp_path)
+    assert ("acc/val_top1", 1) in written(tmp_path / "val")
     assert len(lines(tmp_path / "metrics.jsonl")) == len(rows(tmp_path / "metrics.csv")) == 1
     for sink in sinks:
         sink.end("completed")
