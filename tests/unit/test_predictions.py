@@ -71,11 +71,11 @@ def test_the_counts_are_those_of_scikit_learn() -> None:
     assert predictions.predicted == predicted.bincount().tolist()
     assert predictions.hits == [predictions.confusion[label][label] for label in range(CLASSES)]
     assert predictions.step == 7
-    for label, (own, rest) in enumerate(predictions.curves):
-        assert (sum(own), sum(own) + sum(rest)) == (predictions.examples[label], len(LABELS))
+    for label, (own, outside) in enumerate(predictions.curves):
+        assert (sum(own), sum(own) + sum(outside)) == (predictions.examples[label], len(LABELS))
         certain = LOGITS.softmax(1)[:, label] >= 63 / (BINS - 1)
         assert sum(own[63:]) == int((certain & (label == LABELS)).sum())
-        assert sum(rest[63:]) == int((certain & (label != LABELS)).sum())
+        assert sum(outside[63:]) == int((certain & (label != LABELS)).sum())
 
 
 def test_the_worst_examples_are_those_with_the_highest_losses() -> None:

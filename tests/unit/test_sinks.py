@@ -10,9 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -25,8 +31,11 @@ from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 
 from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
+from lockstep.core.predictions import Predictions
+from lockstep.core.run_dir import RunDir
+from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, JsonLines, Table, read_figures
-from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, layout_of
+from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -382,3 +391,95 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
     out = capsys.readouterr().out
     assert out.count("TensorBoard's file cannot be written") == 1
     assert "the run goes on without it" in out
+
+
+PREDICTIONS = Predictions(
+    step=2,
+    names=["a/b <c>", "d"],
+    examples=[2, 1],
+    predicted=[1, 2],
+    hits=[1, 1],
+    confusion=[[1, 1], [0, 1]],
+    curves=[[[0] * 126 + [2], [1] + [0] * 126], [[0] * 126 + [1], [2] + [0] * 126]],
+    worst=[
+        {
+            "sample": "7",
+            "label": 0,
+            "predicted": 1,
+            "probability": None,
+            "loss": None,
+            "png": pictures.in_base64(image),
+        }
+        for image in [np.zeros((1, 4, 4), np.uint8)]
+    ],
+)
+PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b <c>", 2), ("precision_recall/d", 2)}
+
+
+def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> None:
+    """One part of a run of two steps, whose evaluation is the best."""
+    sink = TensorBoard(
+        folder, after, FACTS, texts={"config": texts}, pixels=lambda images: images / 2 + 0.5, **options
+    )
+    images = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
+    for step in range(int(after) + 1, 3):
+        if step == 1:
+            sink.first_batch(SimpleNamespace(), images)
+            sink.first_batch(SimpleNamespace(), -images)
+        sink.write(step, {"loss/train": 1.0})
+    sink.write(2, {"loss/train_epoch": 1.0, "acc/train_epoch_top1": 50.0, "loss/val": 1.0, "metric/f1": 0.5})
+    sink.predicted(PREDICTIONS)
+    sink.end("completed")
+
+
+def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp_path: Path) -> None:
+    session(tmp_path)
+    assert set(written(tmp_path / "val")) == {("loss/val", 2), ("metric/f1", 2), *PICTURES}
+    assert ("loss/train_epoch", 2) in written(tmp_path), "curves of training and of evaluations have two colours"
+    read = events(tmp_path)
+    (augmented,) = read.Images("images/augmented")
+    pixels = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)).convert("L"))
+    assert augmented.step == 0
+    assert (pixels[10, 10], pixels[10, 100]) == (0, 255), "the images of the first micro-batch, as they were before"
+    (text,) = read.Tensors("run/config/text_summary")
+    assert text.tensor_proto.string_val == [b"    batch: 1"]
+    curve = events(tmp_path / "val").Tensors("precision_recall/d")[0].tensor_proto
+    hits, wrong, _, missed, precision, recall = np.array(curve.float_val).reshape(6, -1)
+    assert (hits[0], wrong[0], missed[0], wrong[1]) == (1, 2, 0, 0)
+    assert (precision[0], recall[0], precision[-1]) == (pytest.approx(1 / 3), 1, 1)
+
+
+@pytest.mark.parametrize("after", [0, 1, 1.5, 2, 2.5])
+def test_a_resume_has_pictures_and_texts_once(tmp_path: Path, after: float) -> None:
+    session(tmp_path)
+    RunDir(tmp_path).write_summary(verdict={"sentence": "it waits", "evidence": "43 %", "override": None})
+    append_verdict(RunDir(tmp_path), 2)
+    assert b"it waits" in events(tmp_path).Tensors("run/verdict/text_summary")[0].tensor_proto.string_val[0]
+    if after <= 2:
+        session(tmp_path, after, texts="batch: 2")
+        assert [*map(len, events(tmp_path).Tensors("run/config/text_summary")[0].tensor_proto.string_val)] == [12]
+        assert ("run/verdict/text_summary", 2) not in written(tmp_path)
+    else:
+        TensorBoard(tmp_path, after, FACTS, texts={"config": "batch: 1"}).end("completed")
+    for folder in (tmp_path, tmp_path / "val"):
+        assert set(written(folder).values()) == {1}
+    assert set(written(tmp_path / "val")) >= PICTURES
+    assert ("images/augmented", 0) in written(tmp_path)
+
+
+def test_histograms_are_there_on_request(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    session(tmp_path, model=model)
+    tags = {tag for tag, _ in written(tmp_path / "val")} - {tag for tag, _ in PICTURES}
+    assert tags == {"loss/val", "metric/f1", "weights/weight", "weights/bias"}
+    with torch.no_grad():
+        model.bias.fill_(math.nan)
+    session(tmp_path, model=model)
+    assert "weights/bias" not in {tag for tag, _ in written(tmp_path / "val")}
+
+
+def test_a_run_without_a_verdict_or_without_tensorboard_gets_no_text(tmp_path: Path) -> None:
+    append_verdict(RunDir(tmp_path), 1)
+    RunDir(tmp_path).write_summary(verdict={"sentence": "it waits"})
+    append_verdict(RunDir(tmp_path), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -5,7 +5,6 @@ TensorBoard colours by folder. So in one chart a curve of training has another c
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
@@ -111,7 +110,7 @@ class TensorBoard(Observer):
         self.summary = Summary
         self.files: list[BinaryIO] = []  # of training, and of evaluations
         self.failed = False
-        self.flushed, self.pictured = time.monotonic(), -math.inf
+        self.flushed = self.pictured = time.monotonic()
         self.pending: Predictions | None = None
         self.pixels, self.model = pixels, model
         with self._tolerating_errors():
