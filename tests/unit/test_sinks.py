@@ -221,6 +221,7 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     without = layout_of({"device": "cpu", "metric": {}})
     assert list(without) == ["Learning", "Throughput", "CPU", "Optimisation"], "no chart stays empty"
     assert "metrics" not in without["Learning"]
+    assert "memory, GB" in without["CPU"]
     fp16 = {"_target_": "lockstep.precision.FP16"}
     assert layout_of({"device": "cuda", "metric": {"f1": {}}, "precision": fp16}) == LAYOUT
     assert "loss scale" not in layout_of({"device": "cuda", "metric": {}})["Optimisation"]

@@ -75,9 +75,10 @@ def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
     missing = {"metrics"} if not config.get("metric") else set()
     missing |= {"loss scale"} if not scaled else set()
     missing |= {"model FLOPs utilisation, %"} if on_cpu else set()
-    missing |= {*LAYOUT["GPU"]} if on_cpu or not config.get("telemetry", {}).get("gpu", True) else set()
     charts = {name: {chart: LAYOUT[name][chart] for chart in LAYOUT[name] if chart not in missing} for name in LAYOUT}
-    return {name: of_category for name, of_category in charts.items() if of_category}
+    if on_cpu or not config.get("telemetry", {}).get("gpu", True):
+        del charts["GPU"]
+    return charts
 
 
 class TensorBoard(Observer):

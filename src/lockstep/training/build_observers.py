@@ -97,9 +97,7 @@ def _times(job: Job, world: World, plan: Plan, network: Network, progress: Progr
     return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)
 
 
-def _observer(
-    job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
-) -> Observers:
+def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     checkpoint.mark_saved_or_not(run_dir)
     run = RunInfo(
