@@ -78,7 +78,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
 def _costs(ledger: Ledger, record: Record) -> dict[str, float]:
     """What a job cost, as far as it is known."""
     summary = RunDir(ledger.folder / record.folder).read_summary()
-    figures = {"seconds": summary.get("seconds"), **summary.get("energy", {})}
+    figures = {"seconds": summary.get("seconds"), **summary.get("spent", {}), **summary.get("energy", {})}
     return {name: figures[key] for name, key in COSTS.items() if is_number(figures.get(key))}
 
 

@@ -142,14 +142,14 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
     return f"{before}{value:{form}}{unit}" if is_number(value) else ""
 
 
-def energy_rows(energy: Mapping[str, Any]) -> dict[str, str]:
+def _energy(energy: Mapping[str, Any]) -> dict[str, str]:
     """What is known of the energy of a run; empty texts for the rest."""
     return {
         "energy": number(energy.get("kwh"), ".3g", " kWh"),
         "energy of an image": number(energy.get("joules_per_image"), ".3g", " J"),
-        "GPU hours": number(energy.get("gpu_hours"), ".3g"),
-        "cost": number(energy.get("usd"), ",.2f", " USD"),
-        "energy by": str(energy.get("source", "")),
+        "GPU hours": number(energy.get("gpu_hours") or None, ".3g"),
+        "cost": number(energy.get("usd") or None, ",.2f", " USD"),
+        "energy by": str(energy.get("source") or ""),
     }
 
 
@@ -169,7 +169,7 @@ def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "",
         "duration": clock(seconds) if seconds else "",
         "broken images left out": number(facts.get("skipped") or None, ","),
-        **energy_rows(facts.get("energy", {})),
+        **_energy({**facts.get("spent", {}), **facts.get("energy", {})}),
     }
     yield from ((key, value) for key, value in rows.items() if value)
 
@@ -179,7 +179,9 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield "threads of each", str(environment.get("threads", "not known"))
     yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
     names = {"img_per_s": "images per second", "data_wait_pct": "waiting for data, %"}
-    names |= {key: key.replace("_", " ") for key in facts if key.startswith("gpu_")}
+    names |= {
+        key: key.replace("_", " ") for key in facts if key.startswith(("gpu_", "cpu_")) and is_number(facts[key])
+    }
     yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if key in facts)
 
 
