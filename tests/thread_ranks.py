@@ -37,9 +37,9 @@ class ThreadRanks:
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=LONGEST_S)
-        self.tensors = [torch.empty(0)] * size
+        self.tensors: list[Any] = [torch.empty(0)] * size
         self.own = threading.local()
-        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "broadcast_object_list"):
+        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "broadcast_object_list", "gather_object"):
             monkeypatch.setattr(dist, name, getattr(self, name))
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
@@ -61,7 +61,10 @@ class ThreadRanks:
             raise
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        self.tensors[self.own.rank] = tensor.detach().clone()
+        return self.objects(tensor.detach().clone())
+
+    def objects(self, value: Any) -> list[Any]:
+        self.tensors[self.own.rank] = value
         self.barrier.wait()
         tensors = list(self.tensors)
         self.barrier.wait()
@@ -85,3 +88,8 @@ class ThreadRanks:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         tensor.detach().copy_(self.gathered(tensor)[src])
+
+    def gather_object(self, value: Any, values: list[Any] | None, dst: int, group: Any) -> None:
+        objects = self.objects(value)
+        if values is not None:
+            values[:] = objects

@@ -182,7 +182,7 @@ def from_table(path: Path) -> Iterator[tuple[str, int, object]]:
 
 def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
     """Every record of the raw files, also those that TensorBoard would hide."""
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    for path in sorted(folder.rglob("events.out.tfevents.*")):
         for event in map(Event.FromString, RawEventFileLoader(str(path)).Load()):
             yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
 

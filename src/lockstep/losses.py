@@ -174,10 +174,14 @@ class SummedLoss:
 
         There may be fewer logits: of a model that is cut into stages, only the last one has them.
         """
+        return self.of_examples(logits, targets, labels).sum()
+
+    def of_examples(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each example that has logits, (b,), of the arguments of a call."""
         if logits.shape[0] < labels.shape[0]:
             targets, labels = targets[: logits.shape[0]], labels[: logits.shape[0]]
         if not self.tolerates_broken:
-            return self.loss(logits, targets).sum()
+            return self.loss(logits, targets)
         if targets.ndim == 1:
             targets = targets.clamp(min=0)  # a loss of the user need not support negative labels
-        return self.loss(logits, targets).masked_fill(labels < 0, 0).sum()
+        return self.loss(logits, targets).masked_fill(labels < 0, 0)

@@ -24,7 +24,7 @@ from PIL import Image
 
 from helpers import ROOT, Done, built, command, forked, forks
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError
-from lockstep.telemetry.sinks import LAYOUT
+from lockstep.telemetry.tensorboard import LAYOUT
 
 DOCUMENTS = (
     "README.md",

@@ -43,8 +43,8 @@ def run(root: Path, done: Done) -> Path:
 
 def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
-    events = {name for name in files if name.startswith("events.out.tfevents.")}
-    assert len(events) == 1
+    events = {name for name in files if name.startswith(("events.out.tfevents.", "val/events.out.tfevents."))}
+    assert len(events) == 2
     step = "checkpoints/step-00000003"
     assert files - events == {
         ".hydra/config.yaml",
@@ -66,6 +66,7 @@ def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
         "model.safetensors",
         "summary.json",
         "train.log",
+        "validation.json",
     }
 
 
@@ -117,7 +118,7 @@ def test_the_summary_says_how_it_ended(run: Path) -> None:
 
 def test_tensorboard_has_the_tags(run: Path) -> None:
     events = EventAccumulator(str(run)).Reload()
-    tags = set(events.Tags()["scalars"])
+    tags = {*events.Tags()["scalars"], *EventAccumulator(str(run / "val")).Reload().Tags()["scalars"]}
     assert tags >= {"loss/train", "loss/val", "acc/val_top1", "acc/val_top5", "optim/lr", "optim/grad_norm"}
     assert tags >= {"perf/img_per_s", "perf/data_wait_pct", "perf/step_ms"}
     assert [scalar.step for scalar in events.Scalars("loss/train")] == [1, 2, 3]

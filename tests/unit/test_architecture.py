@@ -254,6 +254,7 @@ READS: dict[str, str] = {
     "data.datasets.published": "an archive in the file that the guarded reader has opened",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
+    "telemetry.pictures": "images, from bytes that were read",
     "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
     "cli.prove_run": "the files that `lockstep prove` has just had written",

@@ -10,9 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -25,7 +31,11 @@ from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 
 from lockstep.core.errors import StorageError
 from lockstep.core.plan import Plan
-from lockstep.telemetry.sinks import COLUMNS, LAYOUT, JsonLines, Table, TensorBoard, layout_of, read_figures
+from lockstep.core.predictions import Predictions
+from lockstep.core.run_dir import RunDir
+from lockstep.telemetry import pictures
+from lockstep.telemetry.sinks import COLUMNS, JsonLines, Table, read_figures
+from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -182,16 +192,25 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_a_run_is_one_event_file_with_scalars_layout_and_hyperparameters(tmp_path: Path) -> None:
+def files_of(folder: Path) -> set[Path]:
+    """The event files of a folder, without those of evaluations."""
+    return {path for path in folder.iterdir() if path.name != "val"}
+
+
+def test_a_run_is_an_event_file_with_scalars_layout_and_hyperparameters_and_one_of_evaluations(
+    tmp_path: Path,
+) -> None:
     sink = TensorBoard(tmp_path, 0, FACTS)
     for step in (1, 2):
         sink.write(step, {"loss/train": 1 / step, "acc/val_top1": 10.0 * step})
     sink.end("completed")
-    (file,) = tmp_path.rglob("*")
+    (file,), (val,) = files_of(tmp_path), (tmp_path / "val").iterdir()
     assert file.name.startswith("events.out.tfevents")
+    assert val.name.startswith("events.out.tfevents")
     read = events(tmp_path)
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
-    assert {"loss/train", "acc/val_top1"} <= set(read.Tags()["scalars"])
+    assert read.Tags()["scalars"] == ["loss/train"]
+    assert events(tmp_path / "val").Tags()["scalars"] == ["acc/val_top1"]
 
 
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
@@ -202,7 +221,11 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     without = layout_of({"device": "cpu", "metric": {}})
     assert list(without) == ["Learning", "Throughput", "CPU", "Optimisation"], "no chart stays empty"
     assert "metrics" not in without["Learning"]
-    assert layout_of({"device": "cuda", "metric": {"f1": {}}}) == LAYOUT
+    assert "memory, GB" in without["CPU"]
+    fp16 = {"_target_": "lockstep.precision.FP16"}
+    assert layout_of({"device": "cuda", "metric": {"f1": {}}, "precision": fp16}) == LAYOUT
+    assert "loss scale" not in layout_of({"device": "cuda", "metric": {}})["Optimisation"]
+    assert "GPU" not in layout_of({"device": "cuda", "telemetry": {"gpu": False}})
     assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
 
 
@@ -242,7 +265,7 @@ def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> N
     assert set(counts.values()) == {1}
     assert sorted(step for tag, step in counts if tag == "loss/train") == [1, 2, 3, 4, 5]
     assert [scalar.value for scalar in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
-    assert len(list(tmp_path.iterdir())) == 2, "the second file had nothing that counts"
+    assert len(files_of(tmp_path)) == 2, "the second file had nothing that counts"
 
 
 def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_path: Path) -> None:
@@ -287,14 +310,14 @@ def test_a_run_that_had_no_tensorboard_before_gets_its_layout_on_a_resume(tmp_pa
 
 def test_a_record_cut_short_anywhere_ends_its_file(tmp_path: Path) -> None:
     part(tmp_path, 0, range(1, 4))
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     whole = path.read_bytes()
     for cut in range(1, 40):
         path.write_bytes(whole[:-cut])
         part(tmp_path, 3, range(4, 5))
         assert path.read_bytes() == whole[: len(path.read_bytes())]
         assert set(written(tmp_path).values()) == {1}
-        for other_path in set(tmp_path.iterdir()) - {path}:
+        for other_path in files_of(tmp_path) - {path}:
             other_path.unlink()
 
 
@@ -302,7 +325,7 @@ def test_a_damaged_record_is_left_out_and_reported_and_the_others_stay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part(tmp_path, 0, range(1, 4))
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     whole = path.read_bytes()
     for at in range(0, len(whole), 7):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
@@ -310,7 +333,7 @@ def test_a_damaged_record_is_left_out_and_reported_and_the_others_stay(
         assert set(written(tmp_path).values()) == {1}
         cut_short = len(whole) - at < 80  # in the last record a damaged length looks like a kill while writing
         assert cut_short or f"{path} is damaged: records that cannot be read are left out" in capsys.readouterr().out
-        for file in tmp_path.iterdir():
+        for file in files_of(tmp_path):
             file.unlink()
 
 
@@ -323,7 +346,7 @@ def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, conte
 
 def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:
     part(tmp_path, 0, range(1, 4))
-    (path,) = tmp_path.iterdir()
+    (path,) = files_of(tmp_path)
     before = path.stat().st_ino
     part(tmp_path, 3, range(4, 5))
     assert path.stat().st_ino == before
@@ -340,7 +363,7 @@ def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
     for sink in sinks:
         sink.write(1, {"acc/val_top1": 50.0})
         sink.flush()
-    assert ("acc/val_top1", 1) in written(tmp_path)
+    assert ("acc/val_top1", 1) in written(tmp_path / "val")
     assert len(lines(tmp_path / "metrics.jsonl")) == len(rows(tmp_path / "metrics.csv")) == 1
     for sink in sinks:
         sink.end("completed")
@@ -369,3 +392,95 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
     out = capsys.readouterr().out
     assert out.count("TensorBoard's file cannot be written") == 1
     assert "the run goes on without it" in out
+
+
+PREDICTIONS = Predictions(
+    step=2,
+    names=["a/b <c>", "d"],
+    examples=[2, 1],
+    predicted=[1, 2],
+    hits=[1, 1],
+    confusion=[[1, 1], [0, 1]],
+    curves=[[[0] * 126 + [2], [1] + [0] * 126], [[0] * 126 + [1], [2] + [0] * 126]],
+    worst=[
+        {
+            "sample": "7",
+            "label": 0,
+            "predicted": 1,
+            "probability": None,
+            "loss": None,
+            "png": pictures.in_base64(image),
+        }
+        for image in [np.zeros((1, 4, 4), np.uint8)]
+    ],
+)
+PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b <c>", 2), ("precision_recall/d", 2)}
+
+
+def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> None:
+    """One part of a run of two steps, whose evaluation is the best."""
+    sink = TensorBoard(
+        folder, after, FACTS, texts={"config": texts}, pixels=lambda images: images / 2 + 0.5, **options
+    )
+    images = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
+    for step in range(int(after) + 1, 3):
+        if step == 1:
+            sink.first_batch(SimpleNamespace(), images)
+            sink.first_batch(SimpleNamespace(), -images)
+        sink.write(step, {"loss/train": 1.0})
+    sink.write(2, {"loss/train_epoch": 1.0, "acc/train_epoch_top1": 50.0, "loss/val": 1.0, "metric/f1": 0.5})
+    sink.predicted(PREDICTIONS)
+    sink.end("completed")
+
+
+def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp_path: Path) -> None:
+    session(tmp_path)
+    assert set(written(tmp_path / "val")) == {("loss/val", 2), ("metric/f1", 2), *PICTURES}
+    assert ("loss/train_epoch", 2) in written(tmp_path), "curves of training and of evaluations have two colours"
+    read = events(tmp_path)
+    (augmented,) = read.Images("images/augmented")
+    pixels = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)).convert("L"))
+    assert augmented.step == 0
+    assert (pixels[10, 10], pixels[10, 100]) == (0, 255), "the images of the first micro-batch, as they were before"
+    (text,) = read.Tensors("run/config/text_summary")
+    assert text.tensor_proto.string_val == [b"    batch: 1"]
+    curve = events(tmp_path / "val").Tensors("precision_recall/d")[0].tensor_proto
+    hits, wrong, _, missed, precision, recall = np.array(curve.float_val).reshape(6, -1)
+    assert (hits[0], wrong[0], missed[0], wrong[1]) == (1, 2, 0, 0)
+    assert (precision[0], recall[0], precision[-1]) == (pytest.approx(1 / 3), 1, 1)
+
+
+@pytest.mark.parametrize("after", [0, 1, 1.5, 2, 2.5])
+def test_a_resume_has_pictures_and_texts_once(tmp_path: Path, after: float) -> None:
+    session(tmp_path)
+    RunDir(tmp_path).write_summary(verdict={"sentence": "it waits", "evidence": "43 %", "override": None})
+    append_verdict(RunDir(tmp_path), 2)
+    assert b"it waits" in events(tmp_path).Tensors("run/verdict/text_summary")[0].tensor_proto.string_val[0]
+    if after <= 2:
+        session(tmp_path, after, texts="batch: 2")
+        assert [*map(len, events(tmp_path).Tensors("run/config/text_summary")[0].tensor_proto.string_val)] == [12]
+        assert ("run/verdict/text_summary", 2) not in written(tmp_path)
+    else:
+        TensorBoard(tmp_path, after, FACTS, texts={"config": "batch: 1"}).end("completed")
+    for folder in (tmp_path, tmp_path / "val"):
+        assert set(written(folder).values()) == {1}
+    assert set(written(tmp_path / "val")) >= PICTURES
+    assert ("images/augmented", 0) in written(tmp_path)
+
+
+def test_histograms_are_there_on_request(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    session(tmp_path, model=model)
+    tags = {tag for tag, _ in written(tmp_path / "val")} - {tag for tag, _ in PICTURES}
+    assert tags == {"loss/val", "metric/f1", "weights/weight", "weights/bias"}
+    with torch.no_grad():
+        model.bias.fill_(math.nan)
+    session(tmp_path, model=model)
+    assert "weights/bias" not in {tag for tag, _ in written(tmp_path / "val")}
+
+
+def test_a_run_without_a_verdict_or_without_tensorboard_gets_no_text(tmp_path: Path) -> None:
+    append_verdict(RunDir(tmp_path), 1)
+    RunDir(tmp_path).write_summary(verdict={"sentence": "it waits"})
+    append_verdict(RunDir(tmp_path), 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -77,6 +77,8 @@ def arguments() -> argparse.Namespace:
     demo.add_argument("--port", type=int, default=8000, help="the port to listen on; 0 chooses a free one [8000]")
     _runs(commands)
     _compare(commands)
+    report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
+    report.add_argument("path", metavar="RUN|SWEEP", help="the folder of a run or of a sweep, or `latest`")
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")

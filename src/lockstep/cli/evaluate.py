@@ -16,8 +16,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
 from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
-from lockstep.data.datasets.splits import interpolated
-from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split, sample_name
+from lockstep.data.datasets.splits import interpolated, sample_name
+from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
 from lockstep.telemetry.progress import progress

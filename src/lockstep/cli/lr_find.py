@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.config import components, composition
 from lockstep.core import log
@@ -13,13 +14,13 @@ from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.resolve import resolve
 from lockstep.job.validate import check_job
+from lockstep.telemetry.charts import svg
 from lockstep.telemetry.progress import progress
 from lockstep.training.parts import build_parts
 from lockstep.training.range_test import EXPLODED, RangeTest, range_test
 
 MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"
-WIDTH, HEIGHT, MARGIN = 640, 400, 50  # of the picture, in pixels
 
 
 def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None) -> None:
@@ -54,42 +55,13 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     log.show(f"wrote {file}")
 
 
-def picture(test: RangeTest) -> str:
+def picture(test: RangeTest) -> bytes:
     """The loss over the rate as SVG, with a line at the suggestion."""
-    first, last = math.log10(test.rates[0]), math.log10(test.rates[-1])
-    least, most = min(test.losses), max(test.losses)
 
-    def x(rate: float) -> float:
-        return MARGIN + (math.log10(rate) - first) / (last - first) * (WIDTH - 2 * MARGIN)
+    def draw(axes: Any) -> None:
+        axes.plot(test.rates, test.losses)
+        axes.set(xlabel="learning rate", ylabel="loss, averaged", xscale="log")
+        axes.axvline(test.suggestion, color="red", linestyle="--", label=f"{test.suggestion:g}")
+        axes.legend(title="suggestion")
 
-    def y(loss: float) -> float:
-        return MARGIN + (most - loss) / ((most - least) or 1.0) * (HEIGHT - 2 * MARGIN)
-
-    top, bottom = MARGIN, HEIGHT - MARGIN
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
-    for power in range(math.ceil(first), math.floor(last) + 1):
-        at = x(10.0**power)
-        lines += [
-            f'<line x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{bottom}" stroke="#ddd"/>',
-            f'<text x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{10.0**power:g}</text>',
-        ]
-    for loss in (least, most):
-        lines.append(f'<text x="{MARGIN - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.3g}</text>')
-    points = " ".join(f"{x(rate):.1f},{y(loss):.1f}" for rate, loss in zip(test.rates, test.losses, strict=True))
-    lines.append(f'<polyline points="{points}" fill="none" stroke="#1f77b4" stroke-width="2"/>')
-    if test.suggestion >= test.rates[0]:
-        at = x(test.suggestion)
-        lines += [
-            f'<line x1="{at:.1f}" y1="{top}" x2="{at:.1f}" y2="{bottom}" stroke="#d62728" stroke-dasharray="4"/>',
-            f'<text x="{at + 4:.1f}" y="{top + 12}" fill="#d62728">{test.suggestion:g}</text>',
-        ]
-    lines += [
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">learning rate</text>',
-        f'<text x="{WIDTH / 2}" y="{MARGIN - 20}" text-anchor="middle">loss, averaged</text>',
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    return svg(draw, 6.4, 4.0)

@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": ("demo", "demo"),
     "runs": ("runs", "runs"),
     "compare": ("compare", "compare"),
+    "report": ("report", "report"),
     "clean": ("clean", "clean"),
 }
 

@@ -102,6 +102,7 @@ class TelemetryBlock:
     gpu: bool = True
     samples: bool = False
     profile: bool = False
+    report: str = choice("auto", "auto", "always", "never")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # importing the package must be fast
+    from torch import Tensor, nn
+
+    from lockstep.core.data_protocols import MicroBatch
     from lockstep.core.plan import Plan
+    from lockstep.core.predictions import Predictions
     from lockstep.core.run_dir import RunDir
 
 Outcome = Literal["completed", "stopped", "failed"]
@@ -27,6 +31,7 @@ class RunInfo:
         logged: the last step whose figures the run has written.
         config: the resolved config, as in `config.yaml`.
         hyperparameters: the values to compare between runs; every run has the same keys.
+        model: the model on main, which has only a part of the weights where the strategy cuts them.
     """
 
     run_dir: RunDir
@@ -36,6 +41,7 @@ class RunInfo:
     logged: int
     config: Mapping[str, Any]
     hyperparameters: Mapping[str, str | float]
+    model: nn.Module | None = None
 
     @property
     def folder(self) -> Path:
@@ -56,11 +62,17 @@ class Observer:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the figures of a log point or of an evaluation, by tag."""
 
+    def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
+        """Take the images (b, C, H, W) of a micro-batch of the first step, as the model gets them."""
+
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take a sample of the GPUs, by tag; called at most once for a step."""
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         """An evaluation is done, and its scores were written. `best` is whether no earlier step was better."""
+
+    def predicted(self, predictions: Predictions) -> None:
+        """An evaluation is the best so far: take what the model predicts, after `evaluated`."""
 
     def saved(self, step: int, checkpoint: Path) -> None:
         """The checkpoint in the folder `checkpoint` is on the disk."""

@@ -71,6 +71,8 @@ class RunDir:
     weights = _PathBelow("model.safetensors")
     log = _PathBelow("train.log")
     summary = _PathBelow("summary.json")
+    validation = _PathBelow("validation.json")
+    report = _PathBelow("report.html")
     incident = _PathBelow("incident")
 
     @classmethod

@@ -18,6 +18,7 @@ from lockstep.job.run_lock import Lock
 # The names of RunDir's paths that can only be files.
 FILES = (
     *("config", "command", "environment", "metrics", "table", "gpu", "weights", "log", "summary", "lock"),
+    *("validation", "report"),
     *("last", "best", "none_yet"),
 )
 

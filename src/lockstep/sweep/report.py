@@ -13,6 +13,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lockstep.config.program_words import program_name
+from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, started_by
 from lockstep.runtime import program
@@ -70,5 +71,14 @@ class Report(Callback):
             with program.bypass_hydra_errors():
                 array.submit_all(folder)
         records = [record for record in Ledger(folder).records() if record.number in OF_THIS_LINE]
+        from lockstep.sweep.page import write_sweep_report  # imported late: they need numpy, and --help must be fast
+        from lockstep.telemetry.report import is_due
+
+        seconds = max((record.ended for record in records), default=0) - min(
+            (record.started for record in records if record.started), default=0
+        )
+        if records and is_due(config.telemetry.report, seconds):
+            with program.bypass_hydra_errors():
+                log.show(f"report: {write_sweep_report(Ledger(folder))}")
         if codes := [record.exit_code for record in records if record.exit_code]:
             sys.exit(codes[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,19 +15,24 @@ from lockstep.core.safe_write import sync, write_atomic
 if TYPE_CHECKING:  # slow, and only a run with TensorBoard needs it
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+EVENTS = "events.out.tfevents.*"
 HPARAMS = "_hparams_/"  # the beginning of the tags of the hyper-parameters
+SESSION = "run/"  # the beginning of the tags of texts that describe the run
+# How the tags begin that are written after the figures of their step, in an evaluation; or in the step after it.
+LATER = ("loss/val", "loss/train_epoch", "perf/time/", "images/")
 RECORD_LIMIT = 64 * MB  # a usual record has a few hundred bytes
 
 
-def place_of(step: int, tags: Container[str]) -> float:
+def place_of(step: int, tags: Iterable[str]) -> float:
     """Where figures are in the order of a run: those of an evaluation are half a step behind its step."""
-    return step + 0.5 if "loss/val" in tags else step
+    return step + 0.5 if any(tag.startswith(LATER) for tag in tags) else step
 
 
 def trim_events(paths: list[Path], after: float, session: Collection[Summary.Value] = ()) -> set[str]:
     """Remove all events after `RunInfo.after` from event files, oldest first; returns the tags that are left.
 
-    Hyper-parameters that are not those of `session` are removed too: the resumed run writes its own. TensorBoard's
+    Hyper-parameters and texts about the run that are not those of `session` are removed too: the resumed run writes
+    its own. TensorBoard's
     purge only hides such steps: other readers of the files would find them twice. A record that a kill cut short ends
     its file. A damaged record is left out, with a warning.
 
@@ -48,12 +53,14 @@ def trim_events(paths: list[Path], after: float, session: Collection[Summary.Val
                 if record is None:
                     raise DecodeError
                 event = Event.FromString(record)
-                hparams = [_parts(value) for value in event.summary.value if value.tag.startswith(HPARAMS)]
+                about_run = [
+                    _parts(value) for value in event.summary.value if value.tag.startswith((HPARAMS, SESSION))
+                ]
             except DecodeError:
                 damaged = True
                 continue
             values = {(value.tag, event.step) for value in event.summary.value}
-            outdated = any(part not in session_parts for part in hparams)
+            outdated = any(part not in session_parts for part in about_run)
             if place_of(event.step, {tag for tag, _ in values}) <= after and not outdated and not values & keys:
                 keys |= values
                 RecordWriter(trimmed).write(record)
@@ -70,7 +77,9 @@ def trim_events(paths: list[Path], after: float, session: Collection[Summary.Val
 
 
 def _parts(value: Summary.Value) -> tuple[str, object]:
-    """The tag and the content of a value about hyper-parameters; its bytes have the parameters in any order."""
+    """The tag and the content of a value about the run. The bytes of hyper-parameters have them in any order."""
+    if value.tag.startswith(SESSION):
+        return value.tag, value.SerializeToString()
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     return value.tag, HParamsPluginData.FromString(value.metadata.plugin_data.content)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from lockstep.core.observer import Observer, RunInfo
-from lockstep.telemetry import sinks
+from lockstep.core.safe_read import read_text
+from lockstep.telemetry import sinks, tensorboard
 from lockstep.telemetry.trackers import MLflow, WandB
 
 __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
@@ -22,14 +25,33 @@ class JSONL:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """An event file in the run folder."""
+    """Event files in the run folder.
+
+    Fields:
+        histograms: whether the weights are shown as histograms, after each of the best evaluations.
+    """
+
+    histograms: bool = False
 
     imports: ClassVar[tuple[str, ...]] = ("torch.utils.tensorboard",)
 
     def build(self, run: RunInfo) -> Observer:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
         facts = dict(_fact(run, key, value) for key, value in run.run_dir.swept().items()) or run.hyperparameters
-        return sinks.TensorBoard(run.folder, run.after, facts, sinks.layout_of(run.config))
+        texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
+        values = run.config.get("input", {})
+        mean, std = (
+            torch.tensor(values.get(key) or [x]).view(1, -1, 1, 1) for key, x in (("mean", 0.0), ("std", 1.0))
+        )
+        return tensorboard.TensorBoard(
+            run.folder,
+            run.after,
+            facts,
+            tensorboard.layout_of(run.config),
+            texts={title: read_text(path) for title, path in texts.items() if path.exists()},
+            pixels=lambda images: images * std + mean,
+            model=run.model if self.histograms else None,
+        )
 
 
 def _fact(run: RunInfo, key: str, value: str) -> tuple[str, str | float]:

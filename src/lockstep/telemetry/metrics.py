@@ -155,6 +155,8 @@ class Telemetry:
             self._begin_epoch(micro.epoch)
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         self.samples.record(micro, images)
+        if micro.step == 1:
+            self.observer.first_batch(micro, images)
 
     def forget(self, after: int) -> None:
         """Drop what was recorded after step `after`, of a step that was interrupted and will be done again."""

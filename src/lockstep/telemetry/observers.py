@@ -6,8 +6,12 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from lockstep.core.closing import closing
+from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.observer import Observer, Outcome
+from lockstep.core.predictions import Predictions
 
 
 class Observers(Observer):
@@ -25,11 +29,17 @@ class Observers(Observer):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self._call_all(lambda observer: observer.write(step, scalars))
 
+    def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
+        self._call_all(lambda observer: observer.first_batch(micro, images))
+
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
         self._call_all(lambda observer: observer.write_gpu(step, scalars))
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         self._call_all(lambda observer: observer.evaluated(step, scores, best))
+
+    def predicted(self, predictions: Predictions) -> None:
+        self._call_all(lambda observer: observer.predicted(predictions))
 
     def saved(self, step: int, checkpoint: Path) -> None:
         self._call_all(lambda observer: observer.saved(step, checkpoint))

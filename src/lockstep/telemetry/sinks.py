@@ -1,4 +1,4 @@
-"""The sinks of scalars: `metrics.jsonl` (the reference, append only), `metrics.csv`, and TensorBoard.
+"""The files of scalars: `metrics.jsonl` (the reference, append only) and `metrics.csv`.
 
 Each file has every step once, however often a run is killed. When a run resumes, the steps after the checkpoint, and
 an evaluation that it does not have, will be done again, so they are removed from the files first.
@@ -9,68 +9,19 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from lockstep.core import log
-from lockstep.core.errors import StorageError
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
-from lockstep.core.safe_read import UnreadableFile, is_number, parsed_json, read_lines
+from lockstep.core.predictions import Predictions
+from lockstep.core.safe_read import is_number, parsed_json, read_lines
 from lockstep.core.safe_write import storing, write_atomic_parts
-from lockstep.telemetry.events import place_of, trim_events
+from lockstep.telemetry.events import place_of
 
-LAYOUT: dict[str, dict[str, list[Any]]] = {
-    "Learning": {
-        "loss": ["Multiline", ["loss/train", "loss/train_epoch", "loss/val"]],
-        "accuracy": [
-            "Multiline",
-            ["acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"],
-        ],
-        "metrics": ["Multiline", ["metric/.*"]],
-    },
-    "Throughput": {
-        "images per second": ["Multiline", ["perf/img_per_s"]],
-        "waiting for data, %": ["Multiline", ["perf/data_wait_pct"]],
-        "step, ms": ["Multiline", ["perf/step_ms"]],
-        "where the time goes, %": ["Multiline", ["perf/time/.*"]],
-        "model FLOPs utilisation, %": ["Multiline", ["perf/mfu_pct"]],
-    },
-    "CPU": {
-        "cores in use": ["Multiline", ["cpu/cores"]],
-        "memory, GB": ["Multiline", ["cpu/mem_gb"]],
-        "disk, MB/s": ["Multiline", ["cpu/read_mb_s", "cpu/write_mb_s"]],
-    },
-    "GPU": {
-        "utilisation, %": ["Multiline", ["gpu/util/.*"]],
-        "memory, GB": ["Multiline", ["gpu/mem_gb/.*"]],
-        "power, W": ["Multiline", ["gpu/power_w/.*"]],
-        "temperature, °C": ["Multiline", ["gpu/temp_c/.*"]],
-    },
-    "Optimisation": {
-        "learning rate": ["Multiline", ["optim/lr"]],
-        "gradient norm": ["Multiline", ["optim/grad_norm"]],
-        "loss scale": ["Multiline", ["optim/scale"]],
-    },
-}
-
-
-def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
-    """The charts for a run with this config: `LAYOUT` without those that would stay empty."""
-    missing = set() if config.get("metric") else {"metrics"}
-    if config.get("device") == "cpu":
-        missing |= {*LAYOUT["GPU"], "model FLOPs utilisation, %", "loss scale"}
-    charts = {name: {chart: LAYOUT[name][chart] for chart in LAYOUT[name] if chart not in missing} for name in LAYOUT}
-    return {name: of_category for name, of_category in charts.items() if of_category}
-
-
-EVENTS = "events.out.tfevents.*"
-FLUSH_S = 10
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 
 
@@ -231,79 +182,11 @@ class Table(_TextSink):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 
 
-class TensorBoard(Observer):
-    """Writes an event file, a new one after each resume. An error, such as a full disk, is one warning.
+class PredictionsFile(Observer):
+    """`validation.json`: what the best model so far predicts for the evaluation split."""
 
-    Args:
-        folder: the run folder.
-        after: where the run resumes from, `RunInfo.after`.
-        facts: the hyper-parameters. On a resume they replace the earlier ones.
-        layout: the charts of each category of the page of custom scalars.
-    """
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def __init__(
-        self, folder: Path, after: float, facts: Mapping[str, Any], layout: Mapping[str, Any] = LAYOUT
-    ) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import custom_scalars, hparams
-
-        self.event, self.summary = Event, Summary
-        self.file: BinaryIO | None = None
-        self.failed = False
-        self.flushed = time.monotonic()
-        with self._tolerating_errors():
-            # The first of torch's three summaries describes the columns. Without it, TensorBoard sorts the columns:
-            # those in which runs differ come first. It shows five until the user asks for more.
-            session = hparams(dict(facts), {})[1:]
-            tags = trim_events(
-                sorted(folder.glob(EVENTS)), after, [value for part in session for value in part.value]
-            )
-            # The writers of torch and TensorBoard use a thread, and the training loop waits for that thread and for
-            # Python's lock up to 2 ms at each log point. This one takes 0.1 ms.
-            name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-            self.file = (folder / name).open("xb")
-            self.records = RecordWriter(self.file)
-            self._add(file_version="brain.Event:2")
-            # Written to the run's own file: `add_hparams` would create a second run.
-            for summary in (custom_scalars(layout), *session):
-                if tags.isdisjoint(value.tag for value in summary.value):
-                    self._add(summary=summary)
-            self.file.flush()
-
-    def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        if not self.failed:
-            # One record for all scalars: its checksum is computed in Python, and is the largest cost here.
-            values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-            with self._tolerating_errors():
-                self._add(step=step, summary=self.summary(value=values))
-                if time.monotonic() - self.flushed > FLUSH_S:
-                    self.flush()
-
-    def _add(self, **facts: Any) -> None:
-        self.records.write(self.event(wall_time=time.time(), **facts).SerializeToString())
-
-    def flush(self) -> None:
-        if not self.failed:
-            assert self.file is not None
-            self.flushed = time.monotonic()
-            with self._tolerating_errors():
-                self.file.flush()
-
-    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
-
-    def end(self, outcome: Outcome) -> None:
-        if self.file is not None:
-            with self._tolerating_errors():
-                self.file.close()
-
-    @contextmanager
-    def _tolerating_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, StorageError, UnreadableFile) as error:
-            if not self.failed:
-                log.warn(f"TensorBoard's file cannot be written ({error}); the run goes on without it")
-            self.failed = True
+    def predicted(self, predictions: Predictions) -> None:
+        predictions.write(self.path)

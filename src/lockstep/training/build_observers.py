@@ -47,7 +47,7 @@ def build_observers(
     plan, times = data.plan, _times(job, world, data.plan, network, progress)
     left = TimeLeft(plan, times.clock, progress.step, len(data.val))
     gpus = watched_gpus(network.replica, world)
-    observer = _observer(job, run_dir, world, plan, progress) if world.is_main else Observers()
+    observer = _observer(job, run_dir, world, plan, network, progress) if world.is_main else Observers()
     telemetry = Telemetry(
         world=world,
         plan=plan,
@@ -97,8 +97,8 @@ def _times(job: Job, world: World, plan: Plan, network: Network, progress: Progr
     return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)
 
 
-def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> Observers:
-    """The observer of main: the loggers, and the table of evaluations."""
+def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress) -> Observers:
+    """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     checkpoint.mark_saved_or_not(run_dir)
     run = RunInfo(
         run_dir=run_dir,
@@ -109,11 +109,13 @@ def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, progress: Pro
         logged=progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0,
         config=components.plain(job),
         hyperparameters=banner.hyperparameters(job, world),
+        model=network.model,
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
     logged = sinks.read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
-    return Observers(sinks.Table(run_dir.table, plan, progress.after, latest), *loggers)
+    table = sinks.Table(run_dir.table, plan, progress.after, latest)
+    return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
 
 
 def _samples(job: Job, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:

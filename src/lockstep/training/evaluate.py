@@ -17,6 +17,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.losses import SummedLoss
 from lockstep.metrics import NO_SCORES, NoScores
+from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
 
 
 @torch.no_grad()
@@ -30,15 +31,16 @@ def evaluate(
     world: World,
     views: int = 1,
     scores: NoScores = NO_SCORES,
+    predictions: NoPredictions = NO_PREDICTIONS,
     between: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> Mapping[str, float]:
     """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     With fewer than five classes, `top5` counts all of them. Broken images do not count. The logits are averaged over
-    `views` of an image (see `weighted_views`), and passed to `scores`. `between` is called after each block with the
-    number of finished blocks and of all blocks. It is called equally often on every rank, so it may contain a
-    collective; it may raise.
+    `views` of an image (see `weighted_views`), and passed to `scores` and `predictions`. `between` is called after
+    each block with the number of finished blocks and of all blocks. It is called equally often on every rank, so it
+    may contain a collective; it may raise.
 
     Raises:
         InputError: more images are broken than `dataset.skip` allows, or all of them.
@@ -47,6 +49,7 @@ def evaluate(
     training = model.training
     model.eval()
     loss.loss.eval()
+    predictions.start()
     summed = torch.zeros(1, dtype=torch.float64, device=world.device)
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     rounds = loader.eval_rounds
@@ -54,10 +57,14 @@ def evaluate(
     for done, (images, labels) in enumerate(loader.eval(), start=1):
         logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
         labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
-        summed += loss(logits, labels, labels)
-        hit = best_classes(logits) == labels[:, None]
+        losses = loss.of_examples(logits, labels, labels)
+        summed += losses.sum()
+        best = best_classes(logits)
+        hit = best == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
         scores.update(logits, labels)
+        first = ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
+        predictions.update(images[: len(logits)], logits, best[:, 0], labels, losses, first=first)
         between(done, rounds)
     for idle in range(done, rounds):
         if has_shards(model):  # the forward pass gathers the parameters, which needs every rank

@@ -15,6 +15,7 @@ from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.data.datasets.splits import sample_name
 from lockstep.losses import probabilities_of
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
@@ -32,6 +33,7 @@ from lockstep.training.build_model import (
 from lockstep.training.build_observers import build_observers
 from lockstep.training.graph_trainer import GraphTrainer
 from lockstep.training.model_card import card_of
+from lockstep.training.predictions import CollectedPredictions
 from lockstep.training.run_record import NoRecord, run_record
 from lockstep.training.trainer import Trainer
 
@@ -84,6 +86,14 @@ def run(
         pipeline=data.pipeline,
         scores=build_scores(
             job.metric, job.dataset.classes, job.dataset.class_names, world, probabilities_of(job.loss)
+        ),
+        predictions=CollectedPredictions(
+            job.dataset.class_names,
+            job.dataset.classes,
+            world,
+            kind=probabilities_of(job.loss),
+            sample_name=partial(sample_name, data.val),
+            observer=telemetry.observer,
         ),
         checkpointer=checkpointer,
         telemetry=telemetry,

@@ -12,13 +12,17 @@ import torch
 
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
+from lockstep.config.commands import relative, typed
 from lockstep.config.schema import Job
+from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, StorageError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
+from lockstep.telemetry.report import is_due, write_report
+from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner, crash_dump
 from lockstep.training.build_data import TrainingData
 from lockstep.training.explain import explain
@@ -161,6 +165,20 @@ class RunRecord(NoRecord):
             shares=telemetry.time_shares(),
             verdict=str(verdict),
         )
+        append_verdict(self.run_dir, progress.step)
+        report = self._report() if is_due(job.telemetry.report, seconds) else None
+        if report is None:
+            log.say_command("report", typed(["lockstep", "report", relative(self.run_dir.path)]))
+        else:
+            log.say_command("report", str(relative(report)))
+
+    def _report(self) -> Path | None:
+        """Write `report.html`. The run is done: if this fails, it says so and does no harm."""
+        try:
+            return write_report(self.run_dir)
+        except Exception as error:  # a plotting library can raise anything
+            log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
+            return None
 
 
 def run_record(run_dir: RunDir, world: World) -> NoRecord:

@@ -25,6 +25,7 @@ from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, Window
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Network
+from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
 from lockstep.training.progress import Progress
 from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
 
@@ -55,6 +56,7 @@ class Trainer:
     eval_views: int = 1
     clip_norm: float | None = None
     cuts_steps: bool = False
+    predictions: NoPredictions = NO_PREDICTIONS
     progress: Progress = field(default_factory=Progress)
     consensus: StopConsensus = field(init=False)
     autocast: AbstractContextManager[None] = field(init=False)
@@ -194,6 +196,8 @@ class Trainer:
             if improved:
                 self.progress.best, self.progress.best_step = top1, step
             self.telemetry.evaluated(step, scalars, best=improved)
+            if improved:
+                self.predictions.finish(step)
         return improved
 
     def _evaluate(self, model: nn.Module, *, decides: bool) -> Mapping[str, float]:
@@ -209,6 +213,7 @@ class Trainer:
                 world=self.world,
                 views=self.eval_views,
                 scores=self.scores if decides else NO_SCORES,
+                predictions=self.predictions if decides else NO_PREDICTIONS,
                 between=self.between_blocks,
             )
 

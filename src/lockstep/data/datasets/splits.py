@@ -142,3 +142,8 @@ class FileSplit:
 def interpolated(split: Split, interpolation: str) -> Split:
     """The split with this interpolation, where its images are resized while they are read."""
     return replace(split, interpolation=interpolation) if isinstance(split, FileSplit) else split
+
+
+def sample_name(split: Split, index: int) -> str:
+    """The path of an example, or its number if the split has no files."""
+    return str(split.paths[index]) if isinstance(split, FileSplit) else str(index)

@@ -1,0 +1,37 @@
+"""`lockstep report`: the page of a run or of a sweep."""
+
+from __future__ import annotations
+
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.ledger import Ledger, record_of
+from lockstep.sweep.page import write_sweep_report
+from lockstep.sweep.runs import existing, read_job, read_run
+from lockstep.telemetry.progress import progress
+from lockstep.telemetry.report import write_report
+
+
+def report(path: str) -> None:
+    """Write `report.html` into the folder of a run; into that of a sweep, and of each of its jobs.
+
+    Raises:
+        InputError: the path is no run and no sweep, or the ledger of the sweep is damaged.
+        StorageError: a page cannot be written.
+    """
+    folder = existing(path)
+    ledger = Ledger(folder)
+    if ledger.exists:
+        records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
+        with progress("reporting", len(records)) as advance:
+            for record in records:
+                write_report(RunDir(folder / record.folder), read_job(folder, record).state)
+                advance(1)
+        written = write_sweep_report(ledger)
+    elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
+        entry = record_of(folder)
+        run = read_run(folder) if entry is None else read_job(folder.parent, entry[1])
+        written = write_report(RunDir(folder), run.state)
+    else:
+        raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
+    log.show(f"wrote {written}")

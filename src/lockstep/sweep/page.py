@@ -1,0 +1,122 @@
+"""`report.html` of a sweep: its table, what the varied keys did to the score, and links to its jobs."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from lockstep.config.commands import typed
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import is_number
+from lockstep.core.safe_write import write_atomic
+from lockstep.sweep.ledger import Ledger, Record
+from lockstep.sweep.objectives import SCORE
+from lockstep.sweep.runs import state_of
+from lockstep.sweep.view import best_of, score, seeds_together, swept_keys, varied
+from lockstep.telemetry import charts
+from lockstep.telemetry.report import Notes, number, rendered
+
+COSTS = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
+
+
+def write_sweep_report(ledger: Ledger) -> Path:
+    """Write `report.html` into the folder of a sweep.
+
+    Raises:
+        InputError: the ledger is damaged, or of another version.
+        StorageError: the page cannot be written.
+    """
+    path = RunDir(ledger.folder).report
+    write_atomic(path, rendered("sweep.html", **_facts(ledger)))
+    return path
+
+
+def _facts(ledger: Ledger) -> dict[str, Any]:
+    notes, records, identity = Notes(), ledger.records(), ledger.identity()
+    swept = swept_keys(records) or identity.swept
+    costs = {
+        record.number: notes.trying(record.folder, functools.partial(_costs, ledger, record), {})
+        for record in records
+    }
+    shown = [name for name in COSTS if any(name in cost for cost in costs.values())]
+    count, best = Counter(map(state_of, records)), best_of(records)
+    summary = {
+        "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
+        "best": f"job {best.number} with {best.score:.2f}: {' '.join(varied(best, swept))}" if best else "",
+        "over the seeds": "; ".join(seeds_together(records, swept)),
+        **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
+    }
+    return {
+        "title": f"Sweep {ledger.folder.name}",
+        "folder": str(ledger.folder.absolute()),
+        "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
+        "summary": [row for row in summary.items() if row[1]],
+        "charts": [*_charts([record for record in records if record.score is not None], swept, costs)],
+        "columns": ["job", *swept, SCORE, *shown, "state"],
+        "jobs": [
+            (
+                _link(ledger, record),
+                [
+                    str(record.number),
+                    *_values(record, swept),
+                    score(record),
+                    *(number(costs[record.number].get(name), ".3g") for name in shown),
+                    state_of(record),
+                ],
+            )
+            for record in sorted(records, key=lambda record: (record.score is None, -(record.score or 0)))
+        ],
+        "command": typed(["lockstep", "train", "-m", *identity.words]),
+    }
+
+
+def _costs(ledger: Ledger, record: Record) -> dict[str, float]:
+    """What a job cost, as far as it is known."""
+    summary = RunDir(ledger.folder / record.folder).read_summary()
+    figures = {"seconds": summary.get("seconds"), **summary.get("spent", {}), **summary.get("energy", {})}
+    return {name: figures[key] for name, key in COSTS.items() if is_number(figures.get(key))}
+
+
+def _link(ledger: Ledger, record: Record) -> str:
+    """The address of a job's page, or of its folder if it has none."""
+    report = RunDir(ledger.folder / record.folder).report
+    return quote(f"{record.folder}/{report.name if report.exists() else ''}")
+
+
+def _values(record: Record, swept: Sequence[str]) -> list[str]:
+    """The values of a job for the keys that its sweep varies."""
+    words = dict(word.partition("=")[::2] for word in record.overrides)
+    return [words.get(key, "") for key in swept]
+
+
+def _as_number(text: str) -> str | float:
+    try:
+        return float(text) if math.isfinite(float(text)) else text
+    except ValueError:
+        return text
+
+
+def _charts(
+    records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]]
+) -> Iterator[tuple[str, str]]:
+    """The charts of the jobs that have a score."""
+    scores = [record.score or 0.0 for record in records]
+    if swept and len(records) > 1:
+        rows = [
+            [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
+        ]
+        yield "What was varied, and the score (the darker the better)", charts.parallel([*swept, SCORE], rows, scores)
+    for name in COSTS:
+        points = [
+            (costs[record.number][name], value, str(record.number))
+            for record, value in zip(records, scores, strict=True)
+            if name in costs[record.number]
+        ]
+        if points:
+            x, y, labels = zip(*points, strict=True)
+            yield f"Score against {name}, by job", charts.scatter(x, y, labels, name, SCORE)

@@ -1,0 +1,261 @@
+"""`report.html` of a run: what its folder says of it, in one file. Needs no data and no model.
+
+Every file of the folder may be missing, of another version, or damaged. Then the page says so, and has the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.schema import CONF, GROUPS, MANY
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
+from lockstep.core.predictions import Predictions
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import is_number
+from lockstep.core.safe_write import write_atomic
+from lockstep.telemetry import charts, pictures
+from lockstep.telemetry.charts import COLOURS
+from lockstep.telemetry.columns import clock
+from lockstep.telemetry.sinks import read_figures
+
+CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
+Figures = Sequence[tuple[int, Mapping[str, float]]]
+LONG_S = 30  # a report of a shorter run would take a noticeable part of it
+CLASSES = 50  # of more classes the table has those with the lowest recall
+VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
+# The charts: for each tag, or beginning of tags, the label and the colour of its curve.
+CURVES: dict[str, dict[str, tuple[str, str]]] = {
+    "Loss": {
+        "loss/train$": ("training", "#f3b98c"),
+        "loss/train_epoch": ("training, epoch so far", TRAIN),
+        "loss/val": ("validation", VAL),
+    },
+    "Accuracy, %": {
+        "acc/train_epoch_top1": ("training, epoch so far", TRAIN),
+        "acc/val_top1": ("validation", VAL),
+        "acc/val_top5": ("validation, top-5", "#9ab8dd"),
+        "acc/val_ema_top1": ("validation, averaged weights", COLOURS[2]),
+    },
+    "Metrics, validation": {"metric/[^/]*$": ("", "")},
+    "Learning rate": {"optim/lr": ("", OTHER)},
+}
+USAGE: dict[str, dict[str, tuple[str, str]]] = {
+    "Images per second": {"perf/img_per_s": ("", OTHER)},
+    "Waiting for data, %": {"perf/data_wait_pct": ("", OTHER)},
+    "Model FLOPs utilisation, %": {"perf/mfu_pct": ("", OTHER)},
+    "GPU utilisation, %": {"gpu/util/": ("", "")},
+    "GPU memory, GB": {"gpu/mem_gb/": ("", "")},
+    "GPU power, W": {"gpu/power_w/": ("", "")},
+}
+
+
+class Notes(list[str]):
+    """Sentences about what cannot be shown."""
+
+    def trying(self, what: object, call: Callable[[], Any], empty: Any = ()) -> Any:
+        """The result of a call that uses files of a run; `empty` if they are missing or damaged."""
+        try:
+            return call()
+        except InputError as error:
+            if not getattr(error, "missing", False):
+                self.append(str(error))
+        except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
+            self.append(f"{what} is damaged, or of another version ({type(error).__name__})")
+        return empty
+
+
+def write_report(run_dir: RunDir, state: str = "") -> Path:
+    """Write `report.html` into a run folder; `state` says how far the run is, where its summary cannot know it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    write_atomic(run_dir.report, rendered("run.html", **facts_of(run_dir, state)))
+    return run_dir.report
+
+
+def is_due(when: str, seconds: float) -> bool:
+    """Whether a run or a sweep that took `seconds` ends with a report, by `telemetry.report`."""
+    return when == "always" or (when == "auto" and seconds >= LONG_S)
+
+
+def rendered(page: str, **facts: Any) -> str:
+    """A page with these facts. Every text in them is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    folder = FileSystemLoader(Path(__file__).parent / "pages")
+    return Environment(loader=folder, autoescape=True, undefined=StrictUndefined).get_template(page).render(facts)
+
+
+def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
+    """Everything that the page of a run shows."""
+    notes = Notes()
+
+    def read(reader: Callable[[Path], Any], path: Path, empty: Any) -> Any:
+        return notes.trying(path, lambda: type(empty)(reader(path)), empty)
+
+    facts = notes.trying(run_dir.summary, run_dir.read_summary, {})
+    environment = read(safe_read.read_json, run_dir.environment, {})
+    figures: Figures = read(read_figures, run_dir.metrics, [])
+    gpu: Figures = read(read_figures, run_dir.gpu, [])
+    composed = read(safe_read.read_yaml, run_dir.composed, {})
+    hydra = read(safe_read.read_yaml, run_dir.hydra / "hydra.yaml", {})
+    command = read(safe_read.read_text, run_dir.command, "")
+    notes += [facts["error"]] if isinstance(facts.get("error"), str) else []
+    sections: dict[str, Callable[[], Any]] = {
+        "summary": lambda: [*_summary(facts, figures, state)],
+        "verdict": lambda: _verdict(facts.get("verdict")),
+        "time": lambda: [(name.replace("_", " "), float(share)) for name, share in facts.get("time", {}).items()],
+        "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
+        "hardware": lambda: [*_hardware(facts, environment)],
+        "curves": lambda: [*_charts(figures, CURVES)],
+        "usage": lambda: [*_charts(figures, USAGE), *_charts(gpu, USAGE)],
+        "predictions": lambda: _predictions(Predictions.read(run_dir.validation)),
+        "differences": lambda: [*_differences(composed, hydra)],
+        "environment": lambda: [
+            (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})
+        ],
+    }
+    return {
+        "title": run_dir.path.name,
+        "folder": str(run_dir.path.absolute()),
+        **{name: notes.trying(f"{name} in {run_dir.path}", section) for name, section in sections.items()},
+        "command": "\n".join(line for line in command.splitlines() if not line.startswith("# sha256")),
+        "config": read(safe_read.read_text, run_dir.config, ""),
+        "notes": notes,
+    }
+
+
+def number(value: object, form: str, unit: str = "", before: str = "") -> str:
+    """A number of a file as text; empty if it is none."""
+    return f"{before}{value:{form}}{unit}" if is_number(value) else ""
+
+
+def _energy(energy: Mapping[str, Any]) -> dict[str, str]:
+    """What is known of the energy of a run; empty texts for the rest."""
+    return {
+        "energy": number(energy.get("kwh"), ".3g", " kWh"),
+        "energy of an image": number(energy.get("joules_per_image"), ".3g", " J"),
+        "GPU hours": number(energy.get("gpu_hours") or None, ".3g"),
+        "cost": number(energy.get("usd") or None, ",.2f", " USD"),
+        "energy by": str(energy.get("source") or ""),
+    }
+
+
+def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator[tuple[str, str]]:
+    last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
+    step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
+    started, seconds = facts.get("started"), facts.get("seconds")
+    rows = {
+        "state": state or str(facts.get("status", "not known")),
+        "best top-1": number(facts.get("best"), ".2f", " %")
+        + number(facts.get("best_step"), ",", before=" at step "),
+        "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
+        "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
+        "last validation loss": number(last.get("loss/val"), ".4f"),
+        **{tag[7:]: number(last[tag], ".4g") for tag in last if re.fullmatch("metric/[^/]*", tag)},
+        "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "",
+        "duration": clock(seconds) if seconds else "",
+        "broken images left out": number(facts.get("skipped") or None, ","),
+        **_energy({**facts.get("spent", {}), **facts.get("energy", {})}),
+    }
+    yield from ((key, value) for key, value in rows.items() if value)
+
+
+def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "processes", str(environment.get("world_size", "not known"))
+    yield "threads of each", str(environment.get("threads", "not known"))
+    yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
+    names = {"img_per_s": "images per second", "data_wait_pct": "waiting for data, %"}
+    names |= {
+        key: key.replace("_", " ") for key in facts if key.startswith(("gpu_", "cpu_")) and is_number(facts[key])
+    }
+    yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if key in facts)
+
+
+def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]]) -> Iterator[tuple[str, str]]:
+    """The titles and addresses of the charts that have a figure."""
+    tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
+    for title, patterns in titles.items():
+        lines: list[charts.Curve] = []
+        for tag, (pattern, (label, colour)) in itertools.product(tags, patterns.items()):
+            if re.match(pattern, tag):
+                points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
+                colour = colour or COLOURS[len(lines) % len(COLOURS)]
+                lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
+        if lines:
+            yield title, charts.curves(lines)
+
+
+def _predictions(predictions: Predictions) -> dict[str, Any]:
+    """What the page shows of predictions, with the names of the classes in the place of their labels."""
+    names, rows = predictions.names, []
+    counts = zip(names, predictions.examples, predictions.predicted, predictions.hits, strict=True)
+    for name, examples, predicted, hits in counts:
+        scores = [100 * hits / total if total else math.nan for total in (predicted, examples)]
+        scores.append(200 * hits / (predicted + examples) if predicted + examples else math.nan)
+        rows.append((name, f"{examples:,}", *("–" if math.isnan(score) else f"{score:.1f}" for score in scores)))
+    if len(rows) > CLASSES:
+        rows = sorted(rows, key=lambda row: 101.0 if row[3] == "–" else float(row[3]))[:CLASSES]
+    matrix = np.array(predictions.confusion)
+    few = len(names) <= pictures.NAMED and len(matrix) > 0
+    shares = (matrix / np.maximum(matrix.sum(1, keepdims=True), 1)).clip(0, 1) ** 0.5 if few else []
+    return {
+        "step": f"{predictions.step:,}",
+        "classes": rows,
+        "number": len(names),
+        "matrix": [
+            (name, [*zip(*row, strict=True)])
+            for name, *row in zip(names, predictions.confusion, shares, strict=False)
+        ],
+        "picture": base64.b64encode(pictures.heat(predictions)).decode() if len(matrix) and not few else "",
+        "names": names,
+        "worst": [
+            {**example, "is": names[example["label"]], "said": names[example["predicted"]]}
+            | {"share": number(example["probability"], ".0%", ")", " (")}
+            for example in predictions.worst
+        ],
+    }
+
+
+def _verdict(verdict: Any) -> dict[str, str]:
+    """The verdict about a run; empty if there is none."""
+    return {key: str(verdict.get(key) or "") for key in ("sentence", "evidence", "override")} if verdict else {}
+
+
+def _differences(composed: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The keys of a config, as it was composed, whose values are not the defaults: key, value and default."""
+    defaults = safe_read.read_yaml(CONF / "config.yaml")
+    options = {
+        key: value for item in defaults.pop("defaults") if isinstance(item, dict) for key, value in item.items()
+    }
+    choices = hydra["hydra"]["runtime"]["choices"] if hydra else {}
+    for group in (*GROUPS, "experiment"):
+        own = [*composed.get(group, ())] if group in MANY else choices.get(group)
+        if composed and own != options[group]:
+            yield group, _shown(own), _shown(options[group])
+        for name in own if isinstance(own, list) else [own]:
+            path = CONF / group / f"{name}.yaml"
+            if group != "experiment" and re.fullmatch(r"\w+", str(name)) and path.is_file():
+                option = safe_read.read_yaml(path)
+                defaults[group] = {**defaults.get(group, {}), **option} if group in MANY else option
+    usual = dict(leaves(defaults))
+    for key, value in leaves(composed):
+        if key in usual and value != usual[key] and "${" not in str(usual[key]) and not key.startswith("hydra."):
+            yield key, _shown(value), _shown(usual[key])
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -1,0 +1,311 @@
+"""`report.html`: what a page has in it, from a whole folder, a damaged one, and one of hostile names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import CHROMIUM, DRIVER, browser
+from helpers import train_here
+from lockstep.cli.report import report
+from lockstep.config import yaml_io
+from lockstep.core.errors import InputError
+from lockstep.core.predictions import Predictions
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.telemetry.report import LONG_S, is_due, write_report
+
+HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}$\\frac{&amp;\u202e日本語"
+SIGHT: dict[str, Any] = {
+    "time": {"data": 0.43, "to_device": 0.02, "forward": 0.2, "backward": 0.35},
+    "verdict": {
+        "sentence": "the GPU waits for data",
+        "evidence": "43 %",
+        "gain": 1.5,
+        "override": "loader.workers=8",
+    },
+    "checklist": [{"item": "workers", "state": "worth trying", "reason": "it waits", "override": "loader.workers=8"}],
+    "energy": {"kwh": 0.012, "joules_per_image": 0.5, "gpu_hours": 0.1, "usd": 0.25, "source": "NVML"},
+}
+
+
+class Page(HTMLParser):
+    """What a browser makes of a page: its texts, and its tags with their attributes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(path.read_text())
+        self.text = " ".join(self.texts)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(" ".join(data.split()))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def addresses(self) -> Iterator[str]:
+        yield from (of[key] or "" for _, of in self.tags for key in ("src", "href", "srcset", "action") if key in of)
+
+    def charts(self) -> set[str | None]:
+        return {of.get("alt") for tag, of in self.tags if tag == "img" and of.get("alt")}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = train_here(tmp_path_factory.mktemp("trained") / "run", "epochs=2", "model.width=8", "metric=[f1]")
+    run.write_summary(**SIGHT)
+    choices = {"model": "digitnet", "dataset": "digits", "optimizer": "adamw", "experiment": None}
+    (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
+    run.command.write_text("python train.py model.width=8\n")
+    return run
+
+
+@pytest.fixture
+def run(trained: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(Path(shutil.copytree(trained.path, tmp_path / "run")))
+
+
+def page_of(run: RunDir) -> Page:
+    return Page(write_report(run))
+
+
+def test_a_page_has_the_run_in_it(run: RunDir) -> None:
+    page = page_of(run)
+    assert {"Loss", "Accuracy, %", "Metrics, validation", "Learning rate", "Images per second"} <= page.charts()
+    best = f"{run.read_summary()['best']:.2f} %"
+    for text in ("completed", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
+        assert text in page.text
+    for text in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
+        assert text in page.text
+    rows = page.text
+    assert "model.width 8 32" in " ".join(rows.split()), "what differs from the defaults, with the default"
+    pictures = [of for tag, of in page.tags if tag == "img" and "title" in of]
+    assert len(pictures) == 12
+
+
+def test_a_page_runs_nothing_and_loads_nothing(run: RunDir) -> None:
+    page = page_of(run)
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object", "form"})
+    assert all(address.startswith("data:image/") for address in page.addresses())
+    assert "http" not in run.report.read_text().replace("http-equiv", "")
+    assert any("default-src 'none'" in (of.get("content") or "") for _, of in page.tags)
+
+
+def test_every_text_of_a_run_is_escaped(run: RunDir) -> None:
+    def hostile(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hostile(of) for key, of in value.items()}
+        if isinstance(value, list):
+            return [hostile(of) for of in value]
+        return HOSTILE if isinstance(value, str) else value
+
+    for path in (run.summary, run.environment):
+        path.write_text(json.dumps(hostile(json.loads(path.read_text()))))
+    predictions = vars(Predictions.read(run.validation)) | {"names": [HOSTILE] * 10}
+    predictions["worst"] = [{**example, "sample": HOSTILE, "png": HOSTILE} for example in predictions["worst"][:2]]
+    run.composed.write_text(yaml_io.dump({"model": {"width": HOSTILE}, HOSTILE: HOSTILE, "seed": HOSTILE}))
+    run.command.write_text(f"python train.py {HOSTILE}")
+    lines = [{"step": 1, f"metric/{HOSTILE.replace('/', '')}": 1.0, "loss/train": 2.0}] * 2
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    plain = {tag for tag, _ in page_of(run).tags}
+    run.validation.write_text(json.dumps(predictions))
+    page = page_of(run)
+    assert {tag for tag, _ in page.tags} <= plain | {"figure", "img", "figcaption"}
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not [key for _, of in page.tags for key in of if key.startswith("on")]
+    assert page.text.count(HOSTILE) > 20
+    assert "49" not in page.text.split("Curves")[0]
+
+
+def readable(run: RunDir) -> list[Path]:
+    """The files of a run that a report reads."""
+    hydra = (run.composed, run.hydra / "hydra.yaml")
+    return [run.summary, run.environment, run.metrics, run.validation, run.command, run.config, *hydra]
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "a list": lambda text: "[1, 2]",
+    "a number": lambda text: "3",
+    "other keys": lambda text: '{"a": {"b": [null, NaN]}}',
+    "not text": lambda text: text[:20] + "\udcff" + text[20:],
+    "deep": lambda text: "[" * 5000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_any_damaged_file_still_gives_a_page(run: RunDir, damage: str) -> None:
+    for path in readable(run):
+        content = path.read_bytes()
+        path.write_bytes(DAMAGES[damage](content.decode()).encode(errors="surrogateescape"))
+        assert "Environment" in page_of(run).text, path
+        path.write_bytes(content)
+
+
+def test_any_missing_file_still_gives_a_page_that_complains_of_nothing(run: RunDir) -> None:
+    for path in readable(run):
+        content = path.read_bytes()
+        path.unlink()
+        page = page_of(run)
+        assert "Environment" in page.text
+        assert not [of for tag, of in page.tags if of.get("class") == "sentence bad"], path
+        path.write_bytes(content)
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    assert "There are no figures yet." in page_of(run).text
+
+
+def values(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The place of every value in a JSON document, inner ones too."""
+    items = node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
+    for key, value in items:
+        yield (*at, key)
+        yield from values(value, (*at, key))
+
+
+@pytest.mark.parametrize("wrong", [None, "text", -1, [[1]], {"a": 1}], ids=str)
+def test_any_value_of_another_type_still_gives_a_page(
+    run: RunDir, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lockstep.telemetry.charts.curves", lambda lines: "data:image/png,"
+    )  # they take most of the time
+    for path in (run.summary, run.environment, run.validation):
+        whole = json.loads(path.read_text())
+        for at in list(values(whole)):
+            if len(at) > (1 if path == run.environment else 3):
+                continue
+            document = json.loads(json.dumps(whole))
+            node = document
+            for key in at[:-1]:
+                node = node[key]
+            node[at[-1]] = wrong
+            path.write_text(json.dumps(document))
+            assert "Environment" in page_of(run).text, at
+        path.write_text(json.dumps(whole))
+
+
+def test_a_run_that_was_cut_has_a_page(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.summary.write_text(json.dumps({"status": "running", "started": 1.0, "step": 0, "steps": 40}))
+    run.metrics.write_text('{"step": 3, "time": 1, "loss/train": 2.5}\n{"step": 4, "lo')
+    run.validation.unlink()
+    report(str(run.path))
+    assert capsys.readouterr().out == f"wrote {run.report}\n"
+    page = Page(run.report)
+    assert "killed" in page.text
+    assert "3 of 40" in page.text
+    assert "Loss" in page.charts()
+    assert "Predictions" not in page.text
+
+
+def test_scores_that_are_no_numbers_leave_gaps(run: RunDir) -> None:
+    lines = [{"step": step, "loss/train": None if step % 2 else 1.0, "loss/val": None} for step in range(1, 9)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "Loss" in page_of(run).charts()
+
+
+def test_one_class_has_a_page(run: RunDir) -> None:
+    example = {"sample": "a", "label": 0, "predicted": 0, "probability": None, "loss": None, "png": ""}
+    one = Predictions(
+        step=1, names=["a"], examples=[3], predicted=[3], hits=[3], confusion=[[3]], curves=[], worst=[example]
+    )
+    one.write(run.validation)
+    assert "a 3 100.0 100.0 100.0" in " ".join(page_of(run).text.split())
+    nothing = {"examples": [0], "predicted": [0], "hits": [0], "confusion": [[0]]}
+    Predictions(**{**vars(one), **nothing}).write(run.validation)
+    assert "a 0 – – –" in " ".join(page_of(run).text.split())
+
+
+def test_of_many_classes_those_with_the_lowest_recall_are_shown(run: RunDir) -> None:
+    hits = [50, *[100] * 119]
+    counts = {"examples": [100] * 120, "predicted": [100] * 120, "hits": hits, "confusion": [], "curves": []}
+    Predictions(step=1, names=[f"class-{n}" for n in range(120)], **counts, worst=[]).write(run.validation)
+    page = page_of(run)
+    assert "The 50 of 120 classes" in page.text
+    assert "class-0 100 50.0 50.0 50.0" in " ".join(page.text.split())
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is no run and no sweep"):
+        report(str(tmp_path))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_short_run_ends_without_a_report_unless_it_is_asked_for(trained: RunDir, tmp_path: Path) -> None:
+    assert not trained.report.exists()
+    always = train_here(tmp_path / "always", "steps=2", "telemetry.report=always")
+    assert "completed" in Page(always.report).text
+    assert [is_due(when, LONG_S) for when in ("auto", "always", "never")] == [True, True, False]
+    assert [is_due(when, LONG_S - 1) for when in ("auto", "always", "never")] == [False, True, False]
+
+
+@pytest.fixture
+def sweep(trained: RunDir, tmp_path: Path) -> Ledger:
+    """A sweep of four jobs: two are done, one failed, one waits."""
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(
+        Identity(base={}, swept=("name", "optimizer.lr"), words=("optimizer.lr=0.1,0.2", f"name={HOSTILE}"))
+    )
+    jobs = [((f"optimizer.lr={rate}", f"name={HOSTILE}{rate}"), f"lr={rate}#?%") for rate in (0.1, 0.2, 0.3, 0.4)]
+    first, second, failed, _ = ledger.enter(jobs)
+    for record, score in ((first, 91.0), (second, 92.0)):
+        shutil.copytree(trained.path, ledger.folder / record.folder)
+        ledger.end(ledger.start(record), State.done, objective=score)
+    ledger.end(ledger.start(failed), State.failed, exit_code=70, error=HOSTILE)
+    return ledger
+
+
+def test_the_page_of_a_sweep_compares_its_jobs_and_leads_to_them(sweep: Ledger) -> None:
+    report(str(sweep.folder))
+    page = Page(sweep.folder / "report.html")
+    assert {"Score against seconds, by job", "Score against kWh, by job"} <= page.charts()
+    assert any((name or "").startswith("What was varied") for name in page.charts())
+    assert "2 done, 1 failed, 1 waiting" in page.text
+    assert page.text.count(HOSTILE) >= 4
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script"})
+    links = [address for address in page.addresses() if not address.startswith("data:")]
+    assert len(links) == 4
+    pages = [link for link in links if link.endswith("report.html")]
+    assert len(pages) == 2
+    assert all(set(link) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-.%/_ABCDEF"} for link in links)
+    assert page.text.index("92.00") < page.text.rindex("91.00")
+
+
+@pytest.mark.parametrize("states", [(), (State.failed,), (State.done,), (State.stopped, State.waiting)])
+def test_a_sweep_without_scores_has_a_page(tmp_path: Path, states: tuple[State, ...]) -> None:
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity(base={}, swept=("seed",), words=()))
+    for record, state in zip(
+        ledger.enter([((f"seed={n}",), "s") for n, _ in enumerate(states)]), states, strict=True
+    ):
+        if state is not State.waiting:
+            ledger.end(ledger.start(record), state)
+    report(str(ledger.folder))
+    assert "Jobs" in Page(ledger.folder / "report.html").text
+
+
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromedriver")
+def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
+    run: RunDir, sweep: Ledger, tmp_path: Path
+) -> None:
+    predictions = vars(Predictions.read(run.validation)) | {"names": [HOSTILE] * 10}
+    Predictions(**predictions).write(run.validation)
+    report(str(sweep.folder))
+    with browser(tmp_path / "profile") as window:
+        for path in (write_report(run), sweep.folder / "report.html"):
+            for width in (390, 1200):
+                window.call("/window/rect", width=width, height=900)
+                window.open(path.as_uri())
+                assert window.run("return document.documentElement.scrollWidth <= window.innerWidth"), (path, width)
+                broken = "return [...document.images].filter(i => !i.naturalWidth).map(i => i.alt)"
+                assert window.run(broken) == [], "every chart is drawn"
+        assert window.messages() == []
