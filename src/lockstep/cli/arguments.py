@@ -25,6 +25,7 @@ def arguments() -> argparse.Namespace:
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
+    _show(commands)
     _lr_find(commands)
     _prove(commands)
     pack = _pack(commands)
@@ -92,6 +93,21 @@ def _export(commands: Any) -> None:
     )
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [next to the weights]")
+
+
+def _show(commands: Any) -> None:
+    show = commands.add_parser(
+        "show",
+        help="draw the augmented training images of a job as one picture",
+        description="Write a picture with the images that the model of a job would get: a row for each image, a "
+        "column for each epoch, the normalisation undone, the classes under the images. The pixels are those of "
+        "`lockstep train`.",
+    )
+    show.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: dataset=cifar10")
+    show.set_defaults(rest="overrides")
+    show.add_argument("--images", type=int, default=6, metavar="N", help="how many images, from the first step [6]")
+    show.add_argument("--epochs", type=int, default=6, metavar="N", help="in how many epochs [6]")
+    show.add_argument("--out", metavar="FILE", help="the picture [show.png in the current folder]")
 
 
 def _lr_find(commands: Any) -> None:

@@ -15,7 +15,6 @@ from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.probabilities import probabilities
 from lockstep.core.world import World
-from lockstep.data.datasets.splits import FileSplit
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.sampler import blocks
 from lockstep.data.loading.shards import IGNORE_INDEX
@@ -181,8 +180,3 @@ def check_data(predictor: Predictor, source: Source) -> None:
                 f"dataset: its {name} is {size}, but that of the model is {expected}; give the data set the sizes "
                 "of the training: dataset.decode_size, dataset.input_size, dataset.crop"
             )
-
-
-def sample_name(split: Split, index: int) -> str:
-    """The path of an example, or its number if the split has no files."""
-    return str(split.paths[index]) if isinstance(split, FileSplit) else str(index)
