@@ -25,6 +25,7 @@ def arguments() -> argparse.Namespace:
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
+    _doctor(commands)
     _show(commands)
     _lr_find(commands)
     _prove(commands)
@@ -93,6 +94,21 @@ def _export(commands: Any) -> None:
     )
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [next to the weights]")
+
+
+def _doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check before a long run that it would start, and how long it would take",
+        description="Check a job, or every job of a sweep, on this machine: keys, devices, classes, broken and "
+        "repeated images, the batch, the disk, the memory of a real step, the time. Writes nothing. The exit code is "
+        "2 if a run would not start.",
+    )
+    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
+    doctor.set_defaults(rest="overrides")
+    doctor.add_argument("-m", "--multirun", action="store_true", help="the line is one of a sweep")
+    doctor.add_argument("--all", dest="everything", action="store_true", help="look at all images [for 30 seconds]")
+    doctor.add_argument("--json", dest="form", action="store_const", const="json", default="table", help="as JSON")
 
 
 def _show(commands: Any) -> None:

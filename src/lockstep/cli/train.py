@@ -27,7 +27,9 @@ def main(packages: Sequence[str] = ()) -> None:
     """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     started_as(sys.argv[0])
     adopt_srun()
-    sys.argv[1:] = without_local_rank(sys.argv[1:])
+    # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
+    words = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
+    sys.argv[1:] = words
     composition.register()
     with program.command_line():
         extensions.use(packages)

@@ -91,15 +91,11 @@ class Elastic(Spawn):
             InputError: the rendezvous or the number of this machine is wrong.
         """
         meeting = self._meeting()
+        host, port = meeting.host, meeting.port
         if self._serves(meeting):
-            listener = _listener(meeting.host, meeting.port).detach()
+            listener = _listener(host, port).detach()
             store = TCPStore(
-                meeting.host,
-                meeting.port,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener,
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
             )
             return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
         node_rank = None if self.node_rank == "auto" else int(self.node_rank)
