@@ -212,6 +212,7 @@ def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, mon
         (("train.micro_batches=20",), "error", "plan", "train.micro_batches"),
         (("resume=latest",), "error", "keys", "no run has been started"),
         (("init_from=nowhere",), "error", "keys", "nowhere"),
+        (("budget.hours=1e-9",), "warning", "time", "budget.hours=1e-09 ends it before"),
         (("launcher.ranks=2", "launcher.threads=8"), "warning", "devices", "launcher.threads=auto"),
     ],
 )

@@ -48,7 +48,7 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
         yield Finding("classes", f"all {source.classes} have images in both splits: {counts}")
     images = _Images(train, val)
     yield from _broken(images, seconds / 2)
-    yield from _repeated(images, source, seconds / 2)
+    yield from _repeated(images, seconds / 2)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _failure(split: Split, index: int) -> str:
     return ""
 
 
-def _repeated(images: _Images, source: Source, seconds: float) -> Iterator[Finding]:
+def _repeated(images: _Images, seconds: float) -> Iterator[Finding]:
     """Compare images by their bytes: all to evaluate first, then those to train on, in random order."""
     rng = np.random.default_rng(0)
     order = [rng.permutation(len(images.val)), len(images.val) + rng.permutation(len(images.train))]

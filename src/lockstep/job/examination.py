@@ -160,7 +160,13 @@ def _time(job: Job, world: World) -> Finding:
     seconds = once + steps.total_steps * update + math.ceil(steps.total_steps / steps.eval_every) * evaluation
     text = f"the run takes about {clock(seconds)}: {1000 * update:,.1f} ms a step, {evaluation:,.1f} s an evaluation"
     text += ", without communication" * (ranks > 1) + ", not compiled" * job.model.compile
-    return Finding("time", text, amount=seconds)
+    spent = {"hours": seconds / 3600}
+    if job.cost.usd_per_gpu_hour is not None and not on_cpu:
+        spent["usd"] = spent["hours"] * ranks * job.cost.usd_per_gpu_hour
+        text += f", {spent['usd']:,.2f} USD"
+    short = [f"budget.{key}={most:g}" for key, most in vars(job.budget).items() if most and spent.get(key, 0) > most]
+    text += f"; {' and '.join(short)} ends it before" * bool(short)
+    return Finding("time", text, Level.warning if short else Level.ok, seconds)
 
 
 def _seconds_of_step(parts: Parts) -> tuple[float, float]:
