@@ -29,6 +29,7 @@ from lockstep.telemetry.tensorboard import LAYOUT
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
+    "docs/before.md",
     "docs/clusters.md",
     "docs/configuration.md",
     "docs/distributed.md",

@@ -82,6 +82,8 @@ def arguments() -> argparse.Namespace:
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
+    _doctor(commands)
+    _show(commands)
     _lr_find(commands)
     _prove(commands)
     pack = _pack(commands)
@@ -165,6 +167,36 @@ def _export(commands: Any) -> None:
     )
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [next to the weights]")
+
+
+def _doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check before a long run that it would start, and how long it would take",
+        description="Check a job, or every job of a sweep, on this machine: keys, devices, classes, broken and "
+        "repeated images, the batch, the disk, the memory of a real step, the time. Writes nothing. The exit code is "
+        "2 if a run would not start.",
+    )
+    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
+    doctor.set_defaults(rest="overrides")
+    doctor.add_argument("-m", "--multirun", action="store_true", help="the line is one of a sweep")
+    doctor.add_argument("--all", dest="everything", action="store_true", help="look at all images [for 30 seconds]")
+    doctor.add_argument("--json", dest="form", action="store_const", const="json", default="table", help="as JSON")
+
+
+def _show(commands: Any) -> None:
+    show = commands.add_parser(
+        "show",
+        help="draw the augmented training images of a job as one picture",
+        description="Write a picture with the images that the model of a job would get: a row for each image, a "
+        "column for each epoch, the normalisation undone, the classes under the images. The pixels are those of "
+        "`lockstep train`.",
+    )
+    show.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: dataset=cifar10")
+    show.set_defaults(rest="overrides")
+    show.add_argument("--images", type=int, default=6, metavar="N", help="how many images, from the first step [6]")
+    show.add_argument("--epochs", type=int, default=6, metavar="N", help="in how many epochs [6]")
+    show.add_argument("--out", metavar="FILE", help="the picture [show.png in the current folder]")
 
 
 def _lr_find(commands: Any) -> None:

@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
 from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
-from lockstep.data.datasets.splits import interpolated, sample_name
+from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
@@ -90,5 +90,5 @@ def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
     for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         label, whole, predicted, probability = row
         result = [evaluation.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
-        line = csv_row([sample_name(split, index), evaluation.names[label], *result])
+        line = csv_row([split.name(index), evaluation.names[label], *result])
         yield f"{line}\n".encode()

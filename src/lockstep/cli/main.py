@@ -8,7 +8,7 @@ import re
 import sys
 
 from lockstep.cli.arguments import arguments
-from lockstep.core.native_threads import check_address_space
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import signals
 
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
@@ -16,6 +16,8 @@ SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the
 COMMANDS = {
     "new": ("new", "new"),
     "prove": ("prove", "prove"),
+    "doctor": ("doctor", "doctor"),
+    "show": ("show", "show"),
     "lr-find": ("lr_find", "lr_find"),
     "pack": ("pack", "pack_or_check"),
     "evaluate": ("evaluate", "evaluate"),
@@ -75,5 +77,5 @@ def run() -> None:
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
         module, function = COMMANDS[options.command]
         if function != "new":
-            check_address_space()
+            configure_native_threads()  # these import torch
         getattr(importlib.import_module(f"lockstep.cli.{module}"), function)(**values)

@@ -31,7 +31,9 @@ def main(packages: Sequence[str] = ()) -> None:
     gc.freeze()  # what is imported lives as long as the program: no collection needs to look through it
     started_as(sys.argv[0])
     adopt_srun()
-    sys.argv[1:] = without_local_rank(sys.argv[1:])
+    # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
+    words = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
+    sys.argv[1:] = words
     composition.register()
     with program.command_line():
         extensions.use(packages)

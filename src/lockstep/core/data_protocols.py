@@ -47,6 +47,12 @@ class Split(Protocol):
         Only a split that cuts other boxes from its images in each epoch uses `epoch`.
         """
 
+    def name(self, index: int) -> str:
+        """The path of an example, or its number if the split has no files."""
+
+    def content(self, index: int) -> bytes:
+        """The bytes of an example as stored, by which equal ones are found. Raises OSError or ValueError."""
+
 
 class Stepped(Protocol):
     """An object that belongs to one step of a run."""
@@ -115,6 +121,11 @@ class Source(Component, Protocol):
 
         Each part of a split that can differ has a separate key, so that an error can name the part.
         """
+
+    @property
+    def downloads(self) -> bool:
+        """Whether `prepare` can fetch data that is missing."""
+        return False
 
     @property
     def usual_augment(self) -> str:

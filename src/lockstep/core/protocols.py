@@ -184,6 +184,9 @@ class Launcher(Component, Protocol):
     def check(self) -> None:
         """Raise InputError for a key that has no effect because of another key of the launcher."""
 
+    def try_address(self) -> str:
+        """Try the address at which the machines of a job meet; a sentence. Raises InputError if it does not work."""
+
     def in_allocation(self) -> Launcher:
         """The launcher that starts the ranks on this machine. Raises InputError if it cannot run here."""
 

@@ -36,14 +36,10 @@ def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     if (folder := resume.folder) is not None:
         lock_run_folder(folder, lock)
-    values = _without_auto_batch(resume, invocation.configs)
-    resumed = resume.checkpoint()
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     shares_process = invocation.sweep and multiprocessing.parent_process() is None
-    built = resolve(components.build_job(values), sweep=shares_process, resumed=resumed)
-    if values["repro"] == "exact" and "repro=exact" in resume.overrides and built.strategy.fixed_order:
-        raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
-    check_job(built)
+    resumed = resume.checkpoint()
+    built = checked_job(resume, invocation.configs, sweep=shares_process, resumed=resumed)
     check_run(built, folder, resumed, fetch=resume.may_fetch)
     run_dir = RunDir.at(folder) if folder is not None else RunDir.create(Path(built.output_root), built.name)
     lock.take(run_dir.lock)
@@ -59,6 +55,20 @@ def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
             run_dir.composed: yaml_io.dump(dict(resume.values)),
         },
     )
+
+
+def checked_job(resume: Resume, configs: ConfigFiles, *, sweep: bool, resumed: Path | None) -> Job:
+    """The job of a command, resolved, and checked as far as that is possible without its data.
+
+    Raises:
+        InputError: the job does not fit.
+    """
+    values = _without_auto_batch(resume, configs)
+    job = resolve(components.build_job(values), sweep=sweep, resumed=resumed)
+    if values["repro"] == "exact" and "repro=exact" in resume.overrides and job.strategy.fixed_order:
+        raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
+    check_job(job)
+    return job
 
 
 def import_for_ranks(job: Job) -> None:

@@ -17,6 +17,7 @@ from lockstep import checkpoint
 from lockstep.config.schema import Job
 from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
 from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
 from lockstep.job.resume import check_resumable
@@ -211,16 +212,25 @@ def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: boo
         job.dataset.prepare()
     else:
         _check_data(job.dataset)
-    examples = len(job.dataset.train())
-    plan = plan_of(job, examples)
+    check_plan(job, folder, resumed)
+    if resumed is None:
+        job.model.prepare()
+
+
+def check_plan(job: Job, folder: Path | None, resumed: Path | None) -> Plan:
+    """The plan of a job whose data is there, and which fits it, the memory, and the checkpoint to resume from.
+
+    Raises:
+        InputError: it does not fit.
+    """
+    plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
     freeze_until(job, plan)  # raises if the duration does not fit
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
-    if resumed is None:
-        job.model.prepare()
-    else:
+    if resumed is not None:
         check_resumable(job, plan, folder, resumed)
+    return plan
 
 
 def _check_data(dataset: Source) -> None:

@@ -50,6 +50,9 @@ class Inline:
     def check(self) -> None:
         """All keys have an effect."""
 
+    def try_address(self) -> str:
+        return "the ranks of one machine meet at a port that is free when they start"
+
     def in_allocation(self) -> Inline:
         """The launcher that starts the ranks on this machine."""
         return self

@@ -90,6 +90,37 @@ class Elastic(Spawn):
         Raises:
             InputError: the rendezvous or the number of this machine is wrong.
         """
+        meeting = self._meeting()
+        host, port = meeting.host, meeting.port
+        if self._serves(meeting):
+            listener = _listener(host, port).detach()
+            store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
+            )
+            return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
+        node_rank = None if self.node_rank == "auto" else int(self.node_rank)
+        return Member(meeting, node_rank=node_rank, overrides=overrides)
+
+    def try_address(self) -> str:
+        if self.node_range[1] == 1:
+            return super().try_address()
+        meeting = self._meeting()
+        if self._serves(meeting):
+            _listener(meeting.host, meeting.port).close()
+            return f"this machine can listen at {meeting.endpoint}"
+        network.addresses(meeting.host, meeting.port)
+        return f"{meeting.host} has an address; it listens at {meeting.endpoint} when the job starts there"
+
+    def _serves(self, meeting: Meeting) -> bool:
+        """Whether this machine is main's."""
+        return self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(meeting.host, meeting.port))
+
+    def _meeting(self) -> Meeting:
+        """Where the machines meet.
+
+        Raises:
+            InputError: the rendezvous or the number of this machine is wrong.
+        """
         least, most = self.node_range
         timeout = parse_time(self.timeout)
         assert timeout is not None
@@ -101,16 +132,7 @@ class Elastic(Spawn):
         if isinstance(self.node_rank, int) and self.node_rank >= most:
             raise InputError(f"launcher.node_rank is {self.node_rank}, expected a number from 0 to {most - 1}")
         host, _, text = self.rendezvous.rpartition(":")
-        host, port = host.strip("[]"), int(text)
-        meeting = Meeting(host=host, port=port, least=least, most=most, timeout=timeout)
-        if self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(host, port)):
-            listener = _listener(host, port).detach()
-            store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
-            )
-            return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
-        node_rank = None if self.node_rank == "auto" else int(self.node_rank)
-        return Member(meeting, node_rank=node_rank, overrides=overrides)
+        return Meeting(host=host.strip("[]"), port=int(text), least=least, most=most, timeout=timeout)
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -99,8 +99,6 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     # A child process must not import from the current folder, which can be somebody else's run folder.
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     stop = _StopEarly(stopped)
     listen(stop)
     sys.unraisablehook = silent_about_stops(sys.unraisablehook)

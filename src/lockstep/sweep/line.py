@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import relative, typed
+from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.invocation import check_folders
 from lockstep.config.messages import key_of
 from lockstep.config.schema import SweepBlock
@@ -72,6 +75,32 @@ def choose_folder(config: DictConfig) -> Ledger:
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
     return ledger
+
+
+def jobs_of(words: Sequence[str]) -> list[list[str]]:
+    """The overrides of each job of a sweep's line, in the order in which Hydra runs them; an interval is its ends.
+
+    Raises:
+        HydraException: a word cannot be read.
+        InputError: there is an interval, and no search.
+    """
+    values = {}
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        key, value = override.get_key_element(), override.value()
+        if is_of_hydra(str(override.input_line)):
+            continue
+        if not override.is_sweep_override():
+            values[key] = [str(override.input_line)]
+        elif not isinstance(value, IntervalSweep):
+            values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
+        elif "hydra/sweeper=optuna" in words:
+            values[key] = [f"{key}={end}" for end in (value.start, value.end)]
+        else:
+            raise InputError(
+                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
+                "values with commas"
+            )
+    return [list(job) for job in itertools.product(*values.values())]
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep import checkpoint
 from lockstep.config.commands import override, relative, typed
@@ -107,27 +108,33 @@ def _other_interpolation(job: Job) -> str:
 
 def _keeps(job: Job, network: Network) -> str:
     """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
-    tensors = network.model.state_dict().values()
-    weights = sum(tensor.nbytes for tensor in tensors)
-    saved = weights * (1 if network.ema is None else 2)
-    state = state_bytes(job.optimizer, network.model)
+    saved, state, total = sizes_of_checkpoints(job, network.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
     size_of_each = (
         f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
     )
+    most = f"; at most {amount(total / GB)} in all, while one is written" if state is not None else ""
+    return (
+        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
+        f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
+    )
+
+
+def sizes_of_checkpoints(job: Job, model: nn.Module) -> tuple[float, float | None, float]:
+    """The bytes of a checkpoint's weights and of its state (None if unknown), and the most that all of them take."""
+    tensors = model.state_dict().values()
+    weights = sum(tensor.nbytes for tensor in tensors)
+    saved = weights * (1 if job.train.ema is None else 2)
+    state = state_bytes(job.optimizer, model)
     headers = HEADERS + (2 * len(tensors) + job.dataset.classes) * HEADERS_EACH
     total = checkpoint.most_bytes(
         weights=saved + headers,
         whole=saved + (state or 0) + 2 * headers,
         exported=weights + headers,
-        keep=newest,
-        keep_best=best,
+        keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
     )
-    most = f"; at most {amount(ROUNDING * total / GB)} in all, while one is written" if state is not None else ""
-    return (
-        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
-        f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
-    )
+    return saved, state, ROUNDING * total
 
 
 def banner(

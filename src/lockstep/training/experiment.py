@@ -15,7 +15,6 @@ from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.data.datasets.splits import sample_name
 from lockstep.losses import probabilities_of
 from lockstep.metrics import build_scores
 from lockstep.runtime.signals import StopRequest
@@ -92,7 +91,7 @@ def run(
             job.dataset.classes,
             world,
             kind=probabilities_of(job.loss),
-            sample_name=partial(sample_name, data.val),
+            sample_name=data.val.name,
             observer=telemetry.observer,
         ),
         checkpointer=checkpointer,

@@ -12,7 +12,7 @@ from lockstep.config.schema import Job
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.loading.shards import Loader
+from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
@@ -33,6 +33,7 @@ class Parts:
         set_keys: has to be called before a forward pass over examples that are not a whole batch of `batches`,
             so that the model's random layers draw the numbers of these examples.
         freezing: the layers that are frozen, and in which steps.
+        scaler: the loss scaler; disabled if the number format needs none.
         criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
     """
 
@@ -43,6 +44,7 @@ class Parts:
     criterion: nn.Module
     freezing: Freezing
     set_keys: Callable[[MicroBatch], None]
+    scaler: torch.amp.GradScaler
     loader: Loader
     pipeline: Pipeline
 
@@ -56,6 +58,25 @@ class Parts:
             images, targets = self.pipeline.mixed(shard)
             self.set_keys(shard)
             yield shard.step, images, targets
+
+    def update(self, shard: Shard) -> float:
+        """Forward, backward and the optimizer's step on a global batch of `pipeline.train`; returns its mean loss."""
+        loss = 0.0
+        for micro, _ in shard.micro_batches(self.plan.micro_batches):
+            images, targets = self.pipeline.mixed(micro)
+            self.set_keys(micro)
+            with self.job.precision.autocast(images.device):
+                logits = self.model(images).to(self.job.precision.sums)
+                part = self.criterion(logits, targets).sum() / shard.count
+            self.scaler.scale(part).backward()
+            loss += float(part.detach())
+        self.scaler.unscale_(self.optimizer)
+        if self.job.train.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.train.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""
@@ -87,6 +108,7 @@ def build_parts(job: Job) -> Parts:
         criterion=build_loss(job, data, world).loss,
         freezing=network.freezing,
         set_keys=network.set_keys,
+        scaler=network.scaler,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
     )

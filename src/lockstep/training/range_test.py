@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
 from lockstep.core.errors import InputError
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.parts import Parts
@@ -50,30 +48,14 @@ def range_test(
     Raises:
         InputError: the loss falls at no rate, so there is no suggestion.
     """
-    total, job = parts.plan.total_steps, parts.job
-    scaler = job.precision.scaler(parts.pipeline.scale.device)
+    total = parts.plan.total_steps
     test, average = RangeTest(rates=[], losses=[]), 0.0
     parts.model.train()
     for shard in parts.pipeline.train(parts.loader.train(after=0)):
         rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
         parts.freezing.freeze_for(shard.step)
         set_learning_rate(parts.optimizer, rate)
-        loss = 0.0
-        for micro, _ in shard.micro_batches(parts.plan.micro_batches):
-            images, targets = parts.pipeline.mixed(micro)
-            parts.set_keys(micro)
-            with job.precision.autocast(images.device):
-                logits = parts.model(images).to(job.precision.sums)
-                share = parts.criterion(logits, targets).sum() / shard.count
-            scaler.scale(share).backward()
-            loss += float(share.detach())
-        scaler.unscale_(parts.optimizer)
-        if job.train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parts.model.parameters(), job.train.clip_norm)
-        scaler.step(parts.optimizer)
-        scaler.update()
-        parts.optimizer.zero_grad(set_to_none=True)
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        average = SMOOTHING * average + (1 - SMOOTHING) * parts.update(shard)
         smoothed = average / (1 - SMOOTHING**shard.step)
         if not math.isfinite(smoothed) or (test.losses and smoothed > EXPLODED * min(test.losses)):
             break

@@ -65,7 +65,7 @@ class ImageFile(NamedTuple):
             OSError: it cannot be read.
             ValueError: its format is not supported, or its header declares too many pixels.
         """
-        return cls.of(_contents(place) if isinstance(place, Path) else place.contents())
+        return cls.of(contents(place))
 
     @classmethod
     def of(cls, data: bytes) -> ImageFile:
@@ -140,6 +140,11 @@ class ImageFile(NamedTuple):
         if not sequential or self.data.rfind(END) < frame:
             return self.data, self.height, self.width
         return self.data[: frame + 5] + rows.to_bytes(2) + self.data[frame + 7 :], rows, self.width
+
+
+def contents(place: Path | Member) -> bytes:
+    """The bytes of an image file. Raises OSError or ValueError."""
+    return _contents(place) if isinstance(place, Path) else place.contents()
 
 
 def _contents(path: Path) -> bytes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import math
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
+
+from torch import Tensor
 
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
@@ -121,18 +123,7 @@ class FileSource(Source):
 
     def notes(self) -> list[str]:
         train, val = self.listings()
-        evaluated = set(val.labels.unique().tolist())
-        missing = [name for label, name in enumerate(val.classes) if label not in evaluated]
-        notes = [*train.notes, *val.notes]
-        if len(val.classes) == 1:
-            notes.append(f"all images are of one class, {val.classes[0]}, so there is nothing to learn")
-        if missing:
-            shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
-            notes.append(
-                f"{len(missing)} of {len(val.classes)} classes have no image in the evaluation split, so no score "
-                f"tells anything about them: {shown}"
-            )
-        return notes
+        return [*train.notes, *val.notes, *class_notes(val.classes, train.labels, val.labels)]
 
     def refuse_val_share(self, split: str, remedy: str) -> None:
         """Raise InputError if a share is to be held out, although there is a split to evaluate."""
@@ -143,6 +134,22 @@ class FileSource(Source):
 
     def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, stored_side(self.decode_size), self.skip)
+
+
+def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
+    """Sentences about classes without images, by the labels of both splits."""
+    notes = [f"all images are of one class, {names[0]}, so there is nothing to learn"] if len(names) == 1 else []
+    for split, labels, effect in (
+        ("training", train, "the model never sees one"),
+        ("evaluation", val, "no score tells anything about them"),
+    ):
+        present = set(labels.unique().tolist())
+        if missing := [name for label, name in enumerate(names) if label not in present]:
+            shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
+            notes.append(
+                f"{len(missing)} of {len(names)} classes have no image in the {split} split, so {effect}: {shown}"
+            )
+    return notes
 
 
 def usual_for_photos(side: int) -> str:

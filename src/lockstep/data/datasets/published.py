@@ -43,6 +43,7 @@ class Published(ArraySource):
 
     root: str = pathname("data")
 
+    downloads: ClassVar[bool] = True
     factory: ClassVar[str]  # the class of torchvision that downloads the files
     folders: ClassVar[tuple[str, ...]]  # the folders in `root` that are searched; a download fills the first
 

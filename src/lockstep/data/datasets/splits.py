@@ -16,7 +16,7 @@ from lockstep.core.data_protocols import Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
-from lockstep.data.datasets.decode import Box, ImageFile
+from lockstep.data.datasets.decode import Box, ImageFile, contents
 from lockstep.data.datasets.listing import Member
 
 
@@ -62,6 +62,12 @@ class ArraySplit:
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
         # NumPy gets large pages for a large result: at 256 px 2.5 times as fast as index_select.
         return torch.from_numpy(self.images.numpy().take(torch.tensor(indices, dtype=torch.int64).numpy(), axis=0))
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def content(self, index: int) -> bytes:
+        return self.images[index].numpy().tobytes()
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,12 @@ class FileSplit:
                 raise self._broken(indices[number], error) from error
         return torch.from_numpy(decoded)
 
+    def name(self, index: int) -> str:
+        return str(self.paths[index])
+
+    def content(self, index: int) -> bytes:
+        return contents(self.paths[index])
+
     def _broken(self, index: int, error: Exception) -> BrokenImage:
         return BrokenImage(index, str(self.paths[index]), decoding_failure(error))
 
@@ -142,8 +154,3 @@ class FileSplit:
 def interpolated(split: Split, interpolation: str) -> Split:
     """The split with this interpolation, where its images are resized while they are read."""
     return replace(split, interpolation=interpolation) if isinstance(split, FileSplit) else split
-
-
-def sample_name(split: Split, index: int) -> str:
-    """The path of an example, or its number if the split has no files."""
-    return str(split.paths[index]) if isinstance(split, FileSplit) else str(index)

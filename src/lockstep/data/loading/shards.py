@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -176,6 +177,31 @@ class Loader:
         whole = next(shard_indices(self.plan, self.seed, rank=0, ranks=1, after=step - 1, order_of=self.order_of))
         images, _ = next(iter(self.train_feed([(whole.epoch, self._examples(whole.indices))])))
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
+
+    def one_by_one(self, examples: Tensor, epoch: int) -> Iterator[tuple[int, BatchGroup]]:
+        """Some examples as an epoch has them: each as its global batch would, cut into pieces of one example.
+
+        Yields an example and its piece, with its mix partner, in the order of the epoch; the first one, for examples
+        that come several times. Reads them again: for looking at them, not for training.
+        """
+        remaining = {int(example) for example in examples}
+        steps = shard_indices(
+            self.plan,
+            self.seed,
+            rank=0,
+            ranks=1,
+            after=epoch * self.plan.steps_per_epoch,
+            mix_partners=self.partners,
+            order_of=self.order_of,
+        )
+        for step in itertools.takewhile(lambda step: step.epoch == epoch and remaining, steps):
+            own = self._examples(step.indices[: step.count])
+            for place in torch.isin(own, examples).nonzero().flatten().tolist():
+                if (example := int(own[place])) in remaining:
+                    remaining.remove(example)
+                    piece = replace(step, indices=step.indices[place : place + 1 + self.partners])
+                    images, _ = next(iter(self.train_feed([(epoch, self._examples(piece.indices))])))
+                    yield example, self._group([piece], images, place, step.count, self.partners)
 
     def _examples(self, indices: Tensor) -> Tensor:
         """The examples of `indices`, without their repetition (see `balanced_order`)."""

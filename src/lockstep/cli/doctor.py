@@ -1,0 +1,182 @@
+"""`lockstep doctor`: says before a long run whether it would start, what to change, and how long it would take."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from rich.text import Text
+
+from lockstep.config import components, composition
+from lockstep.config.commands import typed
+from lockstep.config.hydra_policy import is_of_hydra
+from lockstep.config.invocation import Invocation
+from lockstep.config.messages import translate
+from lockstep.config.schema import Job
+from lockstep.core import log
+from lockstep.core.errors import InputError, as_known, escaped
+from lockstep.core.finding import Finding, Level
+from lockstep.core.launched import is_launched, launched
+from lockstep.data.inspection import inspect
+from lockstep.job import examination
+from lockstep.job.prepare import checked_job
+from lockstep.job.resume import decide_resume
+from lockstep.sweep.line import jobs_of
+from lockstep.telemetry.columns import clock
+from lockstep.telemetry.progress import progress
+
+LOOK_S = 30.0  # the most seconds for the images of a data set
+STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "red"}
+# Keys on which neither the time nor the memory of a step depends. Of the optimizer, only the kind counts.
+UNTIMED = {"name", "seed", "schedule", "output_root", "metric", "logger", "resume", "init_from", "optimizer"}
+ELSEWHERE = "the job runs on other machines: look at one of them with srun lockstep doctor launcher=auto"
+Findings = Iterable[Finding]
+
+
+def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: str) -> None:
+    """Examine the job of a line, or all jobs with `multirun`, and show a line for each finding, or JSON.
+
+    Images are looked at for a limited time, unless `everything` is set.
+
+    Raises:
+        InputError: a run would not start.
+    """
+    if is_launched() and launched().size > 1:
+        raise InputError("lockstep doctor is one process on each machine; start it without torchrun or srun -n")
+    checkup = Checkup(look_s=float("inf") if everything else LOOK_S)
+    checkup.examine(overrides, multirun=multirun)
+    if form == "json":
+        findings = [{**asdict(finding), "jobs": jobs} for finding, jobs in checkup.findings.items()]
+        report = json.dumps({"jobs": checkup.jobs, "findings": findings}, indent=2)
+        log.console.print(Text(report), soft_wrap=True)
+    else:
+        for finding, jobs in checkup.findings.items():
+            line = f"{finding.check:<9}{escaped(finding.text, keep='')}{checkup.named(jobs)}"
+            log.console.print(Text.assemble((f"{finding.level:<9}", STYLES[finding.level]), line), soft_wrap=True)
+    if errors := sum(finding.level is Level.error for finding in checkup.findings):
+        raise InputError(f"a run would not start: {errors} error{'s' * (errors != 1)}")
+
+
+@dataclass(kw_only=True)
+class Checkup:
+    """What is found out about the jobs of a line.
+
+    Fields:
+        look_s: the most seconds for the images of a data set.
+        free: returns the free bytes of the disk of a folder.
+        jobs: the overrides of each job.
+        findings: the numbers of the jobs that have a finding.
+        results: the findings of checks that several jobs share, by what they depend on.
+    """
+
+    look_s: float = LOOK_S
+    free: Callable[[Path], float] = lambda path: shutil.disk_usage(path).free
+    jobs: list[list[str]] = field(default_factory=list)
+    findings: dict[Finding, list[int]] = field(default_factory=dict)
+    results: dict[str, list[Finding]] = field(default_factory=dict)
+
+    def examine(self, words: Sequence[str], *, multirun: bool) -> None:
+        """Examine the jobs one after another, and then what they need together."""
+        self.jobs = [list(words)]
+        if multirun and self.check([0], "keys", lambda: self.split(words)):
+            return
+        needs: defaultdict[Path, float] = defaultdict(float)
+        seconds = {}
+        with progress("examining", len(self.jobs) if len(self.jobs) > 1 else None) as advance:
+            for number, overrides in enumerate(self.jobs):
+                root, findings = self.examine_job(number, overrides, sweep=multirun)
+                amounts = {finding.check: finding.amount for finding in findings}
+                seconds[number] = amounts.get("time", 0.0)
+                if "files" in amounts:
+                    needs[root] += amounts["files"]
+                advance(1)
+        for root, need in needs.items():
+            self.check(seconds, "disk", partial(examination.folder, root, need, self.free))
+        if (total := sum(seconds.values())) and len(seconds) > 1:
+            text = f"{clock(total)} for the jobs that were tried, one after another"
+            self.findings[Finding("time", text, amount=total)] = [*seconds]
+
+    def split(self, words: Sequence[str]) -> Findings:
+        """Split the line of a sweep, whose words for Hydra itself compose too, into its jobs."""
+        self.jobs = jobs_of(words)
+        composition.composed([word for word in words if is_of_hydra(word)])
+        return []
+
+    def examine_job(self, number: int, overrides: Sequence[str], *, sweep: bool) -> tuple[Path, list[Finding]]:
+        """The folder for the runs of a job, and its findings; one that fails ends those that need it."""
+        composed: list[tuple[Job, Path | None, Path | None, bool]] = []
+
+        def keys() -> Findings:
+            composed.append(_composed(overrides, sweep=sweep))
+            yield Finding("keys", "the config is complete, and its parts fit together")
+            if composed[0][-1]:
+                yield Finding("devices", ELSEWHERE, Level.warning)
+
+        findings = self.check([number], "keys", keys)
+        if not composed:
+            return Path(), findings
+        job, run, resumed, elsewhere = composed[0]
+        root = Path(job.output_root)
+        if not elsewhere:
+            place = f"{job.device} {job.launcher}"
+            findings += self.check([number], "devices", lambda: examination.devices(job), place)
+            findings += self.check([number], "port", lambda: examination.port(job))
+        data = self.check([number], "data", lambda: inspect(job.dataset, self.look_s), str(job.dataset))
+        if any(finding.check == "data" for finding in data):
+            return root, findings
+        plan = self.check([number], "plan", lambda: examination.plan(job, run, resumed))
+        if not elsewhere and not any(finding.level is Level.error for finding in (*data, *plan)):
+            timed = {key: value for key, value in vars(job).items() if key not in UNTIMED}
+            key = f"{type(job.optimizer)} {timed}"
+            findings += self.check([number], "step", lambda: examination.step(job), key)
+        return root, findings + plan
+
+    def check(self, jobs: Iterable[int], name: str, action: Callable[[], Findings], key: str = "") -> list[Finding]:
+        """Note the findings of a check, or why it fails, for some jobs. One with a `key` is made once."""
+        findings = self.results.get(key, [])
+        if not findings:
+            try:
+                for finding in action():
+                    findings.append(finding)
+            except Exception as error:  # a model or a data set of the user's may raise anything
+                known = as_known(translate(error) or error)
+                findings += [Finding(name, sentence, Level.error) for sentence in str(known).splitlines()]
+        if key:
+            self.results[key] = findings
+        for finding in findings:
+            self.findings.setdefault(finding, []).extend(jobs)
+        return findings
+
+    def named(self, jobs: list[int]) -> str:
+        """Which jobs of several a finding is about; empty for all."""
+        if len(jobs) == len(self.jobs):
+            return ""
+        if len(jobs) > 1:
+            return f" (jobs {', '.join(map(str, jobs))})"
+        own = [word for word in self.jobs[jobs[0]] if not all(word in job for job in self.jobs)]
+        return f" (job {jobs[0]}: {typed(own)})"
+
+
+def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[Job, Path | None, Path | None, bool]:
+    """The job of a command, checked without its data; its run folder and the checkpoint that it resumes, if any.
+
+    The last value is whether another system runs it on other machines; it is then taken for one rank here.
+    """
+    values = composition.composed(list(overrides))
+    with composition.composing():
+        invocation = replace(Invocation.current(), sweep=sweep)
+        resume = decide_resume(values, invocation)
+        elsewhere = components.build("launcher", resume.launcher).submits
+        if elsewhere:
+            launcher = replace(components.build_option("launcher", "auto"), ranks=1)
+            here = {"launcher": launcher, "strategy": components.build_option("strategy", "auto")}
+            nodes = {group: components.node(option) for group, option in here.items()}
+            resume = replace(resume, values={**resume.values, **nodes})
+        resumed = resume.checkpoint()
+        job = checked_job(resume, invocation.configs, sweep=False, resumed=resumed)
+        return job, resume.folder, resumed, elsewhere

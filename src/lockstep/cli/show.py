@@ -1,0 +1,109 @@
+"""`lockstep show`: the training images of a job as the model gets them, as one picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from lockstep.config import composition
+from lockstep.config.invocation import Invocation
+from lockstep.config.schema import Job
+from lockstep.core import log
+from lockstep.core.errors import InputError, escaped
+from lockstep.core.safe_write import write_atomic
+from lockstep.core.world import World
+from lockstep.data.loading import Streaming
+from lockstep.data.pipeline import Pipeline
+from lockstep.job.prepare import checked_job
+from lockstep.job.resume import decide_resume
+from lockstep.training.build_data import build_data, build_loader
+
+MOST = 64  # rows or columns
+CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
+CHARACTER = 6.5  # the usual width of a character, in pixels
+Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (classes,)
+
+
+def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None) -> None:
+    """Write the picture to `out` or to the current folder.
+
+    Raises:
+        InputError: the job, the data or a number is wrong.
+        StorageError: the picture cannot be written.
+    """
+    for option, number in (("images", images), ("epochs", epochs)):
+        if not 1 <= number <= MOST:
+            raise InputError(f"--{option} is {number}, expected from 1 to {MOST}: --{option}=4")
+    file = Path("show.png" if out is None else out)
+    if file.is_dir() or not file.parent.is_dir():
+        raise InputError(f"--out is {file}, expected a file in a folder that exists")
+    values = composition.composed([*overrides, "launcher.ranks=1"])
+    with composition.composing():
+        invocation = Invocation.current()
+        resume = decide_resume(values, invocation)
+        job = checked_job(resume, invocation.configs, sweep=False, resumed=resume.checkpoint())
+    cells = cells_of(job, images, epochs)
+    classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))
+    drawn = io.BytesIO()
+    picture(cells, classes).save(drawn, "png")
+    write_atomic(file, drawn.getvalue())
+    log.show(f"wrote {file}: {len(cells)} images in epochs 1 to {epochs}, augmentation: {job.augment}")
+
+
+def cells_of(job: Job, images: int, epochs: int) -> list[list[Cell | None]]:
+    """The first images of the first step: rows of their epochs, with None where an epoch leaves one out."""
+    world = World.solo("cuda:0" if job.device == "cuda" else job.device)
+    # Read as they are needed, because a loader only moves bytes: the pixels are those of every loader.
+    job = replace(job, loader=Streaming(workers=0), steps=None, epochs=max(epochs, job.epochs))
+    job, data = build_data(job, world)
+    loader = build_loader(job, data, world)
+    chosen = loader.global_batch(1).indices[:images].cpu() % data.plan.examples
+    rows: dict[int, list[Cell | None]] = {int(example): [None] * epochs for example in chosen}
+    for epoch in range(epochs):
+        for example, group in loader.one_by_one(chosen, epoch):
+            (shard,) = data.pipeline.train([group])
+            pixels, targets = data.pipeline.mixed(shard)
+            shares = targets if targets.is_floating_point() else torch.eye(job.dataset.classes)[targets.cpu()]
+            rows[example][epoch] = (stored_pixels(pixels, data.pipeline)[0], shares[0].float().cpu())
+    return [*rows.values()]
+
+
+def stored_pixels(images: Tensor, pipeline: Pipeline) -> Tensor:
+    """The inputs of a model (b, C, H, W) as uint8, on the CPU: without the normalisation."""
+    pixels = (images.to(pipeline.shift.dtype) - pipeline.shift) / pipeline.scale
+    return pixels.round().clamp(0, 255).to(torch.uint8).cpu()
+
+
+def picture(cells: Sequence[Sequence[Cell | None]], classes: Sequence[str]) -> Image.Image:
+    """The images in rows and columns, small ones enlarged by a whole number, with their classes under them."""
+    present = [cell for row in cells for cell in row if cell is not None]
+    height, width = present[0][0].shape[1:]
+    zoom = max(1, -(-CELL // max(height, width)))
+    lines = max(len(caption(shares, classes)) for _, shares in present)
+    across, down = max(CELL, zoom * width) + GAP, zoom * height + lines * LINE + GAP
+    sheet = Image.new("RGB", (across * len(cells[0]) + GAP, down * len(cells) + LINE + GAP), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
+    for column in range(len(cells[0])):
+        draw.text((GAP + across * column, GAP / 2), f"epoch {column + 1}", "black", font)
+        for number, row in enumerate(cells):
+            if (cell := row[column]) is not None:
+                left, top = GAP + across * column, LINE + GAP + down * number
+                pixels = cell[0] if len(cell[0]) == 3 else cell[0][:1].expand(3, -1, -1)
+                image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+                sheet.paste(image.resize((zoom * width, zoom * height), Image.Resampling.NEAREST), (left, top))
+                texts = [text[: int(across / CHARACTER)] for text in caption(cell[1], classes)]
+                draw.multiline_text((left, top + zoom * height), "\n".join(texts), "black", font)
+    return sheet
+
+
+def caption(shares: Tensor, classes: Sequence[str]) -> list[str]:
+    """The class of an image, or the two of a mixed one, with their shares in front."""
+    ordered = [(round(100 * float(shares[label])), escaped(classes[label], keep="")) for label in shares.argsort()]
+    mixed = [f"{percent} % {name}" for percent, name in ordered[:-3:-1] if percent]
+    return mixed if len(mixed) == 2 else [ordered[-1][1]]

@@ -1,0 +1,198 @@
+"""Checks of one job on this machine before a long run, besides those of every start. `lockstep doctor` makes them."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lockstep.config.schema import Job
+from lockstep.core.finding import Finding, Level
+from lockstep.core.process_group import Backend
+from lockstep.core.world import World
+from lockstep.data.loading import Streaming
+from lockstep.job.validate import check_plan
+from lockstep.models.nets import sketch
+from lockstep.runtime.host import GB, amount, cores, free_memory
+from lockstep.strategy import Single
+from lockstep.telemetry.columns import clock
+from lockstep.training.banner import sizes_of_checkpoints
+from lockstep.training.build_data import build_data
+from lockstep.training.build_model import without_start
+from lockstep.training.experiment import configure_torch
+from lockstep.training.micro_batch_search import micro_batches_that_fit
+from lockstep.training.parts import Parts, build_parts
+
+STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
+OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
+SKEW_S = 2.0  # the clocks of two machines may differ by this
+
+
+def devices(job: Job) -> Iterator[Finding]:
+    """The devices of this machine, and whether NCCL works between them."""
+    ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
+    shown = f"{ranks} rank{'s' * (ranks != 1)} with {threads} thread{'s' * (threads != 1)}, {cores()} CPU cores"
+    if ranks * threads > cores():
+        yield Finding("devices", f"{shown}, so ranks wait for others: launcher.threads=auto", Level.warning)
+    else:
+        yield Finding("devices", shown)
+    for number in range(ranks if job.device == "cuda" else 0):
+        free, total = torch.cuda.mem_get_info(number)
+        text = f"GPU {number}, {torch.cuda.get_device_name(number)}, {amount(free / GB)} of {amount(total / GB)} free"
+        busy = free < 0.9 * total
+        yield Finding("devices", text + ": another process uses it" * busy, Level.warning if busy else Level.ok)
+    if job.launcher.backend is Backend.nccl:
+        tensors = [torch.ones(1, device=f"cuda:{number}") for number in range(ranks)]
+        try:
+            torch.cuda.nccl.all_reduce(tensors)
+            torch.cuda.synchronize()
+            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {ranks} of the GPUs")
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
+
+
+def port(job: Job) -> Iterator[Finding]:
+    """The port at which machines meet. Raises InputError if it is not free."""
+    yield Finding("port", job.launcher.try_address())
+
+
+def plan(job: Job, run: Path | None, resumed: Path | None) -> Iterator[Finding]:
+    """How the global batch and the epochs are cut, and the bytes that the run takes.
+
+    Raises:
+        InputError: the job does not fit its data, or what it resumes.
+    """
+    steps = check_plan(job, run, resumed)
+    ranks = job.strategy.data_world(replace(World.solo(), size=job.launcher.world_size)).size
+    pieces, last = ranks * steps.micro_batches, steps.examples % steps.batch
+    text = f"{steps.batch} = {ranks} rank{'s' * (ranks != 1)} x {steps.micro_batches} micro-batch"
+    text += (
+        f"{'es' * (steps.micro_batches != 1)} x {math.ceil(steps.batch / pieces)}; {steps.steps_per_epoch:,} steps "
+    )
+    text += f"an epoch, the last of {last or steps.batch}, {steps.total_steps:,} in all"
+    if uneven := steps.batch % pieces:
+        text += f"; devices wait for others, which batch={steps.batch - uneven or pieces} avoids"
+    yield Finding("batch", text, Level.warning if uneven else Level.ok)
+    if 0 < last < pieces:
+        better = next(size for size in range(steps.batch, 0, -1) if not 0 < steps.examples % size < pieces)
+        text = f"the last batch of an epoch has {last} images for {pieces} micro-batches; batch={better} leaves more"
+        yield Finding("batch", text, Level.warning)
+    if getattr(job.model, "pretrained", False) and resumed is None:
+        text = "the published weights are fetched at the start if no cache has them; nothing is fetched here"
+        yield Finding("weights", text, Level.warning)
+    model = job.precision.convert(sketch(job.model, job.dataset.classes, job.dataset.input_shape))
+    size = sizes_of_checkpoints(job, model)[2] + OUTPUTS
+    yield Finding("files", f"the run takes up to {amount(size / GB)}", amount=size)
+
+
+def folder(path: Path, need: float, free_bytes: Callable[[Path], float]) -> Iterator[Finding]:
+    """Whether runs of `need` bytes can be written below `path`, and whether its clock is this machine's."""
+    root = next(parent for parent in (path, *path.parents) if parent.exists())
+    disk_free = free_bytes(root)
+    text = f"{root} has {amount(disk_free / GB)} free, the runs take up to {amount(need / GB)}"
+    if need > disk_free:
+        remedy = "make room, or use checkpoint.keep=1 or output_root=FOLDER"
+        yield Finding("disk", f"{text}: {remedy}", Level.error)
+    else:
+        yield Finding("disk", text)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".lockstep-doctor-", dir=root) as temporary:
+            skew = Path(temporary).stat().st_mtime - time.time()
+    except OSError as error:
+        text = f"{root} cannot be written ({error.strerror}): output_root=FOLDER names another"
+        yield Finding("disk", text, Level.error)
+        return
+    if abs(skew) > SKEW_S:
+        text = f"that of {root} differs from this machine's by {skew:+.0f} s: synchronise them (NTP)"
+        yield Finding("clock", text, Level.warning)
+    else:
+        yield Finding("clock", f"that of {root} is this machine's")
+
+
+def step(job: Job) -> Iterator[Finding]:
+    """Take a step of a rank for its memory, then a few on real images and an evaluation block for the time."""
+    world = World.solo("cuda:0" if job.device == "cuda" else job.device)
+    ranks = job.launcher.world_size
+    torch.set_num_threads(int(job.launcher.threads))
+    whole, auto = job.strategy.whole_model or ranks == 1, job.train.micro_batches == "auto"
+    job = replace(without_start(job), strategy=Single())
+    least = 1 if auto else int(job.train.micro_batches)
+    shared = replace(world, size=ranks, local_size=int(job.launcher.ranks))
+    room = f"{amount(free_memory(shared))} are free for a rank"
+    fitting = micro_batches_that_fit(job, shared, least=least)
+    if fitting is None or (fitting > least and not auto):
+        remedy = f"train.micro_batches={fitting} fits" if fitting else "use a smaller model or dataset.input_size"
+        text = f"a micro-batch of {job.micro_batch(ranks)} images does not fit ({room}); {remedy}"
+        text += ", where a rank has the whole model" * (not whole)
+        yield Finding("memory", text, Level.error if whole else Level.warning)
+        return
+    job = replace(job, train=replace(job.train, micro_batches=fitting))
+    yield Finding("memory", f"a step in micro-batches of {job.micro_batch(ranks)} images fits ({room})")
+    yield _time(job, world)
+
+
+def _time(job: Job, world: World) -> Finding:
+    """The time of a run, estimated from a few micro-batches as steps of their own."""
+    chosen, data = build_data(job, world)
+    micro, ranks, steps = job.micro_batch(job.launcher.world_size), job.launcher.world_size, data.plan
+    configure_torch(job, world)
+    train = replace(job.train, micro_batches=1)
+    parts = build_parts(replace(job, batch=micro, steps=STEPS + 1, loader=Streaming(workers=0), train=train))
+    reading, updating = _seconds_of_step(parts)
+    image = reading / micro / cores()  # seconds to read one with all cores
+    # On the CPU, the ranks of a machine share its cores. On a GPU, images are read while it computes.
+    on_cpu, nodes = world.device.type == "cpu", job.launcher.node_range[1]
+    crowd = max(1.0, int(job.launcher.ranks) * int(job.launcher.threads) / cores()) if on_cpu else 1.0
+    computed, read, once = crowd * updating * int(job.train.micro_batches), image * steps.batch / nodes, 0.0
+    if data.train.images is not None:
+        read = 0.0
+    elif chosen.loader.decodes_once:
+        read, once = 0.0, image * (len(data.train) + len(data.val))
+    update = computed + read if on_cpu else max(computed, read)
+    evaluation = crowd * job.train.eval_views * _seconds_of_evaluated_image(parts) * len(data.val) / ranks
+    evaluation *= 1 if job.train.ema is None else 2
+    seconds = once + steps.total_steps * update + math.ceil(steps.total_steps / steps.eval_every) * evaluation
+    text = f"the run takes about {clock(seconds)}: {1000 * update:,.1f} ms a step, {evaluation:,.1f} s an evaluation"
+    text += ", without communication" * (ranks > 1) + ", not compiled" * job.model.compile
+    spent = {"hours": seconds / 3600}
+    if job.cost.usd_per_gpu_hour is not None and not on_cpu:
+        spent["usd"] = spent["hours"] * ranks * job.cost.usd_per_gpu_hour
+        text += f", {spent['usd']:,.2f} USD"
+    short = [f"budget.{key}={most:g}" for key, most in vars(job.budget).items() if most and spent.get(key, 0) > most]
+    text += f"; {' and '.join(short)} ends it before" * bool(short)
+    return Finding("time", text, Level.warning if short else Level.ok, seconds)
+
+
+def _seconds_of_step(parts: Parts) -> tuple[float, float]:
+    """The medians: seconds to read a batch in one thread, and of a step on it."""
+    groups = parts.loader.train(after=0)
+    reading: list[float] = []
+    updating: list[float] = []
+    parts.model.train()
+    ended = time.perf_counter() + TRIAL_S
+    while (began := time.perf_counter()) < ended or len(updating) < 2:
+        if (group := next(groups, None)) is None:
+            break
+        read = time.perf_counter()
+        for shard in parts.pipeline.train([group]):
+            parts.update(shard)  # returns the loss, so it waits for the device
+        reading.append(read - began)
+        updating.append(time.perf_counter() - read)
+    return sorted(reading)[len(reading) // 2], sorted(updating[1:] or updating)[(len(updating) - 1) // 2]
+
+
+def _seconds_of_evaluated_image(parts: Parts) -> float:
+    """Seconds of the second of two passes over a block of the evaluation split, for each image."""
+    images, labels = next(parts.loader.eval())
+    parts.model.eval()
+    for _ in range(2):
+        began = time.perf_counter()
+        with torch.inference_mode(), parts.job.precision.autocast(images.device):
+            parts.model(parts.pipeline.eval(images).to(parts.pipeline.dtype)).sum().item()
+    return (time.perf_counter() - began) / len(labels)

@@ -1,0 +1,358 @@
+"""`lockstep doctor`: planted faults are told, with what mends them, and nothing is written."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import socket
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers import forked
+from lockstep.cli.doctor import Checkup, doctor
+from lockstep.core.errors import InputError
+from lockstep.core.finding import Level
+from lockstep.data import inspection, packing
+from lockstep.data.datasets.folder import Folder
+from lockstep.job import examination
+
+JOB = ("device=cpu", "launcher.threads=1", "model=linear", "batch=4", "epochs=2")
+SIZE = "dataset.decode_size=16"
+CLASSES = ("cat", "dog", "eel")
+IMAGES = 4  # of each class in each split
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Photos in class folders, no two of them equal."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in CLASSES:
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for number in range(IMAGES):
+                pixels = Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8))
+                pixels.save(tmp_path / "photos" / split / name / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+def examined(*words: str, multirun: bool = False, **options: Any) -> Checkup:
+    checkup = Checkup(**options)
+    checkup.examine([*JOB, *words], multirun=multirun)
+    return checkup
+
+
+def of_photos(photos: Path, *words: str, **options: Any) -> Checkup:
+    output = f"output_root={photos.parent / 'outputs'}"
+    return examined("dataset=folder", f"dataset.path={photos}", SIZE, output, *words, **options)
+
+
+def problems(checkup: Checkup) -> dict[str, tuple[str, str]]:
+    """The level and the text of the last problem of each check."""
+    levels = (Level.warning, Level.error)
+    return {item.check: (item.level, item.text) for item in checkup.findings if item.level in levels}
+
+
+def test_a_job_that_fits_has_no_problem_and_leaves_nothing(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(photos.parent)
+    before = {path: path.stat().st_mtime_ns for path in photos.parent.rglob("*")}
+    checkup = of_photos(photos)
+    assert not problems(checkup)
+    checks = {item.check for item in checkup.findings}
+    assert checks >= {"keys", "devices", "port", "classes", "images", "twice", "batch", "memory", "time", "disk"}
+    assert 0 < next(item.amount for item in checkup.findings if item.check == "time") < 60
+    assert {path: path.stat().st_mtime_ns for path in photos.parent.rglob("*")} == before
+
+
+def broken(photos: Path) -> None:
+    file = photos / "train" / "cat" / "0.jpg"
+    file.write_bytes(file.read_bytes()[:200])
+
+
+def dangling(photos: Path) -> None:
+    (photos / "val" / "cat" / "z.jpg").symlink_to("nowhere")
+
+
+def in_both_splits(photos: Path) -> None:
+    shutil.copy(photos / "train" / "cat" / "0.jpg", photos / "val" / "cat" / "copy.jpg")
+
+
+def twice_in_a_split(photos: Path) -> None:
+    shutil.copy(photos / "train" / "cat" / "0.jpg", photos / "train" / "cat" / "copy.jpg")
+
+
+def twice_with_two_labels(photos: Path) -> None:
+    shutil.copy(photos / "train" / "cat" / "0.jpg", photos / "train" / "dog" / "copy.jpg")
+
+
+def class_not_evaluated(photos: Path) -> None:
+    shutil.rmtree(photos / "val" / "dog")
+
+
+def class_not_trained(photos: Path) -> None:
+    shutil.rmtree(photos / "train" / "dog")
+
+
+def empty_class(photos: Path) -> None:
+    (photos / "train" / "fox").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("plant", "words", "level", "check", "says"),
+    [
+        (broken, (), "error", "images", "cat/0.jpg, cannot be decoded"),
+        (broken, (), "error", "images", "use dataset.skip=1"),
+        (broken, ("dataset.skip=1",), "warning", "images", "dataset.skip=1 leaves them out"),
+        (dangling, (), "error", "images", "val/cat/z.jpg, cannot be decoded"),
+        (in_both_splits, (), "warning", "twice", "1 twice in both splits, such as "),
+        (in_both_splits, (), "warning", "twice", "val/cat/copy.jpg and "),
+        (twice_in_a_split, (), "warning", "twice", "1 twice in one split, such as "),
+        (twice_with_two_labels, (), "warning", "twice", "1 twice with two labels, such as "),
+        (class_not_evaluated, (), "warning", "classes", "1 of 3 classes have no image in the evaluation split"),
+        (class_not_trained, (), "error", "data", "val/dog is a class that "),
+        (empty_class, (), "error", "data", "train/fox has no images"),
+    ],
+)
+def test_what_is_wrong_with_the_data_is_told(
+    plant: Callable[[Path], None], words: tuple[str, ...], level: str, check: str, says: str, photos: Path
+) -> None:
+    plant(photos)
+    planted = problems(of_photos(photos, *words))
+    assert [check] == [*planted]
+    assert planted[check][0] == level
+    assert says in planted[check][1]
+
+
+def as_csv(photos: Path) -> tuple[str, ...]:
+    rows = [f"{file.relative_to(photos)},{file.parts[-2]},{file.parts[-3]}" for file in photos.rglob("*.jpg")]
+    (photos / "table.csv").write_text("\n".join(["path,label,split", *rows]))
+    return "dataset=csv", f"dataset.path={photos / 'table.csv'}", SIZE
+
+
+def as_packed(photos: Path) -> tuple[str, ...]:
+    packing.pack(Folder(path=str(photos), decode_size=16), photos / "packed", threads=1, advanced=lambda images: None)
+    return "dataset=packed", f"dataset.path={photos / 'packed'}"
+
+
+def as_shards(photos: Path) -> tuple[str, ...]:
+    for split in ("train", "val"):
+        with tarfile.open(photos / f"{split}.tar", "w") as tar:
+            for number, file in enumerate(sorted((photos / split).rglob("*.jpg"))):
+                for suffix, content in (("jpg", file.read_bytes()), ("cls", file.parts[-2].encode())):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return "dataset=webdataset", f"dataset.path={photos}", SIZE
+
+
+def as_table(photos: Path) -> tuple[str, ...]:
+    datasets = pytest.importorskip("datasets")
+    tables = datasets.load_dataset("imagefolder", data_dir=str(photos), cache_dir=str(photos.parent / "cache"))
+    tables.save_to_disk(str(photos / "hf"))
+    return "dataset=hf", f"dataset.path={photos / 'hf'}", SIZE
+
+
+@pytest.mark.parametrize("stored", [as_csv, as_packed, as_shards, as_table])
+def test_every_kind_of_data_set_tells_an_image_that_is_in_both_splits(
+    stored: Callable[[Path], tuple[str, ...]], photos: Path
+) -> None:
+    in_both_splits(photos)
+    planted = problems(examined(*stored(photos), f"output_root={photos}"))
+    assert [*planted] == ["twice"]
+    assert planted["twice"][1].startswith("1 twice in both splits")
+
+
+def test_a_label_out_of_range_names_its_line(photos: Path) -> None:
+    words = as_csv(photos)
+    table = photos / "table.csv"
+    text = table.read_text().replace("cat", "0").replace("dog", "1").replace("eel", "7")
+    table.write_text(text.replace("/0/", "/cat/").replace("/1/", "/dog/").replace("/7/", "/eel/"))
+    planted = problems(examined(*words))
+    assert [*planted] == ["data"]
+    assert "has the label '7'" in planted["data"][1]
+
+
+def test_a_label_of_a_packed_data_set_out_of_range_is_told(photos: Path) -> None:
+    words = as_packed(photos)
+    labels = np.fromfile(photos / "packed" / "train.labels", dtype=np.int64)
+    labels[3] = 9
+    labels.tofile(photos / "packed" / "train.labels")
+    planted = problems(examined(*words))
+    assert [*planted] == ["data"]
+    assert "example 3" in planted["data"][1]
+
+
+def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "CHUNK", 1)
+    monkeypatch.setattr(inspection, "cores", lambda: 1)
+    ticks = iter(range(100))
+    monkeypatch.setattr(inspection.time, "monotonic", lambda: next(ticks))
+    texts = {item.check: item.text for item in of_photos(photos, look_s=14).findings}
+    assert texts["images"] == "6 of 24 images (--all looks at all) can be decoded"
+    assert texts["twice"] == "none, among 6 of 24 images (--all looks at all)"
+
+
+@pytest.mark.parametrize(
+    ("words", "level", "check", "says"),
+    [
+        (("batch=5", "train.micro_batches=2"), "warning", "batch", "which batch=4 avoids"),
+        (("batch=11", "train.micro_batches=11"), "warning", "batch", "has 1 images for 11 micro-batches"),
+        (("batch=13",), "error", "plan", "use batch=12"),
+        (("schedule.warmup=900%",), "error", "keys", "schedule.warmup"),
+        (("model=resnet_18",), "error", "keys", "Did you mean"),
+        (("optimizer.rate=3",), "error", "keys", "optimizer.rate"),
+        (("seed=1,2",), "error", "keys", "names several values"),
+        (("train.micro_batches=20",), "error", "plan", "train.micro_batches"),
+        (("resume=latest",), "error", "keys", "no run has been started"),
+        (("init_from=nowhere",), "error", "keys", "nowhere"),
+        (("budget.hours=1e-9",), "warning", "time", "budget.hours=1e-09 ends it before"),
+        (("launcher.ranks=2", "launcher.threads=8"), "warning", "devices", "launcher.threads=auto"),
+    ],
+)
+def test_what_is_wrong_with_a_job_is_told(
+    words: tuple[str, ...], level: str, check: str, says: str, photos: Path
+) -> None:
+    planted = problems(of_photos(photos, *words))
+    assert [*planted] == [check]
+    assert planted[check][0] == level
+    assert says in planted[check][1]
+
+
+def test_a_full_disk_is_told_before_it_is_full(photos: Path) -> None:
+    assert not problems(of_photos(photos, free=lambda path: 2e7))
+    planted = problems(of_photos(photos, "seed=1,2", multirun=True, free=lambda path: 2e7))
+    assert [*planted] == ["disk"]
+    assert "has 20 MB free, the runs take up to 21 MB: make room, or use checkpoint.keep=1" in planted["disk"][1]
+
+
+def test_a_folder_that_cannot_be_written_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(examination.tempfile, "TemporaryDirectory", refuse)
+    planted = problems(of_photos(photos))
+    assert planted["disk"] == (
+        "error",
+        f"{photos.parent} cannot be written (Permission denied): output_root=FOLDER names another",
+    )
+
+
+def test_a_clock_that_differs_from_that_of_the_disk_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time
+    monkeypatch.setattr(examination.time, "time", lambda: now() - 60)
+    assert "differs from this machine's by +60 s" in problems(of_photos(photos))["clock"][1]
+
+
+def test_a_port_that_is_in_use_is_told(photos: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        machines = ("launcher=elastic", "launcher.nodes=2", f"launcher.rendezvous={endpoint}")
+        level, text = problems(of_photos(photos, *machines))["port"]
+        assert level == "error"
+        assert f"cannot listen at {endpoint}" in text
+    assert not problems(of_photos(photos, *machines))
+    assert problems(of_photos(photos, *machines[:2]))["port"][1].endswith("launcher.rendezvous=10.0.0.1:29500")
+
+
+@pytest.mark.parametrize(
+    ("fitting", "says"), [(4, "train.micro_batches=4 fits"), (None, "use a smaller model or dataset.input_size")]
+)
+def test_a_step_that_does_not_fit_into_memory_is_told(
+    fitting: int | None, says: str, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examination, "micro_batches_that_fit", lambda job, world, least: fitting)
+    level, text = problems(of_photos(photos))["memory"]
+    assert level == "error"
+    assert text.endswith(says)
+
+
+def test_a_step_that_fails_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("3 is not 4")
+
+    monkeypatch.setattr(examination, "build_parts", fail)
+    assert problems(of_photos(photos))["step"] == ("error", "ValueError: 3 is not 4")
+
+
+def test_every_job_of_a_sweep_is_examined(photos: Path) -> None:
+    checkup = of_photos(photos, "model=linear,resnet_18", "batch=4,12", multirun=True)
+    assert len(checkup.jobs) == 4
+    (error,) = [item for item in checkup.findings if item.level is Level.error]
+    assert "resnet_18" in error.text
+    assert checkup.findings[error] == [2, 3]
+    assert [jobs for item, jobs in checkup.findings.items() if item.check == "memory"] == [[0], [1]]
+    assert checkup.named([2, 3]) == " (jobs 2, 3)"
+    assert " model=resnet_18 batch=4)" in checkup.named([2])
+
+
+@pytest.mark.parametrize(
+    ("words", "jobs"),
+    [
+        (("seed=range(3)",), 3),
+        (("optimizer.lr=choice(0.1,0.2)", "seed=1,2,3"), 6),
+        (("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(0.001,0.1))", "batch=int(interval(2,4))"), 4),
+    ],
+)
+def test_the_jobs_of_a_line_are_those_of_hydra(words: tuple[str, ...], jobs: int, photos: Path) -> None:
+    checkup = of_photos(photos, *words, multirun=True)
+    assert len(checkup.jobs) == jobs
+    assert not problems(checkup)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("optimizer.lr=interval(0.1,1)",), "use hydra/sweeper=optuna, or values with commas"),
+        (("hydra/launcher=nope",), "nope"),
+        (("seed=1,",), "seed=1,"),
+        (("resume=latest",), "cannot be part of a sweep"),
+    ],
+)
+def test_what_is_wrong_with_the_line_of_a_sweep_is_told(words: tuple[str, ...], says: str, photos: Path) -> None:
+    planted = problems(of_photos(photos, *words, multirun=True))
+    assert [*planted] == ["keys"]
+    assert says in planted["keys"][1]
+
+
+def test_data_that_a_run_would_download_is_no_error_and_is_not_downloaded(tmp_path: Path) -> None:
+    planted = problems(examined("dataset=mnist", f"data_root={tmp_path / 'data'}"))
+    assert [*planted] == ["data"]
+    assert planted["data"][0] == "warning"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_for_another_machine_is_examined_without_its_devices(photos: Path) -> None:
+    broken(photos)
+    planted = problems(of_photos(photos, "launcher=slurm", "launcher.nodes=2", "launcher.gpus=8"))
+    assert [*planted] == ["devices", "images"]
+    assert planted["devices"][0] == "warning"
+
+
+def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(InputError, match="without torchrun"):
+        doctor(JOB, multirun=False, everything=False, form="table")
+
+
+def test_the_exit_code_says_whether_a_run_would_start(photos: Path) -> None:
+    words = (*JOB, "dataset=folder", f"dataset.path={photos}", SIZE)
+    done = forked("lockstep", "doctor", "-m", *words, "seed=1,2", cwd=photos.parent)
+    assert done.code == 0, done.err
+    assert "ok       batch    4 = 1 rank x 1 micro-batch x 4; 3 steps an epoch, the last of 4, 6 in all\n" in done.out
+    broken(photos)
+    done = forked("lockstep", "doctor", *words, "--json", cwd=photos.parent)
+    assert done.code == 2
+    assert "a run would not start: 1 error" in done.err
+    report = json.loads(done.out)
+    assert [item["check"] for item in report["findings"] if item["level"] == "error"] == ["images"]
+    assert report["jobs"] == [[*words]]

@@ -1,0 +1,110 @@
+"""`lockstep show`: the pixels of the picture are those that training gets."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers import built
+from lockstep.cli.show import CELL, GAP, LINE, caption, show, stored_pixels
+from lockstep.core.errors import InputError
+from lockstep.job.resolve import resolve
+from lockstep.training.parts import Parts, build_parts
+
+EPOCHS, IMAGES, SIDE = 3, 4, 16
+DIGITS = ("device=cpu", "model.width=8", "batch=300")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 20, 24, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        for number, image in enumerate(pixels):
+            path = folder / split / ("cat", "dog")[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+    return folder
+
+
+def trained_images(parts: Parts) -> list[dict[int, torch.Tensor]]:
+    """By epoch: the pixels (C, H, W) that training gets for each example, the first time in the epoch."""
+    epochs: list[dict[int, torch.Tensor]] = [{} for _ in range(EPOCHS)]
+    for shard in islice(parts.pipeline.train(parts.loader.train(after=0)), EPOCHS * parts.plan.steps_per_epoch):
+        images, _ = parts.pipeline.mixed(shard)
+        for image, index in zip(stored_pixels(images, parts.pipeline), shard.indices.tolist(), strict=False):
+            epochs[shard.epoch].setdefault(index % parts.plan.examples, image)
+    return epochs
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("augment=shift",),
+        ("augment=randaugment", "train.cutout=2"),
+        ("train.mixup=0.4", "train.cutmix=1"),
+        ("train.sampling=balanced", "train.mixup=0.4"),
+        ("loader=streaming", "batch=7", "epochs=1"),
+        ("precision=bf16_pure",),
+        ("dataset=folder", "batch=4", "dataset.crop_from=file", "augment=standard", "loader=streaming"),
+        ("dataset=folder", "batch=4", "augment=crop_flip", "train.cutmix=1"),
+    ],
+    ids=" ".join,
+)
+def test_the_pixels_are_those_of_training(words: tuple[str, ...], photos: Path, tmp_path: Path) -> None:
+    if "dataset=folder" in words:
+        words = (*words, f"dataset.path={photos}", f"dataset.decode_size={SIDE}")
+    show((*DIGITS, *words), images=IMAGES, epochs=EPOCHS, out=str(tmp_path / "show.png"))
+    drawn = np.asarray(Image.open(tmp_path / "show.png"))
+    parts = build_parts(resolve(built(*DIGITS, *words, f"epochs={EPOCHS}", "steps=null"), sweep=False))
+    trained = trained_images(parts)
+    side = parts.job.dataset.input_shape[1]
+    zoom, lines = -(-CELL // side), 2 if parts.pipeline.mix else 1
+    chosen = parts.loader.global_batch(1).indices[:IMAGES] % parts.plan.examples
+    for row, example in enumerate(chosen.tolist()):
+        for epoch in range(EPOCHS):
+            top = LINE + GAP + row * (zoom * side + lines * LINE + GAP)
+            left = GAP + epoch * (zoom * side + GAP)
+            cell = drawn[top : top + zoom * side : zoom, left : left + zoom * side : zoom]
+            if example in trained[epoch]:
+                expected = trained[epoch][example].permute(1, 2, 0).expand(-1, -1, 3).numpy()
+                assert np.array_equal(cell, expected), (row, epoch)
+            else:  # balanced sampling leaves it out
+                assert (cell == 255).all()
+
+
+def test_images_that_are_not_augmented_are_those_of_the_data(tmp_path: Path) -> None:
+    show((*DIGITS, "augment=none"), images=1, epochs=1, out=str(tmp_path / "show.png"))
+    job = resolve(built(*DIGITS), sweep=False)
+    index = int(build_parts(job).loader.global_batch(1).indices[0])
+    stored = job.dataset.train().fetch([index])[0, 0].numpy()
+    side, zoom = stored.shape[0], CELL // stored.shape[0]
+    drawn = np.asarray(Image.open(tmp_path / "show.png"))[LINE + GAP :: zoom, GAP::zoom, 0]
+    assert np.array_equal(drawn[:side, :side], stored)
+
+
+def test_a_caption_names_the_classes_of_a_mixed_image() -> None:
+    assert caption(torch.tensor([0.0, 1.0, 0.0]), ("cat", "dog", "bird")) == ["dog"]
+    assert caption(torch.tensor([0.3, 0.7, 0.0]), ("cat", "d\x1bg", "bird")) == ["70 % d\\x1bg", "30 % cat"]
+    assert caption(torch.tensor([1.0]), ("cat",)) == ["cat"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"images": 0}, "--images is 0, expected from 1"),
+        ({"epochs": 65}, "--epochs is 65, expected from 1 to 64"),
+        ({"out": "no/such/show.png"}, "--out is no/such/show.png"),
+        ({"out": "."}, "--out is [.]"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(options: dict[str, object], says: str, tmp_path: Path) -> None:
+    words = {"images": 1, "epochs": 1, "out": str(tmp_path / "show.png"), **options}
+    with pytest.raises(InputError, match=says):
+        show(DIGITS, **words)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
