@@ -60,7 +60,8 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    run = train_here(tmp_path_factory.mktemp("trained") / "run", "epochs=2", "model.width=8", "metric=[f1]")
+    words = ("epochs=2", "model.width=8", "metric=[f1]", "telemetry.report=never")
+    run = train_here(tmp_path_factory.mktemp("trained") / "run", *words)
     run.write_summary(**SIGHT)
     choices = {"model": "digitnet", "dataset": "digits", "optimizer": "adamw", "experiment": None}
     (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
@@ -240,7 +241,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_short_run_ends_without_a_report_unless_it_is_asked_for(trained: RunDir, tmp_path: Path) -> None:
+def test_a_run_ends_with_a_report_if_it_was_long_or_is_asked_for_one(trained: RunDir, tmp_path: Path) -> None:
     assert not trained.report.exists()
     always = train_here(tmp_path / "always", "steps=2", "telemetry.report=always")
     assert "completed" in Page(always.report).text
