@@ -49,14 +49,14 @@ class FakeLedger(Ledger):
 class FakeProcess:
     """A job that ends when it is told."""
 
-    pid = None
-
     def __init__(self, number: int, share: Share) -> None:
         self.sentinel, self.share = number, share
         self.exitcode: int | None = None
 
     def join(self) -> None:
         assert self.exitcode is not None
+
+    def send_signal(self, number: int) -> None: ...
 
 
 class Blank:

@@ -8,12 +8,11 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
 from lockstep.job.prepare import import_for_ranks
-from lockstep.runtime.host import cores
-from lockstep.sweep.devices import Needs, visible_gpus
+from lockstep.sweep.devices import Needs
 
 
-def plan(config: DictConfig) -> Needs | None:
-    """The devices of a job; None for one that only submits itself to SLURM.
+def plan(config: DictConfig, machine: Needs) -> Needs | None:
+    """The devices of a job on a `machine` that has these; None for one that only submits itself to SLURM.
 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
     With fewer threads (`launcher.threads=1`), more jobs run at once.
@@ -30,10 +29,10 @@ def plan(config: DictConfig) -> Needs | None:
     if launcher.submits:
         return None
     import_for_ranks(job)
-    gpus = 0 if job.device == "cpu" else len(visible_gpus())
+    gpus = 0 if job.device == "cpu" else machine.gpus
     # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
     ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
     ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
     if gpus:
         return Needs(gpus=ranks)
-    return Needs(cores=cores() if launcher.threads == "auto" else ranks * int(launcher.threads))
+    return Needs(cores=machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads))

@@ -5,19 +5,18 @@ Knows no trainer and no Hydra: a job is a function, and what it needs. The ledge
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.config.commands import override
 from lockstep.core.errors import LockstepError, Stopped
@@ -50,18 +49,17 @@ class Task:
 
 
 class Process(Protocol):
-    """The process of a job: what the pool needs of `multiprocessing.Process`."""
+    """The process of a job, for the pool. `sentinel` is what the pool's `wait` waits for."""
 
     @property
-    def sentinel(self) -> int: ...
-
-    @property
-    def pid(self) -> int | None: ...
+    def sentinel(self) -> Any: ...
 
     @property
     def exitcode(self) -> int | None: ...
 
     def join(self) -> None: ...
+
+    def send_signal(self, number: int) -> None: ...
 
 
 class View(Protocol):
@@ -96,7 +94,7 @@ class Pool:
         *,
         most: int | None = None,
         start: Callable[[Ledger, Task, Share], Process],
-        wait: Callable[[list[int], float], object] = multiprocessing.connection.wait,
+        wait: Callable[[list[Any], float], object] = multiprocessing.connection.wait,
     ) -> None:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
         self.start, self.wait = start, wait
@@ -158,10 +156,9 @@ class Pool:
     def _cut(self, enough: Callable[[Record], bool]) -> None:
         """Have the jobs that have trained enough for now save their state and end."""
         for task, _, process in self.running:
-            if task.record.number not in self.cut and enough(task.record) and process.pid is not None:
+            if task.record.number not in self.cut and enough(task.record):
                 self.cut.add(task.record.number)
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
+                process.send_signal(signal.SIGTERM)
 
     def _without_record(self, record: Record, code: int) -> Record:
         """Record a job whose process did not: it was killed, or stopped before its first step."""
@@ -176,14 +173,21 @@ class Pool:
     def send(self, number: int) -> None:
         """Send a signal to the jobs that run."""
         for _, _, process in self.running:
-            if process.exitcode is None and process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+            process.send_signal(number)
 
 
-def forked(ledger: Ledger, task: Task, share: Share) -> BaseProcess:
+class Fork(ForkProcess):
+    """A fork of this process, to which a signal can be sent at any time."""
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
     """The process of a task as a fork of this one, which takes milliseconds: everything is imported already."""
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(os.getpid(), ledger, task, share))
+    process = Fork(target=_serve, args=(os.getpid(), ledger, task, share))
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child unblocks them when it can act on them
     try:
         process.start()
@@ -220,18 +224,9 @@ class Interpreter:
 
     def __init__(self, ledger: Ledger, task: Task, share: Share) -> None:
         self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
-        words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
-        with output_of(ledger, task.record).open("a") as output:
-            self.process = subprocess.Popen(
-                words,
-                env={**os.environ, **share.environment, PARENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[lives],
-            )
+        self.process = interpreter(ledger, task, {**os.environ, **share.environment}, pass_fds=[lives])
         os.close(lives)
-        self.pid = self.process.pid
+        self.send_signal = self.process.send_signal
 
     @property
     def exitcode(self) -> int | None:
@@ -240,6 +235,21 @@ class Interpreter:
     def join(self) -> None:
         self.process.wait()
         os.close(self.sentinel)
+
+
+def interpreter(
+    ledger: Ledger, task: Task, environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that runs a task, and does not outlive this process."""
+    with output_of(ledger, task.record).open("a") as output:
+        return subprocess.Popen(
+            [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)],
+            env={**environment, PARENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            **options,
+        )
 
 
 def start(ledger: Ledger, task: Task, share: Share) -> Process:

@@ -28,8 +28,8 @@ TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
 class Screen:
     """The jobs of one call. `records` are those of its line, also those that were done before."""
 
-    def __init__(self, ledger: Ledger, records: Sequence[Record]) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, records: Sequence[Record], begun: str = "started") -> None:
+        self.ledger, self.begun = ledger, begun
         self.records = {record.number: record for record in records}
         self.running: list[int] = []
         self.swept = swept_keys(records) or (ledger.identity().swept if ledger.exists else ())
@@ -56,7 +56,7 @@ class Screen:
     def started(self, record: Record) -> None:
         self.running.append(record.number)
         if not self.live.is_started:
-            self._print(f"{self._name(record)}  started")
+            self._print(f"{self._name(record)}  {self.begun}")
 
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
