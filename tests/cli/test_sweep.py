@@ -311,11 +311,13 @@ app()
 def test_any_hydra_app_can_use_the_pool(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP)
     words = ("-m", "+x=1,2,3", "hydra/launcher=pool", "hydra.output_subdir=null", f"hydra.sweep.dir={tmp_path}/sweep")
+    words += ("hydra.launcher.direction=minimize",)
     process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path, afresh=True)
     process.communicate(timeout=PATIENCE)
     records = Ledger(tmp_path / "sweep").records()
     assert [record.objective for record in records] == [10.0, None, 30.0]
     assert "was killed (SIGKILL)" in records[1].error
+    assert Ledger(tmp_path / "sweep").best == records[0].folder
     assert (tmp_path / "sweep" / "jobs" / "002.log").read_text() == "x is 3\n"
 
 

@@ -9,8 +9,9 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError, NumericalError, Stopped
+from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
-from lockstep.sweep.ledger import Identity, Ledger, Record, State, born, record_of
+from lockstep.sweep.ledger import (
+    Direction,
+    Identity,
+    Ledger,
+    Record,
+    State,
+    best_of,
+    born,
+    checked_direction,
+    record_of,
+)
 from lockstep.sweep.pool import Pool, Task, to_run
 from lockstep.sweep.recording import recorded
-from lockstep.sweep.view import Screen, best_of, progress_of, seeds_together, swept_keys
+from lockstep.sweep.view import Screen, progress_of, seeds_together, show_table, swept_keys
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -244,9 +256,68 @@ def test_the_table_puts_seeds_together_and_names_the_best() -> None:
         for number, (lr, seed) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)])
     ]
     assert swept_keys(records) == ("lr", "seed")
-    assert seeds_together(records, swept_keys(records)) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
-    assert best_of(records) == records[1]
-    assert best_of([records[3]]) is None
+    assert seeds_together(records, swept_keys(records), Direction.maximize) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
+    assert best_of(records, Direction.maximize) == records[1]
+    assert best_of([records[3]], Direction.maximize) is None
+
+
+def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {"lr=1": 0.5, "lr=2": 0.25, "lr=3": 0.75, "lr=4": 0.25}
+    for direction, best in ((Direction.minimize, 1), (Direction.maximize, 2)):
+        ledger = Ledger(tmp_path / direction)
+        ledger.create(dataclasses.replace(ONE, direction=direction))
+        records = ledger.enter([([word], word) for word in scores])
+        for record, score in zip(records, scores.values(), strict=True):
+            ledger.end(record, State.done, objective=score)
+        assert ledger.best == records[best].folder
+        show_table(ledger, ledger.records())
+        assert f"best: job {best} with" in capsys.readouterr().out
+        seeds = [job(n, f"lr={n // 2}", f"seed={n % 2}", objective=float(n)) for n in range(4)]
+        order = [line[:4] for line in seeds_together(seeds, ("lr", "seed"), direction)]
+        assert order == (["lr=0", "lr=1"] if direction is Direction.minimize else ["lr=1", "lr=0"])
+    assert dataclasses.replace(ONE, direction=Direction.minimize).hash != ONE.hash
+    assert "direction is maximize" in ONE.difference(dataclasses.replace(ONE, direction=Direction.minimize))
+    with pytest.raises(InputError, match="the direction of the scores is 'up', expected maximize or minimize"):
+        checked_direction("up")
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
+    tmp_path: Path, direction: Direction, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(dataclasses.replace(ONE, direction=direction))
+    records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(4)])
+    for record in records:
+        folder = tmp_path / record.folder
+        folder.mkdir()
+        (folder / "summary.json").write_text('{"steps": 4}')
+        lines = [f'{{"step": {step}, "acc/val_top1": {-record.number * step}}}' for step in range(1, 4)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    ran: list[list[int]] = []
+
+    def run(tasks: Sequence[Task], enough: Any) -> None:
+        ran.append([task.record.number for task in tasks])
+        for task in tasks:
+            assert task.record.rung == f"{len(ran)} of 3"
+            ledger.end(task.record, State.done, objective=1.0)
+
+    tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
+    halving.run(SimpleNamespace(ledger=ledger, run=run), records, tasks, 2)  # type: ignore[arg-type]
+    winner = 0 if direction is Direction.maximize else 3
+    assert ran == [[], [], [winner]], "the evaluations of the first rounds are there"
+    order = sorted(range(4), key=lambda number: -direction.gain(-number))
+    rungs = {record.number: (record.state, record.rung) for record in ledger.records()}
+    assert [rungs[number] for number in order] == [
+        (State.done, "3 of 3"),
+        (State.pruned, "2 of 3"),
+        (State.pruned, "1 of 3"),
+        (State.pruned, "1 of 3"),
+    ]
+    show_table(ledger, ledger.records())
+    assert capsys.readouterr().out.count("│ pruned, rung 1 of 3 │") == 2
 
 
 def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(

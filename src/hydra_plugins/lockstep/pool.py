@@ -29,14 +29,15 @@ from lockstep.job.run_lock import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
-from lockstep.sweep.ledger import Identity, Ledger, Record, State
+from lockstep.sweep.ledger import Identity, Ledger, Record, State, checked_direction
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool
     from lockstep.sweep.view import Screen
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing else says so,
-# whether failed jobs run again, of how many jobs one goes on (`lockstep.sweep.halving`), and the table's columns.
+# whether failed jobs run again, of how many jobs one goes on (`lockstep.sweep.halving`), the table's columns, and
+# which score is better: that of a search is the sweeper's.
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
@@ -45,6 +46,7 @@ CONFIG = {
     "retry": False,
     "halving": None,
     "objectives": ["score"],
+    "direction": "${oc.select:hydra.sweeper.direction,maximize}",
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra")
 
@@ -64,10 +66,17 @@ class PoolLauncher(Launcher):
     enough: Callable[[Record], bool] | None = None
 
     def __init__(
-        self, jobs: int | None, gpus: int, cores: int, retry: bool, halving: int | None, objectives: Sequence[str]
+        self,
+        jobs: int | None,
+        gpus: int,
+        cores: int,
+        retry: bool,
+        halving: int | None,
+        objectives: Sequence[str],
+        direction: str,
     ) -> None:
         self.jobs, self.gpus, self.cores, self.retry, self.halving = jobs, gpus, cores, retry, halving
-        self.objectives = objectives
+        self.objectives, self.direction = objectives, direction
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
@@ -77,7 +86,7 @@ class PoolLauncher(Launcher):
         setup_globals()
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
-            ledger.create(Identity(base={}, swept=(), words=()))
+            ledger.create(Identity(base={}, swept=(), words=(), direction=checked_direction(self.direction)))
         with closing(Lock()) as lock:
             lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
             try:
