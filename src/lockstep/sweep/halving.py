@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError
+from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Direction, Ledger, Record, State
 from lockstep.sweep.pool import Pool, Task
 
@@ -72,7 +73,12 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
             return not is_last and score(ledger, record, share, direction) is not None
 
         unfinished = [r for r in racing if r.number in tasks and r.state is not State.done]
-        started = [replace(tasks[record.number], record=record) for record in unfinished if not has_enough(record)]
+        until = {} if is_last else {RUNG_END: repr(share)}
+        started = [
+            replace(tasks[record.number], record=record, environment=until)
+            for record in unfinished
+            if not has_enough(record)
+        ]
         pool.run(started, enough=has_enough)
         racing = [record for record in map(ledger.read, racing) if record.state is not State.failed]
         if is_last or not racing:

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,12 +40,14 @@ class Task:
         needs: the devices that it takes.
         function: does the job, and returns its score.
         command: the words that do the same in a fresh interpreter, without its folder.
+        environment: variables for its process.
     """
 
     record: Record
     needs: Needs
     function: Callable[[], float | None]
     command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Process(Protocol):
@@ -120,7 +122,7 @@ class Pool:
                         request.repeat()  # for a job that began while the stop arrived
                     self._start_what_fits(waiting)
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
-                    self._collect()
+                    self._collect(enough)
                     self._cut(enough)
                     self.view.refresh()
             finally:
@@ -138,7 +140,7 @@ class Pool:
                 self.running.append((task, share, self.start(self.ledger, task, share)))
                 self.view.started(task.record)
 
-    def _collect(self) -> None:
+    def _collect(self, enough: Callable[[Record], bool]) -> None:
         """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
         for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
             task, share, process = entry
@@ -148,7 +150,7 @@ class Pool:
             record = self.ledger.read(task.record)
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
-            if record.number in self.cut and record.state is State.stopped:
+            if record.state is State.stopped and (record.number in self.cut or enough(record)):
                 record = self.ledger.write(replace(record, state=State.waiting, exit_code=0, error=""))
             self.cut.discard(record.number)
             self.view.ended(record)
@@ -203,7 +205,7 @@ def _serve(parent: int, ledger: Ledger, task: Task, share: Share) -> None:
     with output_of(ledger, task.record).open("a") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
-    os.environ.update(share.environment)
+    os.environ.update({**share.environment, **task.environment})
     code = 0
     try:
         recorded(ledger, task.record, task.function)
@@ -244,7 +246,7 @@ def interpreter(
     with output_of(ledger, task.record).open("a") as output:
         return subprocess.Popen(
             [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)],
-            env={**environment, PARENT: str(os.getpid())},
+            env={**environment, **task.environment, PARENT: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
