@@ -181,11 +181,15 @@ def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_pat
         (("-m", "seed=1,2", "sweep.resume=/nowhere"), "sweep.resume: /nowhere is no folder of a sweep"),
         (
             ("-m", "seed=1,2", "sweep.objectives=[speed]"),
-            "sweep.objectives is [speed], expected some of score, seconds, megabytes, each once",
+            "sweep.objectives is [speed], expected some of score, seconds, megabytes, kwh, each once",
         ),
         (
             ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.objectives=[score,seconds]"),
             "which hydra/launcher=pool does; use hydra/launcher=pool",
+        ),
+        (
+            ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.gpu_share=true"),
+            "sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool",
         ),
         (
             ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.halving=2"),

@@ -32,7 +32,8 @@ from lockstep.sweep.ledger import (
     checked_direction,
     record_of,
 )
-from lockstep.sweep.pool import Pool, Task, to_run
+from lockstep.sweep.plan import kind
+from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.recording import recorded
 from lockstep.sweep.view import Screen, progress_of, seeds_together, show_table, swept_keys
 
@@ -113,6 +114,72 @@ def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
     Pool(ledger, devices, Blank(), most=most, start=start, wait=wait).run(tasks)
     assert sorted(started) == list(range(len(needs)))
     assert sorted(devices.gpus) == GPUS
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(1, 3)), max_size=24),
+    st.lists(st.integers(4, 24), min_size=1, max_size=4),
+    st.fixed_dictionaries({kind: st.integers(1, 30) for kind in "abc"}),
+    st.randoms(use_true_random=False),
+)
+def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
+    jobs: list[tuple[str, int]], free: list[int], took: dict[str, int], random: Any
+) -> None:
+    ledger, running, started, known = FakeLedger(), dict[int, FakeProcess](), list[int](), set[str]()
+    needs = [Needs(gpus=1 if kind else gpus, kind=kind) for kind, gpus in jobs]
+    free_of = {f"GPU-{number}": memory for number, memory in enumerate(free)}
+
+    def on(gpu: str) -> list[int]:
+        return [number for number, process in running.items() if gpu in process.share.gpus]
+
+    def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
+        number = task.record.number
+        started.append(number)
+        running[number] = FakeProcess(number, share)
+        for gpu in share.gpus:
+            beside = on(gpu)
+            if len(beside) > 1:
+                assert all(needs[other].kind in known and needs[other].gpus == 1 for other in beside)
+                assert sum(took[needs[other].kind] for other in beside) <= free_of[gpu], "a device over its memory"
+        return running[number]
+
+    def wait(sentinels: list[int], seconds: float) -> None:
+        idle = [gpu for gpu in free_of if not on(gpu)]
+        room = {
+            gpu: free_of[gpu] - sum(took[needs[number].kind] for number in on(gpu))
+            for gpu in free_of
+            if all(running[number].share.memory is not None for number in on(gpu))
+        }
+        for number in set(range(len(jobs))) - set(started):
+            assert len(idle) < min(needs[number].gpus, len(free)), "a device was idle"
+            if (kind := needs[number].kind) in known:
+                assert not [gpu for gpu in room if room[gpu] >= took[kind]], "a device had room"
+        ended = running.pop(random.choice(sentinels))
+        ledger.end(task_of[ended.sentinel].record, State.done, objective=1.0)
+        known.update({needs[ended.sentinel].kind} - {""})
+        ended.exitcode = 0
+
+    def memory_of(_: Ledger, record: Record) -> int | None:
+        return took.get(needs[record.number].kind)
+
+    tasks = [Task(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
+    task_of = dict(enumerate(tasks))
+    devices = Devices(free_of, 4, free_of.__getitem__)
+    Pool(ledger, devices, Blank(), start=start, wait=wait, memory_of=memory_of).run(tasks)
+    assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
+
+
+def test_the_memory_of_a_job_is_that_of_its_summary_and_a_job_of_another_rate_is_of_its_kind(tmp_path: Path) -> None:
+    record = job(0, state=State.done)
+    (tmp_path / record.folder).mkdir(parents=True)
+    assert memory_of_job(Ledger(tmp_path), record) is None
+    (tmp_path / record.folder / "summary.json").write_text('{"gpu_memory": 1000}')
+    assert memory_of_job(Ledger(tmp_path), record) == 1000 + CONTEXT_BYTES
+    assert memory_of_job(Ledger(tmp_path), job(0, state=State.failed)) is None
+    of = {"seed": 1, "optimizer": {"lr": 0.1, "momentum": 0.9}, "batch": 8, "sweep": {"retry": False}}
+    assert kind(of) == kind({**of, "seed": 2, "optimizer": {"lr": 0.2, "momentum": 0.9}, "sweep": {"retry": True}})
+    assert kind(of) != kind({**of, "batch": 16})
 
 
 def job(number: int, *overrides: str, **facts: Any) -> Record:

@@ -128,7 +128,7 @@ class Cluster(Devices):
     def take(self, needs: Needs) -> Share:
         return Share()
 
-    def give_back(self, share: Share) -> None:
+    def give_back(self, share: Share, kind: str = "", measured: int | None = None) -> None:
         """Ray does."""
 
 

@@ -41,6 +41,8 @@ def choose_folder(config: DictConfig) -> Ledger:
     for key, value in of_pool.items():
         if value and value != [objectives.SCORE] and key not in config.hydra.launcher:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
+    if block.gpu_share and config.hydra.runtime.choices["hydra/launcher"] != "pool":
+        raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     identity = Identity(

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.job.prepare import import_for_ranks
 from lockstep.sweep.devices import Needs
+from lockstep.sweep.runs import ELSEWHERE
+
+# What does not change how much memory a job takes.
+NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", "optimizer.weight_decay")
+
+
+def kind(values: Mapping[str, Any]) -> str:
+    """The values that decide how much memory a job takes."""
+    deciding = {key: value for key, value in leaves(values) if not key.startswith((*NOT_OF_MEMORY, *ELSEWHERE))}
+    return json.dumps(deciding, sort_keys=True, default=str)
 
 
 def plan(config: DictConfig, machine: Needs) -> Needs | None:
@@ -22,7 +37,8 @@ def plan(config: DictConfig, machine: Needs) -> Needs | None:
     """
     HydraConfig.instance().set_config(config)  # the name of a job refers to Hydra's choices
     keys = [str(key) for key in config if key != "hydra"]
-    job = components.build_job(composition.to_dict(OmegaConf.masked_copy(config, keys)))
+    values = composition.to_dict(OmegaConf.masked_copy(config, keys))
+    job = components.build_job(values)
     if job.resume is not None:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
     launcher = job.launcher
@@ -34,5 +50,5 @@ def plan(config: DictConfig, machine: Needs) -> Needs | None:
     ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
     ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
     if gpus:
-        return Needs(gpus=ranks)
+        return Needs(gpus=ranks, kind=kind(values) if job.sweep.gpu_share else "")
     return Needs(cores=machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads))

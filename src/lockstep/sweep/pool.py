@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config.commands import override
-from lockstep.core.errors import LockstepError, Stopped
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError, LockstepError, Stopped
 from lockstep.launcher.processes import forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
@@ -29,6 +30,7 @@ from lockstep.sweep.ledger import Ledger, Record, State, output_of
 from lockstep.sweep.recording import recorded
 
 REFRESH_S = 0.5
+CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all of it
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Pool:
         view: shows the jobs.
         most: the most jobs at once; None is as many as fit.
         start: starts the process of a task on its share of the devices.
+        wait: waits for the sentinels of processes, for some seconds at most.
+        memory_of: the bytes that a job that is done took of its GPU, if they were measured.
     """
 
     def __init__(
@@ -97,9 +101,10 @@ class Pool:
         most: int | None = None,
         start: Callable[[Ledger, Task, Share], Process],
         wait: Callable[[list[Any], float], object] = multiprocessing.connection.wait,
+        memory_of: Callable[[Ledger, Record], int | None] | None = None,
     ) -> None:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
-        self.start, self.wait = start, wait
+        self.start, self.wait, self.memory_of = start, wait, memory_of or memory_of_job
         self.running: list[tuple[Task, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
 
@@ -146,8 +151,8 @@ class Pool:
             task, share, process = entry
             process.join()
             self.running.remove(entry)
-            self.devices.give_back(share)
             record = self.ledger.read(task.record)
+            self.devices.give_back(share, task.needs.kind, self.memory_of(self.ledger, record))
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
             if record.state is State.stopped and (record.number in self.cut or enough(record)):
@@ -258,6 +263,17 @@ def start(ledger: Ledger, task: Task, share: Share) -> Process:
     """Start the process of a task."""
     alone = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     return forked(ledger, task, share) if alone else Interpreter(ledger, task, share)
+
+
+def memory_of_job(ledger: Ledger, record: Record) -> int | None:
+    """What a job that is done took of its GPU, if its `summary.json` says so, with the context of CUDA."""
+    if record.state is not State.done:
+        return None
+    try:
+        summary = safe_read.read_json(ledger.folder / record.folder / "summary.json")
+        return int(summary["gpu_memory"]) + CONTEXT_BYTES
+    except (InputError, LookupError, TypeError, ValueError):
+        return None
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:
