@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.errors import InputError, NumericalError, Stopped
+from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import (
@@ -124,7 +124,7 @@ def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
     st.randoms(use_true_random=False),
 )
 def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
-    jobs: list[tuple[str, int]], free: list[int], took: dict[str, int], random: Any
+    jobs: list[tuple[str, int]], free: list[int], size_of: dict[str, int], random: Any
 ) -> None:
     ledger, running, started, known = FakeLedger(), dict[int, FakeProcess](), list[int](), set[str]()
     needs = [Needs(gpus=1 if kind else gpus, kind=kind) for kind, gpus in jobs]
@@ -141,27 +141,27 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
             beside = on(gpu)
             if len(beside) > 1:
                 assert all(needs[other].kind in known and needs[other].gpus == 1 for other in beside)
-                assert sum(took[needs[other].kind] for other in beside) <= free_of[gpu], "a device over its memory"
+                assert sum(size_of[needs[other].kind] for other in beside) <= free_of[gpu], "a device over its memory"
         return running[number]
 
     def wait(sentinels: list[int], seconds: float) -> None:
         idle = [gpu for gpu in free_of if not on(gpu)]
         room = {
-            gpu: free_of[gpu] - sum(took[needs[number].kind] for number in on(gpu))
+            gpu: free_of[gpu] - sum(size_of[needs[number].kind] for number in on(gpu))
             for gpu in free_of
             if all(running[number].share.memory is not None for number in on(gpu))
         }
         for number in set(range(len(jobs))) - set(started):
             assert len(idle) < min(needs[number].gpus, len(free)), "a device was idle"
             if (kind := needs[number].kind) in known:
-                assert not [gpu for gpu in room if room[gpu] >= took[kind]], "a device had room"
+                assert not [gpu for gpu in room if room[gpu] >= size_of[kind]], "a device had room"
         ended = running.pop(random.choice(sentinels))
         ledger.end(task_of[ended.sentinel].record, State.done, objective=1.0)
         known.update({needs[ended.sentinel].kind} - {""})
         ended.exitcode = 0
 
     def memory_of(_: Ledger, record: Record) -> int | None:
-        return took.get(needs[record.number].kind)
+        return size_of.get(needs[record.number].kind)
 
     tasks = [Task(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
     task_of = dict(enumerate(tasks))
@@ -266,6 +266,21 @@ def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
     names = [record.state for record in to_run(records, retry=False)]
     assert names == [State.waiting, State.running, State.stopped, State.pruned]
     assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, *names[2:]]
+
+
+def test_a_full_disk_is_no_fault_of_the_job_and_the_same_line_goes_on(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (record,) = ledger.enter([(["seed=1"], "one")])
+
+    def fail() -> float:
+        raise StorageError("there is no space")
+
+    with pytest.raises(StorageError):
+        recorded(ledger, record, fail)
+    (after,) = ledger.records()
+    assert (after.state, after.exit_code) == (State.stopped, 74)
+    assert to_run([after], retry=False) == [after]
 
 
 def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped, escaped
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
 from lockstep.runtime.program import say
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Direction, Ledger, Record, State, best_of, output_of
@@ -69,7 +69,8 @@ class Screen:
         position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
-        if record.state is State.failed and not (self.live.is_started and sys.stderr.isatty()):
+        is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
+        if is_failure and not (self.live.is_started and sys.stderr.isatty()):
             say(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
 
     def refresh(self) -> None:
