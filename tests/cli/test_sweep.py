@@ -181,11 +181,15 @@ def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_pat
         (("-m", "seed=1,2", "sweep.resume=/nowhere"), "sweep.resume: /nowhere is no folder of a sweep"),
         (
             ("-m", "seed=1,2", "sweep.objectives=[speed]"),
-            "sweep.objectives is [speed], expected some of score, seconds, megabytes, each once",
+            "sweep.objectives is [speed], expected some of score, seconds, megabytes, kwh, each once",
         ),
         (
             ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.objectives=[score,seconds]"),
             "which hydra/launcher=pool does; use hydra/launcher=pool",
+        ),
+        (
+            ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.gpu_share=true"),
+            "sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool",
         ),
         (
             ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.halving=2"),
@@ -251,7 +255,7 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     assert states(tmp_path) == ["pruned", "done", "pruned", "pruned"]
     folder = ledger(tmp_path).folder
     trained = [len(losses(folder / record.folder)) for record in ledger(tmp_path).records()]
-    assert max(trained) == trained[1]
+    assert (sorted(trained), trained[1]) == ([230, 230, 460, 920], 920), "a job ends at its round's end, to the step"
     alone = train_here(tmp_path / "alone", "optimizer.lr=0.003", *words)
     assert losses(folder / "001-optimizer.lr=0.003") == losses(alone)
     swept = weights(folder / "001-optimizer.lr=0.003")
@@ -311,11 +315,13 @@ app()
 def test_any_hydra_app_can_use_the_pool(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP)
     words = ("-m", "+x=1,2,3", "hydra/launcher=pool", "hydra.output_subdir=null", f"hydra.sweep.dir={tmp_path}/sweep")
+    words += ("hydra.launcher.direction=minimize",)
     process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path, afresh=True)
     process.communicate(timeout=PATIENCE)
     records = Ledger(tmp_path / "sweep").records()
     assert [record.objective for record in records] == [10.0, None, 30.0]
     assert "was killed (SIGKILL)" in records[1].error
+    assert Ledger(tmp_path / "sweep").best == records[0].folder
     assert (tmp_path / "sweep" / "jobs" / "002.log").read_text() == "x is 3\n"
 
 

@@ -32,9 +32,8 @@ from lockstep.core.plan import make_plan
 from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.load import find_weights
 from lockstep.sweep.compare import causes, groups, interval
-from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.ledger import Direction, Identity, Ledger, State, best_of
 from lockstep.sweep.runs import differing, existing, read_runs
-from lockstep.sweep.view import best_of
 from lockstep.telemetry.loggers import TensorBoard
 
 COMPOSED = {
@@ -336,6 +335,28 @@ def test_a_condition_that_no_run_fulfils_says_so(swept: Ledger, capsys: CAPSYS) 
     assert table(capsys) == "no run fits score>99\n"
 
 
+def test_a_smaller_score_is_first_where_it_is_better_and_directions_are_not_mixed(
+    swept: Ledger, tmp_path: Path, capsys: CAPSYS
+) -> None:
+    other = sweep(tmp_path / "outputs" / "sweeps" / "two", {(f"batch={size}",): float(size) for size in (8, 4, 16)})
+    other.create(replace(other.identity(), direction=Direction.minimize))
+    assert [row["batch"] for row in groups(read_runs(other.folder))] == ["4", "8", "16"]
+    compare([str(other.folder)], by=(), sort="score", form="table")
+    assert "best run: 4.00" in table(capsys)
+    runs(str(other.folder), sort="score", filters=(), form="json")
+    assert [row["score"] for row in json.loads(table(capsys))] == [4.0, 8.0, 16.0]
+    runs(str(tmp_path / "outputs"), sort="score", filters=(), form="json")
+    assert [row["score"] for row in json.loads(table(capsys))] == [92.0, 4.0]
+    with pytest.raises(InputError, match=r"a larger score is better in .*, and a smaller one in .*; name them apart"):
+        compare([str(other.folder), str(swept.folder)], by=(), sort=None, form="table")
+
+
+def test_a_listing_says_in_which_round_a_job_was_left_behind(swept: Ledger, capsys: CAPSYS) -> None:
+    swept.write(replace(swept.records()[1], state=State.pruned, rung="1 of 3"))
+    runs(str(swept.folder), sort="when", filters=(), form="table")
+    assert table(capsys).count("  rung 1 of 3\n") == 1
+
+
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", score=1.0)
     RunDir(folder).mark_latest(tmp_path)
@@ -354,7 +375,7 @@ def test_the_score_of_a_pruned_job_is_not_compared(swept: Ledger) -> None:
     swept.write(replace(second, state=State.pruned, objective=99.0))
     swept.mark_best(swept.records())
     assert swept.best == swept.records()[5].folder
-    assert best_of(swept.records()) == swept.records()[5]
+    assert best_of(swept.records(), Direction.maximize) == swept.records()[5]
     row = next(row for row in groups(read_runs(swept.folder)) if row["optimizer.lr"] == "0.1")
     assert (row["score"], row["done"], row["not_done"]) == (90.5, 2, "1 pruned")
 

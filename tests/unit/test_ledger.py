@@ -9,20 +9,33 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.errors import InputError, NumericalError, Stopped
+from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
-from lockstep.sweep.ledger import Identity, Ledger, Record, State, born, record_of
-from lockstep.sweep.pool import Pool, Task, to_run
+from lockstep.sweep.ledger import (
+    Direction,
+    Identity,
+    Ledger,
+    Record,
+    State,
+    best_of,
+    born,
+    checked_direction,
+    record_of,
+)
+from lockstep.sweep.plan import kind
+from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.recording import recorded
-from lockstep.sweep.view import Screen, best_of, progress_of, seeds_together, swept_keys
+from lockstep.sweep.view import Screen, progress_of, seeds_together, show_table, swept_keys
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -49,14 +62,14 @@ class FakeLedger(Ledger):
 class FakeProcess:
     """A job that ends when it is told."""
 
-    pid = None
-
     def __init__(self, number: int, share: Share) -> None:
         self.sentinel, self.share = number, share
         self.exitcode: int | None = None
 
     def join(self) -> None:
         assert self.exitcode is not None
+
+    def send_signal(self, number: int) -> None: ...
 
 
 class Blank:
@@ -101,6 +114,72 @@ def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
     Pool(ledger, devices, Blank(), most=most, start=start, wait=wait).run(tasks)
     assert sorted(started) == list(range(len(needs)))
     assert sorted(devices.gpus) == GPUS
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a", "b", "c"]), st.integers(1, 3)), max_size=24),
+    st.lists(st.integers(4, 24), min_size=1, max_size=4),
+    st.fixed_dictionaries({kind: st.integers(1, 30) for kind in "abc"}),
+    st.randoms(use_true_random=False),
+)
+def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
+    jobs: list[tuple[str, int]], free: list[int], size_of: dict[str, int], random: Any
+) -> None:
+    ledger, running, started, known = FakeLedger(), dict[int, FakeProcess](), list[int](), set[str]()
+    needs = [Needs(gpus=1 if kind else gpus, kind=kind) for kind, gpus in jobs]
+    free_of = {f"GPU-{number}": memory for number, memory in enumerate(free)}
+
+    def on(gpu: str) -> list[int]:
+        return [number for number, process in running.items() if gpu in process.share.gpus]
+
+    def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
+        number = task.record.number
+        started.append(number)
+        running[number] = FakeProcess(number, share)
+        for gpu in share.gpus:
+            beside = on(gpu)
+            if len(beside) > 1:
+                assert all(needs[other].kind in known and needs[other].gpus == 1 for other in beside)
+                assert sum(size_of[needs[other].kind] for other in beside) <= free_of[gpu], "a device over its memory"
+        return running[number]
+
+    def wait(sentinels: list[int], seconds: float) -> None:
+        idle = [gpu for gpu in free_of if not on(gpu)]
+        room = {
+            gpu: free_of[gpu] - sum(size_of[needs[number].kind] for number in on(gpu))
+            for gpu in free_of
+            if all(running[number].share.memory is not None for number in on(gpu))
+        }
+        for number in set(range(len(jobs))) - set(started):
+            assert len(idle) < min(needs[number].gpus, len(free)), "a device was idle"
+            if (kind := needs[number].kind) in known:
+                assert not [gpu for gpu in room if room[gpu] >= size_of[kind]], "a device had room"
+        ended = running.pop(random.choice(sentinels))
+        ledger.end(task_of[ended.sentinel].record, State.done, objective=1.0)
+        known.update({needs[ended.sentinel].kind} - {""})
+        ended.exitcode = 0
+
+    def memory_of(_: Ledger, record: Record) -> int | None:
+        return size_of.get(needs[record.number].kind)
+
+    tasks = [Task(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
+    task_of = dict(enumerate(tasks))
+    devices = Devices(free_of, 4, free_of.__getitem__)
+    Pool(ledger, devices, Blank(), start=start, wait=wait, memory_of=memory_of).run(tasks)
+    assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
+
+
+def test_the_memory_of_a_job_is_that_of_its_summary_and_a_job_of_another_rate_is_of_its_kind(tmp_path: Path) -> None:
+    record = job(0, state=State.done)
+    (tmp_path / record.folder).mkdir(parents=True)
+    assert memory_of_job(Ledger(tmp_path), record) is None
+    (tmp_path / record.folder / "summary.json").write_text('{"gpu_memory": 1000}')
+    assert memory_of_job(Ledger(tmp_path), record) == 1000 + CONTEXT_BYTES
+    assert memory_of_job(Ledger(tmp_path), job(0, state=State.failed)) is None
+    of = {"seed": 1, "optimizer": {"lr": 0.1, "momentum": 0.9}, "batch": 8, "sweep": {"retry": False}}
+    assert kind(of) == kind({**of, "seed": 2, "optimizer": {"lr": 0.2, "momentum": 0.9}, "sweep": {"retry": True}})
+    assert kind(of) != kind({**of, "batch": 16})
 
 
 def job(number: int, *overrides: str, **facts: Any) -> Record:
@@ -189,6 +268,21 @@ def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
     assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, *names[2:]]
 
 
+def test_a_full_disk_is_no_fault_of_the_job_and_the_same_line_goes_on(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (record,) = ledger.enter([(["seed=1"], "one")])
+
+    def fail() -> float:
+        raise StorageError("there is no space")
+
+    with pytest.raises(StorageError):
+        recorded(ledger, record, fail)
+    (after,) = ledger.records()
+    assert (after.state, after.exit_code) == (State.stopped, 74)
+    assert to_run([after], retry=False) == [after]
+
+
 def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
     assert [record.state for record in to_run(records, retry=False)] == [State.stopped, State.pruned]
@@ -244,9 +338,68 @@ def test_the_table_puts_seeds_together_and_names_the_best() -> None:
         for number, (lr, seed) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)])
     ]
     assert swept_keys(records) == ("lr", "seed")
-    assert seeds_together(records, swept_keys(records)) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
-    assert best_of(records) == records[1]
-    assert best_of([records[3]]) is None
+    assert seeds_together(records, swept_keys(records), Direction.maximize) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
+    assert best_of(records, Direction.maximize) == records[1]
+    assert best_of([records[3]], Direction.maximize) is None
+
+
+def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores = {"lr=1": 0.5, "lr=2": 0.25, "lr=3": 0.75, "lr=4": 0.25}
+    for direction, best in ((Direction.minimize, 1), (Direction.maximize, 2)):
+        ledger = Ledger(tmp_path / direction)
+        ledger.create(dataclasses.replace(ONE, direction=direction))
+        records = ledger.enter([([word], word) for word in scores])
+        for record, score in zip(records, scores.values(), strict=True):
+            ledger.end(record, State.done, objective=score)
+        assert ledger.best == records[best].folder
+        show_table(ledger, ledger.records())
+        assert f"best: job {best} with" in capsys.readouterr().out
+        seeds = [job(n, f"lr={n // 2}", f"seed={n % 2}", objective=float(n)) for n in range(4)]
+        order = [line[:4] for line in seeds_together(seeds, ("lr", "seed"), direction)]
+        assert order == (["lr=0", "lr=1"] if direction is Direction.minimize else ["lr=1", "lr=0"])
+    assert dataclasses.replace(ONE, direction=Direction.minimize).hash != ONE.hash
+    assert "direction is maximize" in ONE.difference(dataclasses.replace(ONE, direction=Direction.minimize))
+    with pytest.raises(InputError, match="the direction of the scores is 'up', expected maximize or minimize"):
+        checked_direction("up")
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
+    tmp_path: Path, direction: Direction, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(dataclasses.replace(ONE, direction=direction))
+    records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(4)])
+    for record in records:
+        folder = tmp_path / record.folder
+        folder.mkdir()
+        (folder / "summary.json").write_text('{"steps": 4}')
+        lines = [f'{{"step": {step}, "acc/val_top1": {-record.number * step}}}' for step in range(1, 4)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    ran: list[list[int]] = []
+
+    def run(tasks: Sequence[Task], enough: Any) -> None:
+        ran.append([task.record.number for task in tasks])
+        for task in tasks:
+            assert task.record.rung == f"{len(ran)} of 3"
+            ledger.end(task.record, State.done, objective=1.0)
+
+    tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
+    halving.run(SimpleNamespace(ledger=ledger, run=run), records, tasks, 2)  # type: ignore[arg-type]
+    winner = 0 if direction is Direction.maximize else 3
+    assert ran == [[], [], [winner]], "the evaluations of the first rounds are there"
+    order = sorted(range(4), key=lambda number: -direction.gain(-number))
+    rungs = {record.number: (record.state, record.rung) for record in ledger.records()}
+    assert [rungs[number] for number in order] == [
+        (State.done, "3 of 3"),
+        (State.pruned, "2 of 3"),
+        (State.pruned, "1 of 3"),
+        (State.pruned, "1 of 3"),
+    ]
+    show_table(ledger, ledger.records())
+    assert capsys.readouterr().out.count("│ pruned, rung 1 of 3 │") == 2
 
 
 def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError
 from lockstep.sweep import objectives
-from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.ledger import Direction, Identity, Ledger, State
 from lockstep.sweep.view import show_table
 
 NAMES = ("score", "seconds", "megabytes")
@@ -18,16 +19,19 @@ FIGURES = st.lists(st.integers(0, 4).map(float), min_size=3, max_size=3)
 
 
 @settings(max_examples=50)
-@given(st.dictionaries(st.integers(0, 20), FIGURES, max_size=8))
-def test_the_trade_offs_are_the_jobs_that_no_other_beats(jobs: dict[int, list[float]]) -> None:
+@given(st.dictionaries(st.integers(0, 20), FIGURES, max_size=8), st.sampled_from(Direction))
+def test_the_trade_offs_are_the_jobs_that_no_other_beats(jobs: dict[int, list[float]], direction: Direction) -> None:
+    sign = 1 if direction is Direction.maximize else -1
+
     def beats(one: list[float], other: list[float]) -> bool:
-        gains = (one[0] - other[0], other[1] - one[1], other[2] - one[2])
+        gains = (sign * (one[0] - other[0]), other[1] - one[1], other[2] - one[2])
         return min(gains) >= 0 and max(gains) > 0
 
     expected = {number for number, job in jobs.items() if not any(beats(other, job) for other in jobs.values())}
-    chosen = objectives.trade_offs(jobs, NAMES)
+    chosen = objectives.trade_offs(jobs, NAMES, direction)
     assert {*chosen} == expected
-    assert [jobs[number][0] for number in chosen] == sorted((jobs[number][0] for number in chosen), reverse=True)
+    scores = [jobs[number][0] for number in chosen]
+    assert scores == sorted(scores, reverse=direction is Direction.maximize)
 
 
 def sweep(folder: Path) -> Ledger:
@@ -56,6 +60,19 @@ def test_the_table_names_the_trade_offs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no other job is better in score and seconds than jobs 0, 1\n" in out
     show_table(ledger, ledger.records())
     assert "no other job" not in capsys.readouterr().out
+
+
+def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = sweep(tmp_path)
+    energies = ({"kwh": 0.5}, {"kwh": 0.25}, None)
+    for record, energy in zip(ledger.records(), energies, strict=False):
+        (tmp_path / record.folder / "summary.json").write_text(json.dumps({"energy": energy}))
+    show_table(ledger, ledger.records(), ["score", "kwh"])
+    out = capsys.readouterr().out
+    assert "no other job is better in score and kwh than jobs 0, 1\n" in out
+    assert (
+        "kwh was not measured in job 2, which cannot be compared by it; leave it out: sweep.objectives=[score]" in out
+    )
 
 
 @pytest.mark.parametrize("names", [[], ["score", "score"], ["speed"], ["score", "energy"]])

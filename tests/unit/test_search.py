@@ -141,6 +141,14 @@ def test_a_search_with_several_objectives_keeps_the_trade_offs(tmp_path: Path) -
     assert [direction.name for direction in study.directions] == ["MAXIMIZE", "MINIMIZE"]
     assert all(trial.values[1] == pytest.approx(trial.values[0]) for trial in study.trials)
     assert len(study.best_trials) == 4, "each is better in one of the two"
+    for objectives in (["score", "kwh"], ["kwh"]):  # no job has it
+        searching = sweeper(tmp_path, Pool(lambda job: 1.0), n_trials=1, study_name=objectives[0])
+        searching.settings.sweep = {"objectives": objectives}
+        searching.sweep(["x=1,2"])
+        storage = f"{tmp_path}/optuna.log"
+        backend = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
+        (trial,) = optuna.load_study(study_name=objectives[0], storage=backend).trials
+        assert trial.user_attrs["error"] == f"the job has no {' and '.join(objectives)}"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """`hydra/launcher=pool`: the jobs of a sweep in processes of their own, as many at once as fit, and resumable.
 
-Any Hydra app can use it. A task function may have an attribute `plan`: a function that gets a job's config before any
-job starts, may raise an error for a wrong one, and returns what the job needs (`lockstep.sweep.devices.Needs`).
+Any Hydra app can use it. A task function may have an attribute `plan`: a function that gets a job's config and what
+the machine has before any job starts, may raise an error for a wrong one, and returns what the job needs (both as
+`lockstep.sweep.devices.Needs`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
@@ -27,15 +29,21 @@ from lockstep.job.run_lock import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
-from lockstep.sweep.ledger import Identity, Ledger, Record, State
+from lockstep.sweep.ledger import Identity, Ledger, Record, State, checked_direction
 from lockstep.sweep.objectives import SCORE
 
-# The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), and what each takes if nothing says so.
+if TYPE_CHECKING:
+    from lockstep.sweep.pool import Pool
+    from lockstep.sweep.view import Screen
+
+# The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
+# which score is better: that of a search is the sweeper's.
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
     "gpus": 1,
     "cores": 1,
+    "direction": "${oc.select:hydra.sweeper.direction,maximize}",
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
 
@@ -51,10 +59,11 @@ class PoolLauncher(Launcher):
     """
 
     more_follow = False
+    begun = "started"  # what the lines say of a job that the pool has begun
     enough: Callable[[Record], bool] | None = None
 
-    def __init__(self, jobs: int | None, gpus: int, cores: int) -> None:
-        self.jobs, self.gpus, self.cores = jobs, gpus, cores
+    def __init__(self, jobs: int | None, gpus: int, cores: int, direction: str) -> None:
+        self.jobs, self.gpus, self.cores, self.direction = jobs, gpus, cores, direction
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
@@ -68,7 +77,7 @@ class PoolLauncher(Launcher):
         setup_globals()
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
-            ledger.create(Identity(base={}, swept=(), words=()))
+            ledger.create(Identity(base={}, swept=(), words=(), direction=checked_direction(self.direction)))
         with closing(Lock()) as lock:
             lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
             try:
@@ -82,9 +91,10 @@ class PoolLauncher(Launcher):
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
         from lockstep.sweep import halving
-        from lockstep.sweep.pool import Pool, Task, start, to_run
+        from lockstep.sweep.pool import Task, to_run
         from lockstep.sweep.view import Screen, show_table, swept_keys, varied
 
+        devices = self._devices()
         plan = getattr(self.task_function, "plan", self._needs)
         drafts = [Record(number=0, overrides=tuple(words), folder="") for words in job_overrides]
         swept = swept_keys(drafts) or ledger.identity().swept  # a search gives one job at a time
@@ -93,7 +103,7 @@ class PoolLauncher(Launcher):
         for number, words in enumerate(job_overrides, first):
             try:
                 configs.append(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))
-                needs.append(plan(configs[-1]))
+                needs.append(plan(configs[-1], devices.all))
             except InputError as error:
                 shown = " ".join(varied(drafts[number - first], swept))
                 lines = str(error).split("\n")
@@ -114,8 +124,8 @@ class PoolLauncher(Launcher):
                 tasks.append(Task(record, need, functools.partial(self._run, config, record), command))
         if tasks or None not in needs:
             try:
-                with Screen(ledger, records) as screen:
-                    pool = Pool(ledger, Devices.of_machine(), screen, most=self.jobs, start=start)
+                with Screen(ledger, records, begun=self.begun) as screen:
+                    pool = self._pool(ledger, devices, screen)
                     if self.halving is not None:
                         halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
                     elif self.enough is not None:
@@ -135,13 +145,21 @@ class PoolLauncher(Launcher):
                     )
         return [ledger.read(record) for record in records]
 
+    def _devices(self) -> Devices:
+        return Devices.of_machine()
+
+    def _pool(self, ledger: Ledger, devices: Devices, screen: Screen) -> Pool:
+        from lockstep.sweep.pool import Pool, start
+
+        return Pool(ledger, devices, screen, most=self.jobs, start=start)
+
     def _prune(self, ledger: Ledger, records: Sequence[Record]) -> None:
         """Record that the jobs that wait were ended because others are better."""
         for record in map(ledger.read, records):
             if record.state is State.waiting:
                 ledger.write(replace(record, state=State.pruned))
 
-    def _needs(self, config: DictConfig) -> Needs | None:
+    def _needs(self, config: DictConfig, machine: Needs) -> Needs | None:
         return Needs(self.gpus, self.cores)
 
     def _run(self, config: DictConfig, record: Record) -> float | None:

@@ -23,7 +23,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core.errors import InputError
-from lockstep.sweep.objectives import OBJECTIVES, SCORE, values
+from lockstep.sweep.ledger import Direction
+from lockstep.sweep.objectives import SCORE, directions, values
 
 if TYPE_CHECKING:
     import optuna
@@ -47,7 +48,6 @@ CONFIG = {
 ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
-DIRECTIONS = ("maximize", "minimize")
 ENDED, ERROR = "ended", "error"  # attributes of a trial
 
 
@@ -103,7 +103,7 @@ class OptunaSweeper(Sweeper):
                 "hydra/sweeper=optuna needs the package optuna, which is not installed; install it with pip install "
                 "'lockstep[optuna]'"
             )
-        for key, known in (("sampler", SAMPLERS), ("pruner", PRUNERS), ("direction", DIRECTIONS)):
+        for key, known in (("sampler", SAMPLERS), ("pruner", PRUNERS), ("direction", [*Direction])):
             if self.study[key] not in known:
                 raise InputError(f"hydra.sweeper.{key} is {self.study[key]!r}, expected one of {', '.join(known)}")
         for key, value, least in (
@@ -115,10 +115,9 @@ class OptunaSweeper(Sweeper):
                 raise InputError(f"hydra.sweeper.{key} is {value!r}, expected a whole number from {least}")
         if self.study["pruner"] != "none" and not hasattr(self.launcher, "enough"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
-        if len(self.objectives) > 1 and (self.study["pruner"] != "none" or self.study["direction"] != "maximize"):
+        if [*self.objectives] != [SCORE] and self.study["pruner"] != "none":
             raise InputError(
-                "sweep.objectives has several, which have directions of their own, and of which Optuna prunes none; "
-                "leave out hydra.sweeper.pruner and hydra.sweeper.direction"
+                "hydra.sweeper.pruner prunes by the score alone; leave it out, or other sweep.objectives"
             )
         if OmegaConf.select(self.settings, "sweep.halving"):
             raise InputError("sweep.halving is for all combinations; use hydra.sweeper.pruner=halving instead")
@@ -127,11 +126,6 @@ class OptunaSweeper(Sweeper):
     def objectives(self) -> Sequence[str]:
         """What the jobs are compared by; apps other than ours have a score."""
         return OmegaConf.select(self.settings, "sweep.objectives") or [SCORE]
-
-    def _directions(self) -> list[Any]:
-        if len(self.objectives) == 1:
-            return [self.study["direction"]]
-        return ["maximize" if OBJECTIVES[name][1] else "minimize" for name in self.objectives]
 
     def _open(self) -> optuna.Study:
         """The study of the sweep, with the trials of a run that was cut first in its queue."""
@@ -146,7 +140,7 @@ class OptunaSweeper(Sweeper):
             storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(folder / "optuna.log"))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
             study_name=self.study["study_name"],
-            directions=self._directions(),
+            directions=[d.value for d in directions(self.objectives, Direction(self.study["direction"]))],
             load_if_exists=True,
         )
         # With the seed alone, a line that goes on would draw once more what it has drawn.
@@ -189,13 +183,16 @@ class OptunaSweeper(Sweeper):
         for trial, job in zip(trials, jobs, strict=True):
             record, value = records.get(frozenset(job)), returns[tuple(job)].return_value
             trial.set_user_attr(ENDED, True)
-            several = values(ledger, record, self.objectives) if record and len(self.objectives) > 1 else []
-            if several or (isinstance(value, int | float) and math.isfinite(value)):
-                study.tell(trial, several or value)
+            known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
+            if record and [*self.objectives] != [SCORE]:
+                known = values(ledger, record, self.objectives)
+            if known:
+                study.tell(trial, known)
             elif record is not None and record.state is State.pruned:
                 study.tell(trial, state=TrialState.PRUNED)
             else:
-                trial.set_user_attr(ERROR, record.error if record else "the job has no score")
+                reason = f"the job has no {' and '.join(self.objectives)}"
+                trial.set_user_attr(ERROR, (record and record.error) or reason)
                 study.tell(trial, state=TrialState.FAIL)
 
 

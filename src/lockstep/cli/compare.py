@@ -13,7 +13,8 @@ from rich.table import Column, Table
 from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import InputError
-from lockstep.sweep.compare import Row, causes, groups, ordered
+from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
+from lockstep.sweep.ledger import Direction
 from lockstep.sweep.runs import DAMAGED, Run, existing, read_runs
 
 WIDE = 10_000  # columns
@@ -40,7 +41,8 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
     damaged = [run.error for run in runs if run.state == DAMAGED]
     two = len(runs) == len(paths) == 2 and not by and not damaged
     rows = causes(runs) if two else groups(runs, by)
-    rows = rows if sort is None else ordered(rows, sort, descending=sort == "score")
+    is_best_first = sort == "score" and direction_of(runs) is Direction.maximize
+    rows = rows if sort is None else ordered(rows, sort, descending=is_best_first)
     if form != "table":
         show_rows(rows, form)
     elif two:
@@ -81,7 +83,7 @@ def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     if any(row["low"] is not None for row in rows):
         log.show(INTERVAL)
     if scored := [run for run in runs if run.score is not None]:
-        best = max(scored, key=lambda run: run.score or 0)
+        best = max(scored, key=lambda run: direction_of(runs).gain(run.score or 0))
         log.show(f"best run: {figure(best.score)}, {best.folder}")
     endings = Counter((run.state, run.error) for run in runs if run.error and run.state != DAMAGED)
     for (state, error), number in endings.items():

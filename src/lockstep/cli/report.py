@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Ledger, record_of
+from lockstep.sweep.ledger import Direction, Ledger, record_of
 from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.runs import existing, read_job, read_run
 from lockstep.telemetry.progress import progress
@@ -25,12 +25,13 @@ def report(path: str) -> None:
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
         with progress("reporting", len(records)) as advance:
             for record in records:
-                write_report(RunDir(folder / record.folder), read_job(folder, record).state)
+                job = read_job(folder, record, ledger.identity().direction)
+                write_report(RunDir(folder / record.folder), job.state)
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
         entry = record_of(folder)
-        run = read_run(folder) if entry is None else read_job(folder.parent, entry[1])
+        run = read_run(folder) if entry is None else read_job(folder.parent, entry[1], Direction.maximize)
         written = write_report(RunDir(folder), run.state)
     else:
         raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")

@@ -13,7 +13,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
-from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.ledger import Direction, Ledger, State, best_of
 from lockstep.sweep.runs import DAMAGED, Run, differing, existing, read_job, read_run, run_folders, state_of
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
@@ -35,7 +35,8 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
     rows, damaged = _rows(root)
     known = {name for row in rows for name in row}
     rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
-    rows = ordered(rows, sort, descending=sort == "score")
+    smaller = Ledger(root).exists and Ledger(root).identity().direction is Direction.minimize
+    rows = ordered(rows, sort, descending=sort == "score" and not smaller)
     if form == "json":
         show_rows(rows, form)
     elif rows:
@@ -67,7 +68,8 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
         ledger = Ledger(path)
         try:
             if path == root and ledger.exists:
-                single = [read_job(path, record) for record in ledger.records()]
+                direction = ledger.identity().direction
+                single = [read_job(path, record, direction) for record in ledger.records()]
             elif ledger.exists:
                 rows.append(_sweep(ledger, root))
             elif not Ledger(path.parent).exists:
@@ -80,6 +82,7 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
     keys = differing(single)
     for run in single:
         what = " ".join(f"{key}={run.settings[key]}" for key in keys if key in run.settings)
+        what += f"  rung {run.rung}" if run.rung and run.state != State.done else ""
         rows.append({**_columns(run.folder, root, run.started, what, run.score, run.state), **run.settings})
     return rows, damaged
 
@@ -89,10 +92,10 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
     typed = {word.partition("=")[0]: word for word in identity.words}
     what = " ".join(word for key, word in typed.items() if key in identity.swept)
     started = min((record.started for record in records if record.started), default=0.0)
-    score = max((record.score for record in records if record.score is not None), default=None)
+    best = best_of(records, identity.direction)
     count = Counter(map(state_of, records))
     state = ", ".join(f"{number} {state}" for state, number in count.items())
-    return _columns(ledger.folder, root, started, what, score, state)
+    return _columns(ledger.folder, root, started, what, best.score if best else None, state)
 
 
 def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:

@@ -60,11 +60,11 @@ def train_job(composed: DictConfig) -> float | None:
     return objective
 
 
-def plan_job(composed: DictConfig) -> Any:
+def plan_job(composed: DictConfig, machine: Any) -> Any:
     """What the pool asks about a job of a sweep before it starts any; see `lockstep.sweep.plan`."""
     from lockstep.sweep.plan import plan
 
-    return plan(composed)
+    return plan(composed, machine)
 
 
 train_job.plan = plan_job  # type: ignore[attr-defined]

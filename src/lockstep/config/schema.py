@@ -113,6 +113,7 @@ class SweepBlock:
     retry: bool = False
     halving: int | None = ranged(None, least=2, most=1000)
     objectives: list[str] = ruled(["score"], Text())
+    gpu_share: bool = False
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ GRACE_S, LEAVE_S = 3.0, 3.0
 # Environment variables with a process number: the launcher of this rank, and the process that this command must not
 # outlive.
 LAUNCHER, PARENT = "LOCKSTEP_LAUNCHER", "LOCKSTEP_PARENT"
+# The environment variable with the share of its steps at which a job of a successive halving stops.
+RUNG_END = "LOCKSTEP_RUNG_END"
 PR_SET_PDEATHSIG = 1
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
@@ -62,6 +64,7 @@ class StopRequest:
         begun: whether a step was finished, so that there is a state to save.
         leaving: whether the state is being saved.
         reason: why the run itself asked for the stop; empty for a signal.
+        rung_end: the share of its steps at which the job stops, after an evaluation.
     """
 
     def __init__(self) -> None:
@@ -72,6 +75,7 @@ class StopRequest:
         self.leaving = False
         self.interrupted_at: float | None = None
         self.reason = ""
+        self.rung_end = float(os.environ.get(RUNG_END, "inf"))
 
     def ask(self, reason: str) -> None:
         """Request a stop for a reason of the run's own."""

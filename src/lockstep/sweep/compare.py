@@ -13,7 +13,7 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import State
+from lockstep.sweep.ledger import Direction, State
 from lockstep.sweep.runs import Run, differing
 
 SEED = "seed"
@@ -38,24 +38,38 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     """A row for the runs that differ in the seed alone, or are equal in the keys `by`; the best first.
 
     Raises:
-        InputError: no run has a key of `by`.
+        InputError: no run has a key of `by`, or the scores have different directions.
     """
     for key in by:
         if not any(key in run.settings for run in runs):
             raise InputError(f"--by {key}: no run has this key; they differ in {', '.join(differing(runs))}")
+    direction = direction_of(runs)
     keys = [*by] or [key for key in differing(runs) if key != SEED]
     members: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
     scores = {values: _scores(group) for values, group in members.items()}
-    best = max(scores.values(), key=lambda group: statistics.mean(group) if group else -math.inf)
+    best = max(scores.values(), key=lambda group: direction.gain(statistics.mean(group)) if group else -math.inf)
     rows = []
     for values, group in members.items():
         count = Counter(run.state for run in group if run.state != State.done)
         not_done = ", ".join(f"{number} {state}" for state, number in count.items())
         settings = dict(zip(keys, values, strict=True))
         rows.append({**settings, **_figures(scores[values], best), "not_done": not_done})
-    return ordered(rows, "score", descending=True)
+    return ordered(rows, "score", descending=direction is Direction.maximize)
+
+
+def direction_of(runs: Sequence[Run]) -> Direction:
+    """Which score of these runs is better.
+
+    Raises:
+        InputError: of some the larger one, of others the smaller one.
+    """
+    examples = {run.direction: run.folder for run in runs if run.direction is not None}
+    if len(examples) > 1:
+        larger, smaller = examples[Direction.maximize], examples[Direction.minimize]
+        raise InputError(f"a larger score is better in {larger}, and a smaller one in {smaller}; name them apart")
+    return next(iter(examples), Direction.maximize)
 
 
 def _scores(runs: Sequence[Run]) -> list[float]:

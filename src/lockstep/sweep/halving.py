@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError
-from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.runtime.signals import RUNG_END
+from lockstep.sweep.ledger import Direction, Ledger, Record, State
 from lockstep.sweep.pool import Pool, Task
 
 # The score of an evaluation in `metrics.jsonl`, of the averaged weights where there are some: they decide the best.
@@ -39,13 +40,13 @@ def evaluations(ledger: Ledger, record: Record) -> Iterator[tuple[float, float]]
         return  # it has not begun, or its last line is being written
 
 
-def score(ledger: Ledger, record: Record, share: float) -> float | None:
+def score(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:
     """The best score until the first evaluation that comes at `share` of a job's steps or later; None before it."""
-    best = -math.inf
+    values = []
     for done, value in evaluations(ledger, record):
-        best = max(best, value)
+        values.append(value)
         if done >= share:
-            return best
+            return max(values, key=direction.gain)
     return record.objective
 
 
@@ -61,24 +62,33 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
     Raises:
         Stopped, Interrupted: as `Pool.run`.
     """
-    ledger = pool.ledger
+    ledger, direction = pool.ledger, pool.ledger.identity().direction
     racing = [record for record in records if record.number in tasks or record.state is State.done]
-    for share in shares(len(racing), factor):
-        is_last = share == 1
+    rounds = shares(len(racing), factor)
+    for number, share in enumerate(rounds, 1):
+        is_last, rung = share == 1, f"{number} of {len(rounds)}"
+        racing = [ledger.write(replace(r, rung=rung)) if r.state is not State.done else r for r in racing]
 
         def has_enough(record: Record, share: float = share, is_last: bool = is_last) -> bool:
-            return not is_last and score(ledger, record, share) is not None
+            return not is_last and score(ledger, record, share, direction) is not None
 
         unfinished = [r for r in racing if r.number in tasks and r.state is not State.done]
-        pool.run([tasks[record.number] for record in unfinished if not has_enough(record)], enough=has_enough)
+        until = {} if is_last else {RUNG_END: repr(share)}
+        started = [
+            replace(tasks[record.number], record=record, environment=until)
+            for record in unfinished
+            if not has_enough(record)
+        ]
+        pool.run(started, enough=has_enough)
         racing = [record for record in map(ledger.read, racing) if record.state is not State.failed]
         if is_last or not racing:
             return
-        scores = {record.number: score(ledger, record, share) or 0.0 for record in racing}
-        best_first = sorted(racing, key=lambda record: -scores[record.number])
-        number = math.ceil(len(racing) / factor)
-        for record in best_first[number:]:
+        scores = {record.number: score(ledger, record, share, direction) for record in racing}
+        gains = {key: -math.inf if value is None else direction.gain(value) for key, value in scores.items()}
+        best_first = sorted(racing, key=lambda record: -gains[record.number])
+        ahead = math.ceil(len(racing) / factor)
+        for record in best_first[ahead:]:
             if record.state is not State.done:
                 ledger.write(replace(record, state=State.pruned, objective=scores[record.number]))
-        log.show(f"{number} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
-        racing = best_first[:number]
+        log.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
+        racing = best_first[:ahead]

@@ -2,7 +2,7 @@
 
     SWEEP/sweep.json       what the sweep is: its base config, and the keys that it varies
     SWEEP/jobs/NNN.json    the record of a job
-    SWEEP/best             the name of the run folder with the highest score, a text file as `outputs/latest` is one
+    SWEEP/best             the name of the run folder with the best score, a text file as `outputs/latest` is one
 
 Each record is a file of its own, replaced in one step by whoever runs the job. So no kill can tear it, and several
 machines can write the ledger of one sweep on a network file system, where SQLite's write-ahead log does not work.
@@ -34,6 +34,17 @@ SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
 DIFFERENCES_SHOWN = 3
 
 
+class Direction(StrEnum):
+    """Which score is better: the larger or the smaller one."""
+
+    maximize = "maximize"
+    minimize = "minimize"
+
+    def gain(self, score: float) -> float:
+        """A score as a number that is larger for a better one."""
+        return score if self is Direction.maximize else -score
+
+
 class State(StrEnum):
     """How far a job is. `stopped`: it saved its state, and its next start goes on from there; `pruned`: so, because
     others are better."""
@@ -60,6 +71,7 @@ class Record:
         objective: the score of a finished job.
         exit_code, error: of a failed or stopped job.
         submitted: the number of the job of a cluster that runs it; empty without one.
+        rung: the round of a successive halving that it is in, or was left behind after: `1 of 3`; empty without one.
     """
 
     number: int
@@ -75,6 +87,7 @@ class Record:
     exit_code: int = 0
     error: str = ""
     submitted: str = ""
+    rung: str = ""
 
     @property
     def score(self) -> float | None:
@@ -100,21 +113,25 @@ class Identity:
         base: the config that all jobs share, as composed without the swept keys.
         swept: the keys that differ from job to job, sorted.
         words: the command line of the newest call, without the program.
+        direction: which score is better.
     """
 
     base: Mapping[str, Any]
     swept: tuple[str, ...]
     words: tuple[str, ...]
+    direction: Direction = Direction.maximize
 
     @property
     def hash(self) -> str:
-        text = json.dumps([self.base, self.swept], sort_keys=True)
+        text = json.dumps([self.base, self.swept, self.direction], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: Identity) -> str:
         """What differs between this sweep and `other`, for a sentence; empty if nothing does."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
+        if self.direction != other.direction:
+            return f"its direction is {self.direction}, and that of this line {other.direction}"
         ours, theirs = dict(leaves(self.base)), dict(leaves(other.base))
         keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         shown = [f"{key} is {ours.get(key)} there and {theirs.get(key)} here" for key in keys[:DIFFERENCES_SHOWN]]
@@ -163,7 +180,10 @@ class Ledger:
             )
         try:
             return Identity(
-                base=dict(facts["base"]), swept=tuple(map(str, facts["swept"])), words=tuple(map(str, facts["words"]))
+                base=dict(facts["base"]),
+                swept=tuple(map(str, facts["swept"])),
+                words=tuple(map(str, facts["words"])),
+                direction=Direction(facts.get("direction", Direction.maximize)),
             )
         except (LookupError, TypeError, ValueError) as error:
             raise _damaged(self.folder / SWEEP) from error
@@ -232,8 +252,7 @@ class Ledger:
 
     def mark_best(self, records: Iterable[Record]) -> None:
         """Name the folder of the best of these jobs in the file `best`, the first of equal ones."""
-        scores = {record: (record.score, -record.number) for record in records if record.score is not None}
-        best = max(scores, key=scores.__getitem__, default=None)
+        best = best_of(records, self.identity().direction)
         if best is not None and best.folder != self.best:
             write_atomic(self.folder / BEST, f"{best.folder}\n")
 
@@ -269,6 +288,27 @@ class Ledger:
         if not isinstance(facts, dict):
             raise _damaged(path)
         return facts
+
+
+def checked_direction(name: Any) -> Direction:
+    """The direction of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return Direction(name)
+    except ValueError:
+        raise InputError(
+            f"the direction of the scores is {name!r}, expected {' or '.join(Direction)}: "
+            "hydra.launcher.direction=minimize, or hydra.sweeper.direction=minimize in a search"
+        ) from None
+
+
+def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
+    """The job with the best score, the first of equal ones; None without any."""
+    gains = {r: (direction.gain(r.score), -r.number) for r in records if r.score is not None}
+    return max(gains, key=gains.__getitem__, default=None)
 
 
 def output_of(ledger: Ledger, record: Record) -> Path:

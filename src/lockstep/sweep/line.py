@@ -22,7 +22,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
 from lockstep.sweep import objectives
-from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.ledger import Direction, Identity, Ledger, State, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.
@@ -40,13 +40,21 @@ def choose_folder(config: DictConfig) -> Ledger:
     for problem in problems(SweepBlock, {str(key): _plain(value) for key, value in block.items()}, "sweep."):
         raise InputError(problem)
     objectives.check(block.objectives)
+    launcher = config.hydra.runtime.choices["hydra/launcher"]
     of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
     for key, value in of_pool.items():
-        if value and value != [objectives.SCORE] and config.hydra.runtime.choices["hydra/launcher"] != "pool":
+        if value and value != [objectives.SCORE] and launcher not in ("pool", "ray"):
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
+    if block.gpu_share and launcher != "pool":
+        raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-    identity = Identity(base=_base(config), swept=_swept([*params, *words]), words=tuple(words))
+    identity = Identity(
+        base=_base(config),
+        swept=_swept([*params, *words]),
+        words=tuple(words),
+        direction=checked_direction(config.hydra.launcher.get("direction", Direction.maximize)),
+    )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     if block.resume in ("auto", "new"):
         ledger = Ledger(Path(config.hydra.sweep.dir).absolute())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Ledger, Record
+from lockstep.sweep.ledger import Direction, Ledger, Record
 
 SCORE = "score"
 
@@ -38,11 +38,20 @@ def _megabytes(ledger: Ledger, record: Record) -> float | None:
         return None
 
 
-# Of each objective: its value for a job, and whether more is better.
-OBJECTIVES: Mapping[str, tuple[Callable[[Ledger, Record], float | None], bool]] = {
-    SCORE: (_score, True),
-    "seconds": (_seconds, False),
-    "megabytes": (_megabytes, False),
+def _kwh(ledger: Ledger, record: Record) -> float | None:
+    """The energy of the run, where it was measured."""
+    try:
+        return float(safe_read.read_json(RunDir(ledger.folder / record.folder).summary)["spent"]["kwh"])
+    except (InputError, LookupError, TypeError, ValueError):
+        return None
+
+
+# Of each objective, its value for a job. The others are costs: less is better.
+OBJECTIVES: Mapping[str, Callable[[Ledger, Record], float | None]] = {
+    SCORE: _score,
+    "seconds": _seconds,
+    "megabytes": _megabytes,
+    "kwh": _kwh,
 }
 
 
@@ -57,14 +66,31 @@ def check(names: Sequence[str]) -> None:
 
 def values(ledger: Ledger, record: Record, names: Sequence[str]) -> list[float]:
     """The objectives of a job that is done; empty if one is unknown."""
-    known = [OBJECTIVES[name][0](ledger, record) for name in names] if record.score is not None else []
+    known = [OBJECTIVES[name](ledger, record) for name in names] if record.score is not None else []
     return [] if None in known else [value for value in known if value is not None]
 
 
-def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str]) -> list[int]:
+def missing(ledger: Ledger, records: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """A sentence for each objective that jobs that are done do not have."""
+    done = [record for record in records if record.score is not None]
+    without = {name: [str(r.number) for r in done if OBJECTIVES[name](ledger, r) is None] for name in names}
+    return [
+        f"sweep.objectives: {name} was not measured in job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, which cannot be "
+        f"compared by it; leave it out: sweep.objectives=[{','.join(other for other in names if other != name)}]"
+        for name, jobs in without.items()
+        if jobs
+    ]
+
+
+def directions(names: Sequence[str], score: Direction) -> list[Direction]:
+    """Which value of each objective is better; that of the score is the sweep's."""
+    return [score if name == SCORE else Direction.minimize for name in names]
+
+
+def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str], score: Direction) -> list[int]:
     """The Pareto set, best score first: no other job is better in one objective and worse in none."""
-    signs = [1 if OBJECTIVES[name][1] else -1 for name in names]
-    gains = {number: [sign * value for sign, value in zip(signs, job, strict=True)] for number, job in jobs.items()}
+    better = directions(names, score)
+    gains = {number: [d.gain(value) for d, value in zip(better, job, strict=True)] for number, job in jobs.items()}
 
     def is_beaten(number: int) -> bool:
         others = (gain for gain in gains.values() if gain != gains[number])

@@ -14,7 +14,7 @@ from lockstep.config.commands import typed
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
-from lockstep.sweep.ledger import Ledger, Record
+from lockstep.sweep.ledger import Direction, Ledger, Record
 from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.runs import state_of
 from lockstep.sweep.view import best_of, score, seeds_together, swept_keys, varied
@@ -44,11 +44,11 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         for record in records
     }
     shown = [name for name in COSTS if any(name in cost for cost in costs.values())]
-    count, best = Counter(map(state_of, records)), best_of(records)
+    count, best = Counter(map(state_of, records)), best_of(records, identity.direction)
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
         "best": f"job {best.number} with {best.score:.2f}: {' '.join(varied(best, swept))}" if best else "",
-        "over the seeds": "; ".join(seeds_together(records, swept)),
+        "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
     return {
@@ -69,10 +69,15 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
                     state_of(record),
                 ],
             )
-            for record in sorted(records, key=lambda record: (record.score is None, -(record.score or 0)))
+            for record in sorted(records, key=lambda record: _place(record, identity.direction))
         ],
         "command": typed(["lockstep", "train", "-m", *identity.words]),
     }
+
+
+def _place(record: Record, direction: Direction) -> tuple[bool, float]:
+    """The place of a job in the table: the best first, those without a score last."""
+    return record.score is None, -direction.gain(record.score or 0.0)
 
 
 def _costs(ledger: Ledger, record: Record) -> dict[str, float]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.job.prepare import import_for_ranks
-from lockstep.runtime.host import cores
-from lockstep.sweep.devices import Needs, visible_gpus
+from lockstep.sweep.devices import Needs
+from lockstep.sweep.runs import ELSEWHERE
+
+# What does not change how much memory a job takes.
+NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", "optimizer.weight_decay")
 
 
-def plan(config: DictConfig) -> Needs | None:
-    """The devices of a job; None for one that only submits itself to SLURM.
+def kind(values: Mapping[str, Any]) -> str:
+    """The values that decide how much memory a job takes."""
+    deciding = {key: value for key, value in leaves(values) if not key.startswith((*NOT_OF_MEMORY, *ELSEWHERE))}
+    return json.dumps(deciding, sort_keys=True, default=str)
+
+
+def plan(config: DictConfig, machine: Needs) -> Needs | None:
+    """The devices of a job on a `machine` that has these; None for one that only submits itself to SLURM.
 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
     With fewer threads (`launcher.threads=1`), more jobs run at once.
@@ -23,17 +37,18 @@ def plan(config: DictConfig) -> Needs | None:
     """
     HydraConfig.instance().set_config(config)  # the name of a job refers to Hydra's choices
     keys = [str(key) for key in config if key != "hydra"]
-    job = components.build_job(composition.to_dict(OmegaConf.masked_copy(config, keys)))
+    values = composition.to_dict(OmegaConf.masked_copy(config, keys))
+    job = components.build_job(values)
     if job.resume is not None:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
     launcher = job.launcher
     if launcher.submits:
         return None
     import_for_ranks(job)
-    gpus = 0 if job.device == "cpu" else len(visible_gpus())
+    gpus = 0 if job.device == "cpu" else machine.gpus
     # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
     ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
     ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
     if gpus:
-        return Needs(gpus=ranks)
-    return Needs(cores=cores() if launcher.threads == "auto" else ranks * int(launcher.threads))
+        return Needs(gpus=ranks, kind=kind(values) if job.sweep.gpu_share else "")
+    return Needs(cores=machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads))

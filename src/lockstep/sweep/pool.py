@@ -5,22 +5,22 @@ Knows no trainer and no Hydra: a job is a function, and what it needs. The ledge
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing.process import BaseProcess
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.config.commands import override
-from lockstep.core.errors import LockstepError, Stopped
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError, LockstepError, Stopped
 from lockstep.launcher.processes import forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
@@ -30,6 +30,7 @@ from lockstep.sweep.ledger import Ledger, Record, State, output_of
 from lockstep.sweep.recording import recorded
 
 REFRESH_S = 0.5
+CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all of it
 
 
 @dataclass(frozen=True)
@@ -41,27 +42,28 @@ class Task:
         needs: the devices that it takes.
         function: does the job, and returns its score.
         command: the words that do the same in a fresh interpreter, without its folder.
+        environment: variables for its process.
     """
 
     record: Record
     needs: Needs
     function: Callable[[], float | None]
     command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Process(Protocol):
-    """The process of a job: what the pool needs of `multiprocessing.Process`."""
+    """The process of a job, for the pool. `sentinel` is what the pool's `wait` waits for."""
 
     @property
-    def sentinel(self) -> int: ...
-
-    @property
-    def pid(self) -> int | None: ...
+    def sentinel(self) -> Any: ...
 
     @property
     def exitcode(self) -> int | None: ...
 
     def join(self) -> None: ...
+
+    def send_signal(self, number: int) -> None: ...
 
 
 class View(Protocol):
@@ -86,6 +88,8 @@ class Pool:
         view: shows the jobs.
         most: the most jobs at once; None is as many as fit.
         start: starts the process of a task on its share of the devices.
+        wait: waits for the sentinels of processes, for some seconds at most.
+        memory_of: the bytes that a job that is done took of its GPU, if they were measured.
     """
 
     def __init__(
@@ -96,10 +100,11 @@ class Pool:
         *,
         most: int | None = None,
         start: Callable[[Ledger, Task, Share], Process],
-        wait: Callable[[list[int], float], object] = multiprocessing.connection.wait,
+        wait: Callable[[list[Any], float], object] = multiprocessing.connection.wait,
+        memory_of: Callable[[Ledger, Record], int | None] | None = None,
     ) -> None:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
-        self.start, self.wait = start, wait
+        self.start, self.wait, self.memory_of = start, wait, memory_of or memory_of_job
         self.running: list[tuple[Task, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
 
@@ -122,7 +127,7 @@ class Pool:
                         request.repeat()  # for a job that began while the stop arrived
                     self._start_what_fits(waiting)
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
-                    self._collect()
+                    self._collect(enough)
                     self._cut(enough)
                     self.view.refresh()
             finally:
@@ -140,17 +145,17 @@ class Pool:
                 self.running.append((task, share, self.start(self.ledger, task, share)))
                 self.view.started(task.record)
 
-    def _collect(self) -> None:
+    def _collect(self, enough: Callable[[Record], bool]) -> None:
         """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
         for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
             task, share, process = entry
             process.join()
             self.running.remove(entry)
-            self.devices.give_back(share)
             record = self.ledger.read(task.record)
+            self.devices.give_back(share, task.needs.kind, self.memory_of(self.ledger, record))
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
-            if record.number in self.cut and record.state is State.stopped:
+            if record.state is State.stopped and (record.number in self.cut or enough(record)):
                 record = self.ledger.write(replace(record, state=State.waiting, exit_code=0, error=""))
             self.cut.discard(record.number)
             self.view.ended(record)
@@ -158,10 +163,9 @@ class Pool:
     def _cut(self, enough: Callable[[Record], bool]) -> None:
         """Have the jobs that have trained enough for now save their state and end."""
         for task, _, process in self.running:
-            if task.record.number not in self.cut and enough(task.record) and process.pid is not None:
+            if task.record.number not in self.cut and enough(task.record):
                 self.cut.add(task.record.number)
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGTERM)
+                process.send_signal(signal.SIGTERM)
 
     def _without_record(self, record: Record, code: int) -> Record:
         """Record a job whose process did not: it was killed, or stopped before its first step."""
@@ -176,14 +180,21 @@ class Pool:
     def send(self, number: int) -> None:
         """Send a signal to the jobs that run."""
         for _, _, process in self.running:
-            if process.exitcode is None and process.pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+            process.send_signal(number)
 
 
-def forked(ledger: Ledger, task: Task, share: Share) -> BaseProcess:
+class Fork(ForkProcess):
+    """A fork of this process, to which a signal can be sent at any time."""
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
     """The process of a task as a fork of this one, which takes milliseconds: everything is imported already."""
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(os.getpid(), ledger, task, share))
+    process = Fork(target=_serve, args=(os.getpid(), ledger, task, share))
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child unblocks them when it can act on them
     try:
         process.start()
@@ -199,7 +210,7 @@ def _serve(parent: int, ledger: Ledger, task: Task, share: Share) -> None:
     with output_of(ledger, task.record).open("a") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
-    os.environ.update(share.environment)
+    os.environ.update({**share.environment, **task.environment})
     code = 0
     try:
         recorded(ledger, task.record, task.function)
@@ -220,18 +231,9 @@ class Interpreter:
 
     def __init__(self, ledger: Ledger, task: Task, share: Share) -> None:
         self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
-        words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
-        with output_of(ledger, task.record).open("a") as output:
-            self.process = subprocess.Popen(
-                words,
-                env={**os.environ, **share.environment, PARENT: str(os.getpid())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[lives],
-            )
+        self.process = interpreter(ledger, task, {**os.environ, **share.environment}, pass_fds=[lives])
         os.close(lives)
-        self.pid = self.process.pid
+        self.send_signal = self.process.send_signal
 
     @property
     def exitcode(self) -> int | None:
@@ -242,10 +244,36 @@ class Interpreter:
         os.close(self.sentinel)
 
 
+def interpreter(
+    ledger: Ledger, task: Task, environment: Mapping[str, str], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a fresh interpreter that runs a task, and does not outlive this process."""
+    with output_of(ledger, task.record).open("a") as output:
+        return subprocess.Popen(
+            [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)],
+            env={**environment, **task.environment, PARENT: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            **options,
+        )
+
+
 def start(ledger: Ledger, task: Task, share: Share) -> Process:
     """Start the process of a task."""
     alone = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
     return forked(ledger, task, share) if alone else Interpreter(ledger, task, share)
+
+
+def memory_of_job(ledger: Ledger, record: Record) -> int | None:
+    """What a job that is done took of its GPU, if its `summary.json` says so, with the context of CUDA."""
+    if record.state is not State.done:
+        return None
+    try:
+        summary = safe_read.read_json(ledger.folder / record.folder / "summary.json")
+        return int(summary["gpu_memory"]) + CONTEXT_BYTES
+    except (InputError, LookupError, TypeError, ValueError):
+        return None
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.config.messages import translate
-from lockstep.core.errors import Interrupted, Stopped, as_known
+from lockstep.core.errors import Interrupted, Stopped, StorageError, as_known
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
@@ -28,7 +28,8 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
             error = Stopped(signals.NOT_BEGUN)
         translated = translate(error) if isinstance(error, Exception) else None
         known = translated or as_known(error)
-        state = State.stopped if isinstance(known, Stopped | Interrupted) else State.failed
+        # A full disk is no fault of the job: the same line goes on with it.
+        state = State.stopped if isinstance(known, Stopped | Interrupted | StorageError) else State.failed
         ledger.end(record, state, exit_code=known.exit_code, error=str(known))
         raise (translated or error) from None
     ledger.end(record, State.done, objective=objective)

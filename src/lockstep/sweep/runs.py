@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import LATEST, RunDir, latest
 from lockstep.core.safe_read import UnreadableFile, is_number
-from lockstep.sweep.ledger import Ledger, Record, State, born, record_of
+from lockstep.sweep.ledger import Direction, Ledger, Record, State, born, record_of
 
 CLASS = "._target_"
 KILLED, DAMAGED = "killed", "damaged"  # the states of a run besides those of a job
@@ -36,6 +36,8 @@ class Run:
         error: why it has none.
         settings: its config as the user gave it: the option of each group, and the value of each key.
         typed: the overrides of its command, by their keys.
+        direction: which score of its sweep is better; None for a run alone.
+        rung: how far it came in a successive halving; empty without one.
     """
 
     folder: Path
@@ -45,6 +47,8 @@ class Run:
     error: str = ""
     settings: Mapping[str, str]
     typed: Mapping[str, str]
+    direction: Direction | None = None
+    rung: str = ""
 
 
 def run_folders(root: Path) -> Iterator[Path]:
@@ -82,22 +86,34 @@ def read_runs(root: Path) -> list[Run]:
     for folder in run_folders(root):
         ledger = Ledger(folder)
         if ledger.exists:
-            ledger.identity()  # refuses another version
-            runs |= {folder / record.folder: read_job(folder, record) for record in ledger.records()}
+            direction = ledger.identity().direction
+            runs |= {folder / record.folder: read_job(folder, record, direction) for record in ledger.records()}
         elif folder not in runs:
             known = record_of(folder)
-            runs[folder] = read_run(folder) if known is None else read_job(folder.parent, known[1])
+            runs[folder] = (
+                read_run(folder)
+                if known is None
+                else read_job(folder.parent, known[1], known[0].identity().direction)
+            )
     if not runs:
         raise InputError(f"{root} has no run in it; name a run, a sweep, or a folder of them")
     return list(runs.values())
 
 
-def read_job(sweep: Path, record: Record) -> Run:
+def read_job(sweep: Path, record: Record, direction: Direction) -> Run:
     """A job of a sweep: its record says how far it is, and its folder, if there is one, what it is."""
     run = read_run(sweep / record.folder, record.overrides)
     if run.state == DAMAGED:
         return run
-    return replace(run, state=state_of(record), started=record.started, score=record.score, error=record.error)
+    return replace(
+        run,
+        state=state_of(record),
+        started=record.started,
+        score=record.score,
+        error=record.error,
+        direction=direction,
+        rung=record.rung,
+    )
 
 
 def state_of(record: Record) -> str:

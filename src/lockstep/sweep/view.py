@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped, escaped
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
 from lockstep.runtime.program import say
 from lockstep.sweep import objectives
-from lockstep.sweep.ledger import Ledger, Record, State, output_of
+from lockstep.sweep.ledger import Direction, Ledger, Record, State, best_of, output_of
 from lockstep.sweep.objectives import SCORE
 from lockstep.telemetry.columns import ALWAYS, Column, clock, fitting
 
@@ -28,11 +28,12 @@ TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
 class Screen:
     """The jobs of one call. `records` are those of its line, also those that were done before."""
 
-    def __init__(self, ledger: Ledger, records: Sequence[Record]) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, records: Sequence[Record], begun: str = "started") -> None:
+        self.ledger, self.begun = ledger, begun
         self.records = {record.number: record for record in records}
         self.running: list[int] = []
         self.swept = swept_keys(records) or (ledger.identity().swept if ledger.exists else ())
+        self.direction = ledger.identity().direction if ledger.exists else Direction.maximize
         self.began = time.monotonic()
         self.before = sum(record.state in (State.done, State.failed) for record in records)
         self.ended_now = 0
@@ -56,7 +57,7 @@ class Screen:
     def started(self, record: Record) -> None:
         self.running.append(record.number)
         if not self.live.is_started:
-            self._print(f"{self._name(record)}  started")
+            self._print(f"{self._name(record)}  {self.begun}")
 
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
@@ -68,7 +69,8 @@ class Screen:
         position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
-        if record.state is State.failed and not (self.live.is_started and sys.stderr.isatty()):
+        is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
+        if is_failure and not (self.live.is_started and sys.stderr.isatty()):
             say(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
 
     def refresh(self) -> None:
@@ -98,7 +100,7 @@ class Screen:
             for state in State
             if count[state]
         ]
-        if best := best_of([*self.records.values()]):
+        if best := best_of(self.records.values(), self.direction):
             columns.append(Column("best", score(best), f" (job {best.number})", 6, "green"))
         if self.ended_now:
             left = len(self.records) - self.before - self.ended_now
@@ -139,23 +141,28 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
 
     `names` are the objectives.
     """
-    swept = swept_keys(records)
+    swept, direction = swept_keys(records), ledger.identity().direction
     names = [SCORE, *(name for name in names if name != SCORE)]
     table = Table("job", "overrides", *names, "ended")
     figures = {record.number: objectives.values(ledger, record, names) for record in records}
     for record in records:
         ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
+        ending += f", rung {record.rung}" if record.rung and record.state is not State.done else ""
         others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
         table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), *others, ending)
     # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
     log.console.print(f"sweep in {ledger.folder}", soft_wrap=True)
     log.console.print(table)
-    for line in seeds_together(records, swept):
+    for line in seeds_together(records, swept, direction):
         log.console.print(line, soft_wrap=True)
-    if len(names) > 1 and (best_ones := objectives.trade_offs({k: v for k, v in figures.items() if v}, names)):
+    if len(names) > 1 and (
+        best_ones := objectives.trade_offs({k: v for k, v in figures.items() if v}, names, direction)
+    ):
         jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
         log.console.print(f"no other job is better in {' and '.join(names)} than {jobs}", soft_wrap=True)
-    if best := best_of(records):
+    for line in objectives.missing(ledger, records, names):
+        log.show(line)
+    if best := best_of(records, direction):
         ledger.mark_best(ledger.records())  # two jobs that ended at once may have named the worse one
         log.console.print(
             f"best: job {best.number} with {score(best)}, {ledger.folder / best.folder}", soft_wrap=True
@@ -168,7 +175,7 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
                 log.console.print(f"    what it printed: {output_of(ledger, record)}", soft_wrap=True)
 
 
-def seeds_together(records: Sequence[Record], swept: Sequence[str]) -> list[str]:
+def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: Direction) -> list[str]:
     """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -177,15 +184,9 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str]) -> list[str]
             scores[" ".join(varied(record, others)) or "all"].append(record.score)
     return [
         f"{words}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} over {len(values)} seeds"
-        for words, values in sorted(scores.items(), key=lambda item: -statistics.mean(item[1]))
+        for words, values in sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
         if len(values) > 1
     ]
-
-
-def best_of(records: Sequence[Record]) -> Record | None:
-    """The job with the highest score, the first of equal ones; None without any."""
-    scores = [record.score for record in records if record.score is not None]
-    return next((record for record in records if record.score == max(scores)), None) if scores else None
 
 
 def score(record: Record) -> str:

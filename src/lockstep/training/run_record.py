@@ -132,7 +132,11 @@ class RunRecord(NoRecord):
         seconds = time.time() - self.started
         progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
         figures = {**telemetry.totals_of_run(), **hardware}
-        gpu_time = {name: round(share, 4) for name, share in telemetry.profile.gpu_time.items()}
+        of_gpu: dict[str, Any] = {}
+        if self.world.device.type == "cuda":
+            of_gpu["gpu_memory"] = torch.cuda.max_memory_reserved(self.world.device)
+        if gpu_time := telemetry.profile.gpu_time:
+            of_gpu["gpu_time"] = {name: round(share, 4) for name, share in gpu_time.items()}
         verdict, sight = explain(
             job=job,
             world=self.world,
@@ -154,7 +158,7 @@ class RunRecord(NoRecord):
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
             **sight,
-            **({"gpu_time": gpu_time} if gpu_time else {}),
+            **of_gpu,
         )
         banner.closing(
             job=job,

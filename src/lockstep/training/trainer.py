@@ -87,7 +87,7 @@ class Trainer:
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                if stop and step < self.plan.total_steps:
+                if (stop or self.ends_rung(step)) and step < self.plan.total_steps:
                     raise StopNow
                 if improved or overdue or self.plan.due("save", step):
                     self.save()
@@ -97,6 +97,11 @@ class Trainer:
             self.save_and_leave()
         self.consensus.close()
         return self.progress
+
+    def ends_rung(self, step: int) -> bool:
+        """Whether the job has trained as far as its round of a successive halving goes. The ranks of other machines
+        do not know."""
+        return self.plan.due("eval", step) and self.world.any(step / self.plan.total_steps >= self.stop.rung_end)
 
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch; returns figures for a log point."""

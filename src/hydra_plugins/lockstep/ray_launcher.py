@@ -1,0 +1,196 @@
+"""`hydra/launcher=ray`: the jobs of a sweep as tasks of Ray, on this machine or on a running cluster.
+
+The ledger, the table and how a line goes on are those of the pool; Ray decides where each job runs. Each task runs
+the command line of its job, so all nodes need the same environment and the sweep's folder under the same path. When a
+node is lost, Ray starts its tasks elsewhere, and each goes on from its job's last checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+
+from hydra_plugins.lockstep import pool
+from lockstep.core.errors import InputError, Stopped
+from lockstep.runtime.signals import STOP_SIGNALS
+from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share
+from lockstep.sweep.ledger import Ledger, Record, output_of
+
+if TYPE_CHECKING:
+    from lockstep.sweep.pool import Pool, Task
+    from lockstep.sweep.view import Screen
+
+# The keys of `hydra.launcher` besides the pool's: the cluster (null: Ray is started here, for this line alone), and
+# how many lost nodes a job survives.
+CONFIG = {**pool.CONFIG, "_target_": f"{__name__}.RayLauncher", "address": None, "retries": 3}
+ConfigStore.instance().store(group="hydra/launcher", name="ray", node=CONFIG, provider="hydra", replace=True)
+POLL_S, CONNECT_S = 0.1, 5.0
+
+
+class RayLauncher(pool.PoolLauncher):
+    """Hydra's interface to Ray."""
+
+    begun = "submitted"
+
+    def __init__(self, address: str | None, retries: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.address, self.retries = address, retries
+
+    def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
+        if importlib.util.find_spec("ray") is None:
+            raise InputError(
+                "hydra/launcher=ray needs the package ray, which is not installed; install it with pip install "
+                "'lockstep[ray]'"
+            )
+        import ray
+
+        try:
+            self._connect()
+            return super()._launch(ledger, job_overrides, first)
+        except BaseException:
+            self.more_follow = False
+            raise
+        finally:
+            if not self.more_follow:
+                ray.shutdown()  # ends every task of this process
+
+    def _connect(self) -> None:
+        """Connect to the cluster, or start Ray on this machine.
+
+        Raises:
+            InputError: there is no cluster at the address.
+        """
+        import ray
+
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        before = signal.getsignal(signal.SIGTERM)  # Ray sets a handler that ends the process
+        host, _, port = (self.address or "").rpartition("/")[2].rpartition(":")
+        try:
+            if port.isdigit():  # Ray itself tries for minutes
+                socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            ray.init(
+                self.address or "local",
+                ignore_reinit_error=True,
+                log_to_driver=False,
+                logging_level="ERROR",
+                **({} if self.address else {"include_dashboard": False}),
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            raise InputError(
+                f"hydra.launcher.address: Ray cannot be reached at {self.address or 'this machine'} ({reason}); "
+                "start a cluster with ray start --head, or leave out the address for Ray on this machine alone"
+            ) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _devices(self) -> Devices:
+        return Cluster.of_nodes()
+
+    def _pool(self, ledger: Ledger, devices: Devices, screen: Screen) -> Pool:
+        import ray
+
+        from lockstep.sweep.pool import Pool
+
+        def start(ledger: Ledger, task: Task, share: Share) -> RayTask:
+            return RayTask(ledger, task, devices.all, self.retries)
+
+        def wait(tasks: list[Any], seconds: float) -> None:
+            if tasks:
+                ray.wait(tasks, timeout=seconds)
+
+        return Pool(ledger, devices, screen, most=self.jobs, start=start, wait=wait)
+
+
+class Cluster(Devices):
+    """The largest node of a cluster. Every job is submitted at once: Ray shares out the devices."""
+
+    @classmethod
+    def of_nodes(cls) -> Cluster:
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus, cpus = (max((int(node.get(name, 0)) for node in nodes), default=0) for name in ("GPU", "CPU"))
+        return cls(map(str, range(gpus)), cpus)
+
+    def take(self, needs: Needs) -> Share:
+        return Share()
+
+    def give_back(self, share: Share, kind: str = "", measured: int | None = None) -> None:
+        """Ray does."""
+
+
+class RayTask:
+    """A job as a task of Ray, for the pool. A stop is sent with `ray.cancel`; other signals do not reach a task."""
+
+    def __init__(self, ledger: Ledger, task: Task, largest: Needs, retries: int) -> None:
+        import ray
+
+        gpus = min(task.needs.gpus, largest.gpus)
+        remote = ray.remote(
+            num_gpus=gpus,
+            num_cpus=1 if gpus else min(task.needs.cores, largest.cores),
+            max_retries=retries,
+            name=task.record.folder,
+        )(run_command)
+        self.output, self.is_stopping = output_of(ledger, task.record), False
+        plain = replace(task, function=_nothing)  # refers to this process
+        self.sentinel = remote.remote(ledger, plain, dict(os.environ), str(Path.cwd()))
+
+    @property
+    def exitcode(self) -> int | None:
+        import ray
+
+        if self.is_stopping:
+            self.is_stopping = False
+            ray.cancel(self.sentinel)  # not in a signal handler, which may have interrupted Ray
+        return self._code if ray.wait([self.sentinel], timeout=0)[0] else None
+
+    @cached_property
+    def _code(self) -> int:
+        import ray
+
+        try:
+            return int(ray.get(self.sentinel))
+        except ray.exceptions.TaskCancelledError:
+            return Stopped.exit_code
+        except ray.exceptions.RayError as error:
+            with self.output.open("a") as output:
+                output.write(f"{error}\n")
+            return -signal.SIGKILL
+
+    def join(self) -> None:
+        """The exit code says that it has ended."""
+
+    def send_signal(self, number: int) -> None:
+        self.is_stopping |= number in STOP_SIGNALS
+
+
+def _nothing() -> None:
+    """Stands for the function of a task, whose command runs instead."""
+
+
+def run_command(ledger: Ledger, task: Task, environment: Mapping[str, str], folder: str) -> int:
+    """Run the command of a job on a node; returns its exit code. Cancelled by Ray, it has the job save its state."""
+    from lockstep.sweep.pool import interpreter
+
+    devices = {VISIBLE: os.environ[VISIBLE]} if VISIBLE in os.environ else {}
+    process: subprocess.Popen[bytes] = interpreter(ledger, task, {**environment, **devices}, cwd=folder)
+    while (code := process.poll()) is None:
+        with suppress(KeyboardInterrupt):
+            time.sleep(POLL_S)
+            continue
+        process.terminate()
+    return code

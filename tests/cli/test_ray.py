@@ -1,0 +1,91 @@
+"""`hydra/launcher=ray`: the jobs of a sweep on a cluster of two nodes, of which one is lost."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import losses, train_here
+from hydra_plugins.lockstep.ray_launcher import CONFIG, RayLauncher
+from lockstep.core.errors import InputError
+from lockstep.sweep.ledger import Ledger
+from processes import PATIENCE, background, close, ended, processes, wait_for
+
+JOB = ("model=linear", "device=cpu", "steps=3000", "schedule=constant", "telemetry.interval=50", "logger=jsonl")
+LINE = ("-m", "seed=1,2", *JOB, "launcher.threads=1", "checkpoint.every=50", "hydra/launcher=ray")
+
+
+def records(root: Path) -> list[Any]:
+    return [record for folder in root.glob("sweeps/*") for record in Ledger(folder).records()]
+
+
+def both_train(root: Path, *, after: float = 0.0) -> bool:
+    """Whether both jobs have saved a checkpoint since a time."""
+    saved = [path.lstat().st_mtime for path in root.glob("sweeps/*/*/checkpoints/last")]
+    return len(saved) == 2 and min(saved) > after
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield nodes
+    nodes.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp_path: Path, cluster: Any) -> None:
+    node = cluster.add_node(num_cpus=1)
+    words = ("train.py", *LINE, f"output_root={tmp_path}", f"hydra.launcher.address='{cluster.address}'")
+    process = background(tmp_path, sys.executable, *words, afresh=True)
+    try:
+        wait_for(lambda: both_train(tmp_path))
+        os.kill(process.pid, signal.SIGINT)
+        assert ended(process)[0] == 75
+        assert [record.state for record in records(tmp_path)] == ["stopped", "stopped"]
+        assert processes(tmp_path) == set()
+        stopped = max(record.ended for record in records(tmp_path))
+        process = background(tmp_path, sys.executable, *words, afresh=True)
+        wait_for(lambda: both_train(tmp_path, after=stopped))
+        before = [record.pid for record in records(tmp_path)]
+        cluster.remove_node(node, allow_graceful=False)
+        _, err = process.communicate(timeout=PATIENCE)
+        assert process.wait() == 0, err
+    finally:
+        close([process])
+    assert [record.state for record in records(tmp_path)] == ["done", "done"]
+    moved = [record.number for record, pid in zip(records(tmp_path), before, strict=True) if record.pid != pid]
+    assert len(moved) == 1
+    for seed in (1, 2):
+        (folder,) = tmp_path.glob(f"sweeps/*/*seed={seed}")
+        alone = train_here(tmp_path / f"alone{seed}", *JOB, f"seed={seed}", "launcher.threads=1")
+        assert losses(folder) == losses(alone)
+
+
+def launcher(**settings: Any) -> RayLauncher:
+    return RayLauncher(**{key: value for key, value in {**CONFIG, **settings}.items() if key != "_target_"})
+
+
+def test_without_ray_the_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"not installed; install it with pip install 'lockstep\[ray\]'"):
+        launcher()._launch(Ledger(tmp_path), [["seed=1"]], 0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_that_is_not_there_is_named_at_once(tmp_path: Path, address: str) -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(InputError, match=rf"Ray cannot be reached at {address} \(.*refused.*ray start --head"):
+        launcher(address=address)._launch(Ledger(tmp_path), [["seed=1"]], 0)
+    assert not list(tmp_path.iterdir())
