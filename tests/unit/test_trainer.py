@@ -48,7 +48,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
-        self.stragglers = self.times = self.clock = self
+        self.stragglers = self.times = self.clock = self.observer = self
         self.busy = 0.0
 
     def watch(self, shards: Iterator[Any]) -> Iterator[Any]:
@@ -86,7 +86,7 @@ class Silent:
     def open_window(self) -> None:
         """There is none."""
 
-    def sync(self) -> None:
+    def flush(self) -> None:
         """There are no files."""
 
     def overdue(self) -> bool:

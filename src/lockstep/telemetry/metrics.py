@@ -283,10 +283,6 @@ class Telemetry:
         self.observer.evaluated(step, scalars, best)
         self.display.evaluated(step, scalars, epoch, best=best)
 
-    def sync(self) -> None:
-        """Flush the files, so that they have every step of the checkpoint that is saved next."""
-        self.observer.flush()
-
     def time_shares(self) -> dict[str, float]:
         """The share of each part of the run in the time of this process since its first step."""
         return self.times.shares(self.stragglers.waited_share)

@@ -285,7 +285,7 @@ class Trainer:
                 check_replicas(self.network.model, self.world, self.progress.step)
             check_finite(self.network.model, self.world, self.progress.step)
             self.progress.window = self.telemetry.open_window()
-            self.telemetry.sync()
+            self.telemetry.observer.flush()  # the files must have every step of the checkpoint
             self.checkpointer.save(
                 model=self.network.model,
                 ema=self.network.ema,
