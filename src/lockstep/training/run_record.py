@@ -147,7 +147,11 @@ class RunRecord(NoRecord):
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
             **sight,
-            **({"gpu_memory": torch.cuda.max_memory_reserved(self.world.device)} if self.world.device.type == "cuda" else {}),
+            **(
+                {"gpu_memory": torch.cuda.max_memory_reserved(self.world.device)}
+                if self.world.device.type == "cuda"
+                else {}
+            ),
             **({"gpu_time": gpu_time} if gpu_time else {}),
         )
         banner.closing(
