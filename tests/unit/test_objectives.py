@@ -64,9 +64,9 @@ def test_the_table_names_the_trade_offs(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = sweep(tmp_path)
-    energies = ({"kwh": 0.5}, {"kwh": 0.25}, None)
+    energies = ({"kwh": 0.5}, {"kwh": 0.25}, {"hours": 1.0})
     for record, energy in zip(ledger.records(), energies, strict=False):
-        (tmp_path / record.folder / "summary.json").write_text(json.dumps({"energy": energy}))
+        (tmp_path / record.folder / "summary.json").write_text(json.dumps({"spent": energy}))
     show_table(ledger, ledger.records(), ["score", "kwh"])
     out = capsys.readouterr().out
     assert "no other job is better in score and kwh than jobs 0, 1\n" in out

@@ -40,10 +40,7 @@ def _megabytes(ledger: Ledger, record: Record) -> float | None:
 
 def _kwh(ledger: Ledger, record: Record) -> float | None:
     """The energy of the run, where it was measured."""
-    try:
-        return float(safe_read.read_json(RunDir(ledger.folder / record.folder).summary)["spent"]["kwh"])
-    except (InputError, LookupError, TypeError, ValueError):
-        return None
+    return RunDir(ledger.folder / record.folder).spent().get("kwh")
 
 
 # Of each objective, its value for a job. The others are costs: less is better.
