@@ -32,8 +32,7 @@ def main(packages: Sequence[str] = ()) -> None:
     started_as(sys.argv[0])
     adopt_srun()
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
-    words = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
-    sys.argv[1:] = words
+    sys.argv[1:] = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
     composition.register()
     with program.command_line():
         extensions.use(packages)
