@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 from lockstep.core import safe_read
-from lockstep.sweep.ledger import Ledger, Record
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Record
 from sweep_kills import digest
 
 ROOT = Path(__file__).parent.parent

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Record, State
 
 ROOT = Path(__file__).parent.parent
 RATES = (*(f"{number / 1000:g}" for number in range(1, 12)), "1e6")  # the loss overflows at the last

@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, built, train_here
-from lockstep.config import composition, messages, yaml_io
+from lockstep.config import composition, flags, messages, yaml_io
 from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
@@ -427,12 +427,12 @@ def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -
 )
 def test_a_key_that_is_written_as_a_flag_is_shown_as_it_should_be(words: list[str], key: str) -> None:
     with pytest.raises(InputError) as raised:
-        messages.check_flags(words)
+        flags.check_flags(words)
     note = " (batch counts the images of all devices)" if key.startswith("batch=") else ""
     assert str(raised.value).endswith(
         f"is no flag of this program; a key is written without dashes, KEY=VALUE{note}: {key}"
     )
-    messages.check_flags(["--cfg", "job", "--package", "model", "-m", "batch=1", "--config-dir=x"])
+    flags.check_flags(["--cfg", "job", "--package", "model", "-m", "batch=1", "--config-dir=x"])
 
 
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:

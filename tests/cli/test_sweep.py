@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from helpers import Done, forked, losses, train_here, weights
-from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Record, State
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
 SHORT = ("steps=3", "telemetry.interval=1", "device=cpu", "logger=jsonl", "launcher.threads=1")

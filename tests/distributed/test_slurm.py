@@ -19,7 +19,8 @@ from lockstep.config.commands import override
 from lockstep.core.launched import launched
 from lockstep.core.process_group import own_gpu
 from lockstep.core.slurm import adopt_srun
-from lockstep.sweep.ledger import Ledger, State
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import State
 from processes import JOB, ended, start, steps_done, summary, wait_for
 
 pytestmark = pytest.mark.slow

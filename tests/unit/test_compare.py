@@ -32,7 +32,8 @@ from lockstep.core.plan import make_plan
 from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.load import find_weights
 from lockstep.sweep.compare import causes, groups, interval
-from lockstep.sweep.ledger import Direction, Identity, Ledger, State, best_of
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import Direction, State, best_of
 from lockstep.sweep.runs import differing, existing, read_runs
 from lockstep.telemetry.loggers import TensorBoard
 

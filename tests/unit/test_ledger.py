@@ -21,19 +21,10 @@ from hypothesis import strategies as st
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
-from lockstep.sweep.ledger import (
-    Direction,
-    Identity,
-    Ledger,
-    Record,
-    State,
-    best_of,
-    born,
-    checked_direction,
-    record_of,
-)
+from lockstep.sweep.ledger import Identity, Ledger, record_of
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
+from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
 from lockstep.sweep.recording import recorded
 from lockstep.sweep.view import Screen, progress_of, seeds_together, show_table, swept_keys
 

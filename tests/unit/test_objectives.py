@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError
 from lockstep.sweep import objectives
-from lockstep.sweep.ledger import Direction, Identity, Ledger, State
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import Direction, State
 from lockstep.sweep.view import show_table
 
 NAMES = ("score", "seconds", "megabytes")

@@ -9,7 +9,7 @@ import pytest
 from hydra.errors import HydraException
 
 from helpers import composed
-from lockstep.config import components, messages
+from lockstep.config import components, flags, messages
 from lockstep.config.other_words import KEYS, VALUES, ours, ours_of
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError
@@ -29,7 +29,7 @@ def check(proposal: str) -> None:
 
 
 def compose_as_typed(words: list[str]) -> None:
-    messages.check_flags(words)
+    flags.check_flags(words)
     composed(*words)
 
 
@@ -93,4 +93,4 @@ def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monke
 def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
     assert ours("use_amp", "false") == ours("zzz", "1") == ours("model.name", "x") == ours("opt", "zzz") == ""
     with pytest.raises(InputError, match=r"--zzz is no flag .*--cfg job"):
-        messages.check_flags(["--zzz"])
+        flags.check_flags(["--zzz"])

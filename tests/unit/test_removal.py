@@ -25,7 +25,8 @@ from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
-from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import State
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import State
 from lockstep.telemetry.report import LONG_S, is_due, write_report
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}$\\frac{&amp;\u202e日本語"

@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
 from lockstep.core.errors import InputError
-from lockstep.sweep.ledger import Identity, Ledger, State
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import State
 
 optuna = pytest.importorskip("optuna")
 LINE = ("seed=3", "x=interval(0,1)", "kind=a,b")

@@ -26,10 +26,11 @@ def spending(folder: Path, *, joules: float | None = 7.2e6, **budget: float) -> 
     """The spending of a run on two GPUs at three dollars an hour, with a state to save."""
     stop = StopRequest()
     stop.begun = True
-    monitor: Any = SimpleNamespace(joules=joules)
+    monitor: Any = SimpleNamespace(joules=joules, step=lambda: 100)
     return Spending(
         run_dir=RunDir(folder),
         gpus=2,
+        batch=50,
         usd_per_gpu_hour=3.0,
         budget=BudgetBlock(**budget),
         monitor=monitor,
@@ -42,7 +43,8 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
     first = spending(tmp_path)
     first.began -= 1800
     assert first.so_far() == pytest.approx({"hours": 0.5, "gpu_hours": 1.0, "kwh": 2.0, "usd": 3.0}, rel=1e-3)
-    first.saved(10, tmp_path)
+    first.saved(100, tmp_path)
+    assert RunDir(tmp_path).spent()["joules_per_image"] == pytest.approx(7.2e6 / (100 * 50))
     second = spending(tmp_path)
     second.began -= 3600
     assert second.so_far() == pytest.approx({"hours": 1.5, "gpu_hours": 3.0, "kwh": 4.0, "usd": 9.0}, rel=1e-3)

@@ -29,8 +29,9 @@ from lockstep.job.run_lock import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
-from lockstep.sweep.ledger import Identity, Ledger, Record, State, checked_direction
+from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.objectives import SCORE
+from lockstep.sweep.record import Record, State, checked_direction
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool

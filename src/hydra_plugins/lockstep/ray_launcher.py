@@ -26,7 +26,8 @@ from hydra_plugins.lockstep import pool
 from lockstep.core.errors import InputError, Stopped
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share
-from lockstep.sweep.ledger import Ledger, Record, output_of
+from lockstep.sweep.ledger import Ledger, output_of
+from lockstep.sweep.record import Record
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task

@@ -23,14 +23,14 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core.errors import InputError
-from lockstep.sweep.ledger import Direction
 from lockstep.sweep.objectives import SCORE, directions, values
+from lockstep.sweep.record import Direction
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-    from lockstep.sweep.ledger import Record
+    from lockstep.sweep.record import Record
 
 # The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep.
 CONFIG = {
@@ -157,7 +157,8 @@ class OptunaSweeper(Sweeper):
         """Run the jobs of some trials, and tell the study how they ended."""
         from optuna.trial import TrialState
 
-        from lockstep.sweep.ledger import Ledger, State
+        from lockstep.sweep.ledger import Ledger
+        from lockstep.sweep.record import State
 
         ledger = Ledger(Path(self.settings.hydra.sweep.dir))
         of_job = {frozenset(job): trial for job, trial in zip(jobs, trials, strict=True)}

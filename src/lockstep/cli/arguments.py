@@ -3,61 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
+from lockstep.cli.parser import Parser
 from lockstep.config.commands import typed
 from lockstep.core.errors import InputError, did_you_mean
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
 RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
-
-
-# argparse's messages, and ours for them: what was typed, what is expected, what to type.
-MESSAGES = (
-    (r"the following arguments are required: (.*)", "expected {0}: {usage}"),
-    (r"argument (\S+): expected (?:one argument|at least one argument)", "{0} has no value: {0} {example}"),
-    (r"argument (\S+): invalid int value: '(.*)'", "{0} is '{1}', expected a whole number: {0} {example}"),
-    (r"argument (\S+): invalid float value: '(.*)'", "{0} is '{1}', expected a number: {0} {example}"),
-    (r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", "{0} is '{1}', expected {2}: {0} {example}"),
-)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are sentences of ours."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise InputError with what to type instead."""
-        for pattern, template in MESSAGES:
-            if match := re.match(pattern, message):
-                flag, *values = (group.replace("', '", " or ").strip("'") for group in match.groups())
-                raise InputError(template.format(flag, *values, usage=self._usage(), example=self._example(flag)))
-        raise InputError(f"{self._name}{message}; `{self.prog} --help` shows the arguments")
-
-    def unknown(self, words: list[str]) -> NoReturn:
-        """Raise InputError for flags that the command does not have, and words that it does not take."""
-        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        hint = did_you_mean(words[0], flags) if words[0].startswith("-") else ""
-        hint = hint or f" `{self.prog} --help` shows its arguments."
-        raise InputError(f"{self._name}{' '.join(words)} is nothing that it takes.{hint}")
-
-    @property
-    def _name(self) -> str:
-        """The command in front of a sentence, which begins with the program."""
-        return f"{self.prog.partition(' ')[2]}: ".lstrip(": ")
-
-    def _usage(self) -> str:
-        """The command with its required arguments."""
-        required = [str(action.metavar) for action in self._actions if not action.option_strings and action.required]
-        return " ".join([self.prog, *required])
-
-    def _example(self, flag: str) -> str:
-        """A value that a flag takes: its default, its first choice, or what the help calls it; empty for no flag."""
-        for action in self._actions:
-            if flag in action.option_strings:
-                return str(action.default or next(iter(action.choices or ()), action.metavar))
-        return ""
 
 
 def arguments() -> argparse.Namespace:

@@ -14,7 +14,7 @@ from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import InputError
 from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
-from lockstep.sweep.ledger import Direction
+from lockstep.sweep.record import Direction
 from lockstep.sweep.runs import DAMAGED, Run, existing, read_runs
 
 WIDE = 10_000  # columns

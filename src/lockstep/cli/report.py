@@ -5,8 +5,9 @@ from __future__ import annotations
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Direction, Ledger, record_of
+from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.page import write_sweep_report
+from lockstep.sweep.record import Direction
 from lockstep.sweep.runs import existing, read_job, read_run
 from lockstep.telemetry.progress import progress
 from lockstep.telemetry.report import write_report

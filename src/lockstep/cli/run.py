@@ -13,7 +13,8 @@ from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import Resume
 from lockstep.job.run_folder import job_lock, lock_run_folder
 from lockstep.runtime import program
-from lockstep.sweep.ledger import State, record_of
+from lockstep.sweep.ledger import record_of
+from lockstep.sweep.record import State
 from lockstep.sweep.recording import recorded
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
-from lockstep.sweep.ledger import Direction, Ledger, State, best_of
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Direction, State, best_of
 from lockstep.sweep.runs import DAMAGED, Run, differing, existing, read_job, read_run, run_folders, state_of
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -34,15 +34,6 @@ from lockstep.core.safe_write import FULL
 # The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
 # what overloads Hydra's parser or Python's integers.
 LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
-# What Hydra's flags with a value take.
-FLAG_VALUES = {
-    "--cfg": "job hydra all",
-    "--info": "all config defaults defaults-tree plugins searchpath",
-    "--package": "optimizer",
-    "--config-name": "config",
-    "--config-dir": "FOLDER",
-    "--config-path": "FOLDER",
-}
 # The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 # The environment variable that lets OmegaConf read longer files.
@@ -54,49 +45,7 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].strip()
 
 
-def check_flags(words: Sequence[str]) -> None:
-    """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`.
-
-    Raises:
-        InputError: there is such a flag, or the one that takes Hydra's own settings from a run folder.
-    """
-    from hydra.main import get_args_parser
-
-    parser = get_args_parser()
-    parser.error = _refuse_flag  # type: ignore[method-assign]
-    flags, rest = parser.parse_known_args(list(words))
-    if flags.experimental_rerun is not None:
-        raise InputError(
-            f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "
-            "that run code; continue a run with resume=RUN_FOLDER"
-        )
-    unknown = [word for word in rest if word.startswith("-")]
-    if not unknown:
-        return
-    proposals = []
-    for flag in unknown:
-        name, sign, value = flag.lstrip("-").partition("=")
-        next_word = "".join(words[words.index(flag) + 1 :][:1])
-        if not sign and next_word and not next_word.startswith("-") and "=" not in next_word:
-            sign, value = " ", next_word
-        proposals.append(other_words.ours(name, value if sign else None))
-    shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
-    raise InputError(
-        f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "
-        f"KEY=VALUE{_note(shown_keys)}: {shown_keys}"
-    )
-
-
-def _refuse_flag(message: str) -> NoReturn:
-    """Raise InputError for a flag of Hydra without its value, or with a wrong one."""
-    match = re.match(r"argument (--[\w-]+)\S*: (?:invalid choice: ('.*?') )?", message)
-    flag = match[1] if match else "a flag"
-    problem = f"is {match[2]}" if match and match[2] else "has no value"
-    value = FLAG_VALUES.get(flag, "VALUE")
-    raise InputError(f"{flag} {problem}, expected {value.replace(' ', ' or ')}: {flag} {value.split()[0]}")
-
-
-def _note(proposal: str) -> str:
+def note(proposal: str) -> str:
     """What to know about a proposal: a batch of most other programs is that of one device."""
     return " (batch counts the images of all devices)" if "batch=" in proposal else ""
 
@@ -136,7 +85,7 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         if not sign and (proposal := _joined(error.override)):
             return InputError(
-                f"{shown(error.override)} cannot be read, expected KEY=VALUE{_note(proposal)}: {proposal}"
+                f"{shown(error.override)} cannot be read, expected KEY=VALUE{note(proposal)}: {proposal}"
             )
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
@@ -309,7 +258,7 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         hint = f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
     elif (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):
-        hint = f" Did you mean {proposal}{_note(proposal)}?"
+        hint = f" Did you mean {proposal}{note(proposal)}?"
     elif block and siblings:
         names = [name.rpartition(".")[2] for name in siblings]
         hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."

@@ -13,7 +13,7 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Direction, State
+from lockstep.sweep.record import Direction, State
 from lockstep.sweep.runs import Run, differing
 
 SEED = "seed"

@@ -14,8 +14,9 @@ from dataclasses import replace
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError
 from lockstep.runtime.signals import RUNG_END
-from lockstep.sweep.ledger import Direction, Ledger, Record, State
+from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import Pool, Task
+from lockstep.sweep.record import Direction, Record, State
 
 # The score of an evaluation in `metrics.jsonl`, of the averaged weights where there are some: they decide the best.
 SCORES = ("acc/val_ema_top1", "acc/val_top1")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Direction, Ledger, Record
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Direction, Record
 
 SCORE = "score"
 

@@ -14,10 +14,11 @@ from lockstep.config.commands import typed
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
-from lockstep.sweep.ledger import Direction, Ledger, Record
+from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
+from lockstep.sweep.record import Direction, Record, best_of
 from lockstep.sweep.runs import state_of
-from lockstep.sweep.view import best_of, score, seeds_together, swept_keys, varied
+from lockstep.sweep.view import score, seeds_together, swept_keys, varied
 from lockstep.telemetry import charts
 from lockstep.telemetry.report import Notes, number, rendered
 

@@ -9,7 +9,8 @@ from lockstep.core.errors import Interrupted, Stopped, StorageError, as_known
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.ledger import Ledger, Record, State
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Record, State
 
 
 def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None]) -> float | None:

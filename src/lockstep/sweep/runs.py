@@ -16,7 +16,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import LATEST, RunDir, latest
 from lockstep.core.safe_read import UnreadableFile, is_number
-from lockstep.sweep.ledger import Direction, Ledger, Record, State, born, record_of
+from lockstep.sweep.ledger import Ledger, record_of
+from lockstep.sweep.record import Direction, Record, State, born
 
 CLASS = "._target_"
 KILLED, DAMAGED = "killed", "damaged"  # the states of a run besides those of a job

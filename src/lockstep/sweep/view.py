@@ -17,8 +17,9 @@ from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
 from lockstep.runtime.program import say
 from lockstep.sweep import objectives
-from lockstep.sweep.ledger import Direction, Ledger, Record, State, best_of, output_of
+from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.objectives import SCORE
+from lockstep.sweep.record import Direction, Record, State, best_of
 from lockstep.telemetry.columns import ALWAYS, Column, clock, fitting
 
 SEED = "seed"

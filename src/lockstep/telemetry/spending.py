@@ -27,12 +27,14 @@ class Spending(Observer):
     Fields:
         run_dir: the folder of the run, whose summary has what earlier parts have cost.
         gpus: the GPUs of the job, on all machines.
+        batch: the images of a step, over all ranks.
         usd_per_gpu_hour: the price of a GPU; None if it is not known.
         monitor: counts the energy of this machine, which is the only one of the job, or else counts nothing.
     """
 
     run_dir: RunDir
     gpus: int
+    batch: int
     usd_per_gpu_hour: float | None
     budget: BudgetBlock
     monitor: Monitor
@@ -74,8 +76,14 @@ class Spending(Observer):
                     f"budget.{name}={most:g} is used up ({spent[name]:.4g}); a larger one lets the run go on"
                 )
 
+    def _write(self) -> None:
+        spent = self.so_far()
+        if "kwh" in spent and self.monitor.step():
+            spent["joules_per_image"] = JOULES_PER_KWH * spent["kwh"] / (self.monitor.step() * self.batch)
+        self.run_dir.write_summary(spent=spent)
+
     def saved(self, step: int, checkpoint: Path) -> None:
-        self.run_dir.write_summary(spent=self.so_far())
+        self._write()
 
     def end(self, outcome: Outcome) -> None:
-        self.run_dir.write_summary(spent=self.so_far())
+        self._write()

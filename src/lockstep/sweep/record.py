@@ -1,0 +1,113 @@
+"""The record of a job of a sweep: how far it is, how good, and which of several is the best."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import InputError
+
+
+class Direction(StrEnum):
+    """Which score is better: the larger or the smaller one."""
+
+    maximize = "maximize"
+    minimize = "minimize"
+
+    def gain(self, score: float) -> float:
+        """A score as a number that is larger for a better one."""
+        return score if self is Direction.maximize else -score
+
+
+class State(StrEnum):
+    """How far a job is. `stopped`: it saved its state, and its next start goes on from there; `pruned`: so, because
+    others are better."""
+
+    waiting = "waiting"
+    running = "running"
+    done = "done"
+    failed = "failed"
+    stopped = "stopped"
+    pruned = "pruned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A job of a sweep.
+
+    Fields:
+        number: the number of the job in its sweep, from 0.
+        overrides: its overrides; a sweep has one job with them.
+        folder: the name of its run folder.
+        state: how far it is.
+        host, pid, born: the process that runs the job, or ran it last; `born` is the kernel's start time of it.
+        started, ended: seconds since 1970.
+        objective: the score of a finished job.
+        exit_code, error: of a failed or stopped job.
+        submitted: the number of the job of a cluster that runs it; empty without one.
+        rung: the round of a successive halving that it is in, or was left behind after: `1 of 3`; empty without one.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: str
+    state: State = State.waiting
+    host: str = ""
+    pid: int = 0
+    born: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+    objective: float | None = None
+    exit_code: int = 0
+    error: str = ""
+    submitted: str = ""
+    rung: str = ""
+
+    @property
+    def score(self) -> float | None:
+        """The objective of a job that has trained to its end."""
+        return None if self.state is State.pruned else self.objective
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether a cluster has the job, in its queue or on a machine, as far as its record says."""
+        return bool(self.submitted) and self.state in (State.waiting, State.running)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a living process of this machine runs the job. A killed one leaves `running` behind."""
+        return self.state is State.running and self.host == socket.gethostname() and self.born == born(self.pid) != ""
+
+
+def checked_direction(name: Any) -> Direction:
+    """The direction of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    try:
+        return Direction(name)
+    except ValueError:
+        raise InputError(
+            f"the direction of the scores is {name!r}, expected {' or '.join(Direction)}: "
+            "hydra.launcher.direction=minimize, or hydra.sweeper.direction=minimize in a search"
+        ) from None
+
+
+def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
+    """The job with the best score, the first of equal ones; None without any."""
+    gains = {r: (direction.gain(r.score), -r.number) for r in records if r.score is not None}
+    return max(gains, key=gains.__getitem__, default=None)
+
+
+def born(pid: int) -> str:
+    """The start time of a process of this machine, which tells it from a later one with its number; empty if gone."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for is gone too
