@@ -119,7 +119,7 @@ def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("alone.safetensors", "nowhere.png"), "nowhere.png cannot be read as an image"),
+        (("alone.safetensors", "nowhere.png"), "nowhere.png: there is no such file or folder"),
         (("alone.safetensors", "--out", "nowhere/model.onnx"), "--out is nowhere/model.onnx, expected a file in"),
     ],
     ids=["no such image", "no such folder"],

@@ -269,12 +269,6 @@ def test_rate_and_share_are_of_the_seconds_of_training() -> None:
     assert window.wait_share == pytest.approx(25)
 
 
-def test_the_files_are_flushed_before_a_checkpoint() -> None:
-    sink = Collector()
-    recorder(sink).sync()
-    assert sink.flushed == 1
-
-
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read each window at the log point after it, as on a GPU."""

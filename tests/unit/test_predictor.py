@@ -142,7 +142,7 @@ def test_a_photograph_becomes_grey_for_a_model_of_grey_images(digits: RunDir) ->
 @pytest.mark.parametrize(
     ("image", "sentence"),
     [
-        ("nowhere.png", r"nowhere.png cannot be read as an image \(No such file or directory\)"),
+        ("nowhere.png", r"nowhere.png: there is no such file or folder"),
         (b"no image", r"the image cannot be read as an image \(cannot identify image file, expected one of JPEG"),
         (np.zeros((4, 4, 3), np.float32), r"an image is float32 of shape \(4, 4, 3\), expected uint8"),
         (torch.zeros(4, 4, dtype=torch.uint8), r"an image is uint8 of shape \(4, 4\), expected uint8: an array"),

@@ -71,7 +71,7 @@ def test_the_wait_for_the_slowest_rank_is_taken_from_the_communication() -> None
     alone, waiting = times.shares(0.0), times.shares(0.1)
     assert waiting["slowest_rank"] == pytest.approx(0.1, abs=0.02)
     assert waiting["communication"] == pytest.approx(alone["communication"] - 0.1, abs=0.03)
-    assert "communication" not in times.shares(0.99), "no more than there is"
+    assert times.shares(0.99)["communication"] == 0, "no more than there is"
 
 
 def test_waits_and_interruptions_are_timed_as_they_are() -> None:
@@ -90,15 +90,33 @@ def test_waits_and_interruptions_are_timed_as_they_are() -> None:
         with times.clock.pause("evaluation"):
             time.sleep(2 * UNIT)
         requested = time.perf_counter()
-    assert times.shares(0.0) == pytest.approx(
+    assert {part: share for part, share in times.shares(0.0).items() if share} == pytest.approx(
         {"data": 2 / 6, "augmentation": 1 / 6, "step": 1 / 6, "evaluation": 2 / 6}, abs=0.06
     )
 
 
-@pytest.mark.parametrize(("first", "period", "expected"), [(0, 1, 10), (0, 50, 25), (30, 50, 75), (75, 50, 125)])
-def test_a_step_is_timed_in_the_middle_of_a_window(first: int, period: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "period", "expected"),
+    [(0, 1, [1, 10, 30]), (0, 50, [1, 25, 75]), (30, 50, [31, 75]), (75, 50, [76, 125])],
+)
+def test_the_first_step_and_then_one_in_the_middle_of_each_window_is_timed(
+    first: int, period: int, expected: list[int]
+) -> None:
     times = TimeSpent(nn.Linear(1, 1), CPU, reduces=False, period=period, first=first)
-    assert times.next_step == expected
+    for number in expected:
+        assert times.next_step == number
+        times.start()
+        times.stop()
+
+
+def test_the_first_step_of_a_process_counts_only_until_another_is_timed() -> None:
+    model = nn.Linear(3, 4)
+    times = TimeSpent(model, CPU, reduces=True, period=1)
+    step(times, model, micro_batches=1, reduction=40 * UNIT)
+    assert times.of_steps == {}
+    assert times.shares(0.0)["communication"] > 0.5
+    step(times, model, micro_batches=1, reduction=0.0)
+    assert times.shares(0.0)["communication"] < 0.2
 
 
 def test_timing_steps_changes_no_bit_of_a_run(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +164,17 @@ def test_the_time_left_is_within_a_tenth_after_a_tenth_of_the_run(warm_up: float
         if step > 10:
             assert left == pytest.approx(truth, rel=0.1, abs=0.2), step
     assert run.at(100) == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("model", [None, nn.Linear(1, 1)])
+@pytest.mark.parametrize("reduces", [False, True])
+def test_the_parts_are_the_same_from_the_first_evaluation_on(model: nn.Module | None, reduces: bool) -> None:
+    times = TimeSpent(model, CPU, reduces=reduces, period=1)
+    before = times.shares(0.0)
+    if model is not None:
+        times.start()
+        times.stop()
+    assert list(times.shares(0.0)) == list(before)
 
 
 def test_nothing_is_known_before_the_first_step() -> None:

@@ -57,7 +57,8 @@ class TimeSpent:
         period: steps from one log point to the next.
         first: the last step before those of this process.
 
-    `next_step` is the next step to be timed, in the middle of a window, where nothing is logged; None for no step.
+    `next_step` is the next step to be timed: in the middle of a window, where nothing is logged; None for no step.
+    The first step of the process is timed too, and counts until another one was: its warm-up takes time of its own.
     """
 
     def __init__(
@@ -65,8 +66,7 @@ class TimeSpent:
     ) -> None:
         self.model, self.on_gpu, self.reduces = model, device.type == "cuda", reduces
         self.period = max(LEAST_PERIOD, period)
-        middle = self.period // 2
-        self.next_step = None if model is None else first - (first - middle) % self.period + self.period
+        self.next_step = None if model is None else first + 1
         self.clock = TrainingClock()
         self.loaded = 0.0
         self.timing = False
@@ -75,6 +75,10 @@ class TimeSpent:
         self.hooks: list[Any] = []
         self.timed: list[list[tuple[str, Stamp]]] = []  # of the timed steps that are not added up yet
         self.of_steps: defaultdict[str, float] = defaultdict(float)
+        self.stops = 0
+        of_step = ("forward", "backward", *(("communication", "slowest_rank") if reduces else ()), "optimizer")
+        divided = {"data", "augmentation", "evaluation", "checkpoint", *(of_step if model is not None else ("step",))}
+        self.parts = [part for part in PARTS if part in divided]
 
     def loading(self, groups: Iterable[G]) -> Iterator[G]:
         """Pass the groups of batches of a loader on, and time the wait for each."""
@@ -109,28 +113,32 @@ class TimeSpent:
         for hook in self.hooks:
             hook.remove()
         self.timing = False
+        if self.stops == 1:
+            self.timed.clear()
+            self.of_steps.clear()
+        self.stops += 1
         self.timed.append(self.marks)
         assert self.next_step is not None
-        self.next_step += self.period
+        self.next_step += self.period - (self.next_step - self.period // 2) % self.period
 
     def shares(self, behind: float) -> dict[str, float]:
-        """The share of each part in the time so far, in the order of `PARTS`; empty without any time.
+        """The share of each of `parts` in the time so far; all are 0 before the first step.
 
         Waits for the device if a step was timed since the last call. `behind` is the share of a step in which this
         rank waits for the slowest one.
         """
         seconds = self._seconds(self.clock.so_far(), self.clock.paused_for, behind)
-        total = sum(seconds.values())
-        return {part: seconds[part] / total for part in PARTS if seconds.get(part)} if total else {}
+        total = sum(seconds.values()) or 1.0
+        return {part: seconds.get(part, 0.0) / total for part in self.parts}
 
     def _seconds(self, total: Seconds, paused: Mapping[str, float], behind: float) -> dict[str, float]:
         self._add_up()
         steps = max(0.0, total.busy - total.waited)
         loaded = min(self.loaded, total.waited)
         parts = {"data": loaded, "augmentation": total.waited - loaded, **paused}
-        timed = sum(self.of_steps.values())
-        if not timed:
+        if self.model is None:
             return {**parts, "step": steps}
+        timed = sum(self.of_steps.values()) or 1.0
         parts |= {part: steps * seconds / timed for part, seconds in self.of_steps.items()}
         if "communication" in parts:
             parts["slowest_rank"] = min(parts["communication"], behind * total.busy)

@@ -53,7 +53,7 @@ def explain(
     )
     best = verdict(evidence)
     return best, {
-        "time": {part: round(share, 4) for part, share in shares.items()},
+        "time": {part: round(share, 4) for part, share in shares.items() if share},
         "verdict": {**asdict(best), "sentence": str(best)},
         "checklist": [asdict(item) for item in checklist(evidence)],
     }

@@ -83,11 +83,13 @@ class Trainer:
                 self.progress.score = None
                 if self.plan.due("log", step):
                     self.log(step, scalars)
-                improved = self.plan.due("eval", step) and self.evaluate(step)
+                improved = ends_rung = False
+                if self.plan.due("eval", step):
+                    improved, ends_rung = self.evaluate(step), self.ends_rung(step)
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
-                if (stop or self.ends_rung(step)) and step < self.plan.total_steps:
+                if (stop or ends_rung) and step < self.plan.total_steps:
                     raise StopNow
                 if improved or overdue or self.plan.due("save", step):
                     self.save()
@@ -101,7 +103,7 @@ class Trainer:
     def ends_rung(self, step: int) -> bool:
         """Whether the job has trained as far as its round of a successive halving goes. The ranks of other machines
         do not know."""
-        return self.plan.due("eval", step) and self.world.any(step / self.plan.total_steps >= self.stop.rung_end)
+        return self.world.any(step / self.plan.total_steps >= self.stop.rung_end)
 
     def step(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch; returns figures for a log point."""
