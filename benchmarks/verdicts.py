@@ -72,7 +72,7 @@ def cases(folder: Path) -> dict[str, Case]:
         ),
         "tiny batch": Case((*tiny, "batch=4", "epochs=30")),
         "bf16": Case((*images, "precision=bf16", "batch=32", "epochs=6")),
-        "too many threads": Case((*tiny, "batch=64", "launcher.threads=16", "epochs=60")),
+        "too many threads": Case((*tiny, "batch=64", "launcher.threads=16", "epochs=20")),
         "bound by the optimizer": Case(
             ("model=linear", *FAKE, "dataset.channels=3", "dataset.size=256", "batch=4", "epochs=6")
         ),
@@ -131,7 +131,10 @@ def main() -> None:
         rows: Rows = {}
         for case in known if arguments.only is None else arguments.only.split(","):
             row = case_row(known[case], arguments.repeats, Path(name))
-            print(f"{case}: {row['verdict']}", flush=True)
+            print(
+                f"{case}: {row['verdict']} [predicted {row['predicted']:.2f}, brought {row['brought']:.2f}]",
+                flush=True,
+            )
             rows[case] = {"predicted": row["predicted"], "brought": row["brought"]}
             rows[case]["off by"] = max(row["predicted"] / row["brought"], row["brought"] / row["predicted"])
     show("gains", rows, ratios=False)
