@@ -235,6 +235,11 @@ def raw_events(run: RunDir) -> Counter[tuple[str, int]]:
     return counts
 
 
+def of_steps(events: Counter[tuple[str, int]]) -> set[tuple[str, int]]:
+    """The tags and steps that do not depend on the clock, as the samples of the hardware do."""
+    return {(tag, step) for tag, step in events if not tag.startswith("cpu/")}
+
+
 def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Path, dice: random.Random) -> None:
     expected = train_here(tmp_path / "whole", *JOB)
     run, kills = run_dir(tmp_path / "run", *JOB), 0
@@ -261,7 +266,7 @@ def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Pa
     assert [int(row["step"]) for row in rows] == evaluated
     events = raw_events(run)
     assert set(events.values()) == {1}
-    assert events == raw_events(expected)
+    assert of_steps(events) == of_steps(raw_events(expected))
     assert losses(run) == losses(expected)
 
 
@@ -279,4 +284,4 @@ def test_an_evaluation_that_a_resume_made_up_and_lost_is_once_in_every_file(tmp_
     assert [line.keys() for line in records(run)] == [line.keys() for line in records(expected)]
     rows = list(csv.DictReader(run.table.read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == [3, 6]
-    assert raw_events(run) == raw_events(expected)
+    assert of_steps(raw_events(run)) == of_steps(raw_events(expected))
