@@ -23,11 +23,11 @@ def report(path: str) -> None:
     folder = existing(path)
     ledger = Ledger(folder)
     if ledger.exists:
+        direction = ledger.identity().direction
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
         with progress("reporting", len(records)) as advance:
             for record in records:
-                job = read_job(folder, record, ledger.identity().direction)
-                write_report(RunDir(folder / record.folder), job.state)
+                write_report(RunDir(folder / record.folder), read_job(folder, record, direction).state)
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():

@@ -48,7 +48,7 @@ class Gpus:
         self.joules: float | None = None if None in self.energy else 0.0
 
     def sample(self, step: int) -> dict[str, float]:
-        """The figures of all GPUs by tag, and their means by name. Writes a line for each GPU."""
+        """The figures of all GPUs by tag. Writes a line for each GPU."""
         now = round(time.time(), 3)
         # Sample all GPUs first: if one stops answering, there must not be half a sample.
         samples = [sample(handle) for handle in self.handles]

@@ -81,15 +81,17 @@ def training_rate(job: Job, world: World) -> float | None:
 
 def _seconds(step: Callable[[], None], world: World) -> float:
     """Seconds of the second of two steps; of the first one if that took long."""
-    for _ in range(2):
-        began = time.perf_counter()
-        step()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        seconds = time.perf_counter() - began
-        if seconds > COLD_S:
-            break
-    return seconds
+    first = timed(step, world.device)
+    return first if first > COLD_S else timed(step, world.device)
+
+
+def timed(step: Callable[[], None], device: torch.device) -> float:
+    """The seconds of a step, until its device has done it."""
+    began = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 def is_out_of_memory(error: BaseException) -> bool:

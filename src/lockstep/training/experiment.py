@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import TypedDict
 
 import torch
 
@@ -13,10 +14,11 @@ from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.config.schema import Job
 from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.observer import Observer
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import probabilities_of
-from lockstep.metrics import build_scores
+from lockstep.metrics import NoScores, build_scores
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry.hardware import Monitor
 from lockstep.training import micro_batch_search
@@ -83,17 +85,7 @@ def run(
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,
-        scores=build_scores(
-            job.metric, job.dataset.classes, job.dataset.class_names, world, probabilities_of(job.loss)
-        ),
-        predictions=CollectedPredictions(
-            job.dataset.class_names,
-            job.dataset.classes,
-            world,
-            kind=probabilities_of(job.loss),
-            sample_name=data.val.name,
-            observer=telemetry.observer,
-        ),
+        **build_judges(job, data, world, telemetry.observer),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
@@ -110,6 +102,24 @@ def run(
 def trainer_class(job: Job, world: World) -> type[Trainer]:
     """The trainer of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
     return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
+
+
+class Judges(TypedDict):
+    """What an evaluation fills besides loss and accuracy."""
+
+    scores: NoScores
+    predictions: CollectedPredictions
+
+
+def build_judges(job: Job, data: TrainingData, world: World, observer: Observer) -> Judges:
+    """The scores of an evaluation, and the predictions of which `observer` is told."""
+    source, kind = job.dataset, probabilities_of(job.loss)
+    return {
+        "scores": build_scores(job.metric, source.classes, source.class_names, world, kind),
+        "predictions": CollectedPredictions(
+            source.class_names, source.classes, world, kind=kind, sample_name=data.val.name, observer=observer
+        ),
+    }
 
 
 def build_checkpointer(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from lockstep.config.schema import Job
 from lockstep.core.world import World
-from lockstep.training.dry_run import dry_run_step, is_out_of_memory
+from lockstep.training.dry_run import dry_run_step, is_out_of_memory, timed
 from lockstep.training.micro_batch_search import fits
 
 # Batches are tried up to this long a step and this long in all (seconds).
@@ -62,16 +61,8 @@ def _seconds(job: Job, world: World, examples: int) -> float | None:
         return None
     try:
         step = dry_run_step(job, world, examples)
-        return statistics.median(_timed(step, world) for _ in range(STEPS))
+        return statistics.median(timed(step, world.device) for _ in range(STEPS))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return None
-
-
-def _timed(step: Callable[[], None], world: World) -> float:
-    began = time.perf_counter()
-    step()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
-    return time.perf_counter() - began

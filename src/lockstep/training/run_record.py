@@ -131,7 +131,7 @@ class RunRecord(NoRecord):
     def complete(self, job: Job, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
         progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
-        figures = {**telemetry.totals_of_run(), **hardware}
+        figures, shares = {**telemetry.totals_of_run(), **hardware}, telemetry.time_shares()
         of_gpu: dict[str, Any] = {}
         if self.world.device.type == "cuda":
             of_gpu["gpu_memory"] = torch.cuda.max_memory_reserved(self.world.device)
@@ -142,7 +142,7 @@ class RunRecord(NoRecord):
             world=self.world,
             plan=trainer.plan,
             model=network.model,
-            shares=telemetry.time_shares(),
+            shares=shares,
             hardware=hardware,
             mfu=100 * figures["img_per_s"] * network.flops / network.peak if network.peak else 0.0,
             seconds=seconds,
@@ -166,7 +166,7 @@ class RunRecord(NoRecord):
             progress=progress,
             seconds=seconds,
             figures=figures,
-            shares=telemetry.time_shares(),
+            shares=shares,
             verdict=str(verdict),
         )
         append_verdict(self.run_dir, progress.step)

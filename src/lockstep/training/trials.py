@@ -15,7 +15,7 @@ from lockstep.config.schema import Job
 from lockstep.core.world import World
 from lockstep.precision import BF16, FP32
 from lockstep.runtime import host
-from lockstep.training.dry_run import FEW, dry_run_step, is_out_of_memory
+from lockstep.training.dry_run import FEW, dry_run_step, is_out_of_memory, timed
 
 LONGEST_S = 1.0  # the most that all trials of a moment may take
 TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take long
@@ -116,11 +116,7 @@ def _warmed_up(setting: Setting, device: torch.device) -> Callable[[], None] | N
 
 def _seconds(step: Callable[[], None], threads: int, device: torch.device) -> float:
     torch.set_num_threads(threads)
-    began = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return timed(step, device)
 
 
 @contextmanager
