@@ -34,13 +34,13 @@ from torch import Tensor, nn
 
 from cifar10_reference import Reference, Split
 from lockstep.config import components, composition
-from lockstep.config.schema import Job
 from lockstep.core.world import World
 from lockstep.data.loading.prefetch import sample
 from lockstep.job import resolve
 from lockstep.models.whitenet import WhiteNet
 from lockstep.training import experiment
 from lockstep.training.progress import Progress
+from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
 from measure import Figures, Rows, Stopwatch, console, parser, show, write
 from runs import prepared
@@ -130,7 +130,7 @@ def on_device(split: Any, device: str) -> Split:
     return sample(split, len(split)).to(device), split.labels.to(device)
 
 
-def reference(job: Job, arguments: argparse.Namespace) -> Reference:
+def reference(job: ResolvedJob, arguments: argparse.Namespace) -> Reference:
     """The record on the images of Lockstep's job."""
     job.dataset.prepare()
     train, test = (on_device(split, job.device) for split in (job.dataset.train(), job.dataset.eval()))

@@ -30,13 +30,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.config import components, composition
-from lockstep.config.schema import Job
 from lockstep.core.errors import LockstepError
 from lockstep.core.world import World
 from lockstep.job import resolve
 from lockstep.models import Timm
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training import experiment, micro_batch_search
+from lockstep.training.resolved_job import ResolvedJob
 from measure import Figures, Rows, console, in_turns, parser, show, write
 from runs import prepared
 
@@ -45,7 +45,7 @@ CLASSES = 1000
 Measure = Callable[[], float]
 
 
-def raw(job: Job, steps: int, interval: int) -> float:
+def raw(job: ResolvedJob, steps: int, interval: int) -> float:
     """Images per second of the smallest loop that trains the job's model."""
     device, storage = torch.device(job.device), job.precision.storage
     layout = job.model.memory_format
@@ -110,7 +110,7 @@ def words(arguments: argparse.Namespace, size: int, precision: str, *extra: str)
     ]
 
 
-def built(overrides: list[str]) -> Job:
+def built(overrides: list[str]) -> ResolvedJob:
     """The job with its components, checked for this machine."""
     job = resolve.resolve(components.build_job(composition.composed(overrides)), sweep=False)
     job.precision.check(job.device)

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from lockstep import checkpoint
-from lockstep.config.schema import Job
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.training import experiment
+from lockstep.training.resolved_job import ResolvedJob
 from measure import living
 from runs import prepared
 
@@ -70,7 +70,7 @@ def expect(condition: bool, sentence: str) -> None:
         raise Failed(sentence)
 
 
-def prepared_job(place: Place, name: str, *overrides: str) -> tuple[Job, RunDir]:
+def prepared_job(place: Place, name: str, *overrides: str) -> tuple[ResolvedJob, RunDir]:
     """A job on this device, and its run folder `name`."""
     return prepared(place.folder / name, [*QUIET, f"device={place.device}", *overrides])
 

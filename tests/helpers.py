@@ -29,7 +29,6 @@ from torch import Tensor
 
 from forks import Fork, Forks
 from lockstep.config import components, composition, yaml_io
-from lockstep.config.components import load_job
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import process_group, world
 from lockstep.core.errors import Stopped
@@ -39,6 +38,7 @@ from lockstep.job import resolve
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
+from lockstep.training.resolved_job import ResolvedJob, load_job
 
 ROOT = Path(__file__).parent.parent
 CHOICES = (*GROUPS, "experiment")
@@ -79,6 +79,11 @@ def composed(*overrides: str) -> dict[str, Any]:
 def built(*overrides: str) -> Job:
     """A job as `train.py` would compose it, with every group built."""
     return components.build_job(composed(*overrides))
+
+
+def resolved(*overrides: str) -> ResolvedJob:
+    """A job as its ranks get it."""
+    return resolve.resolve(built(*overrides), sweep=False)
 
 
 def run_dir(path: Path, *overrides: str) -> RunDir:

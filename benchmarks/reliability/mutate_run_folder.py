@@ -46,7 +46,6 @@ from rich.table import Table
 
 from lockstep import checkpoint
 from lockstep.config import composition
-from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import MANIFEST, RunDir
@@ -59,6 +58,7 @@ from lockstep.job.run_lock import Lock
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
+from lockstep.training.resolved_job import load_job
 from soak import leaves
 
 ROOT = Path(__file__).parents[2]

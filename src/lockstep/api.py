@@ -101,20 +101,17 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
     Raises:
         InputError: the config, the data or the machine does not fit the job, or the job has several ranks.
     """
-    from lockstep.config import components, composition
     from lockstep.config import extensions as known
-    from lockstep.job.resolve import resolve
-    from lockstep.job.validate import check_job
+    from lockstep.job.prepare import job_of
     from lockstep.training.parts import build_parts
 
     known.use(extensions)
-    job = resolve(components.build_job(composition.composed(list(overrides))), sweep=False)
-    if int(job.launcher.ranks) > 1:
+    job = job_of(overrides)
+    if job.launcher.ranks > 1:
         raise InputError(
             f"launcher.ranks is {job.launcher.ranks}, but a loop of your own has one rank; use launcher.ranks=1, or "
             "lockstep.train"
         )
-    check_job(job)
     return build_parts(job)
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from helpers import built, forked, records, train, train_here
+from helpers import forked, records, resolved, train, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome, RunInfo
-from lockstep.job.resolve import resolve
 from lockstep.job.validate import check_job
 from lockstep.telemetry import loggers
 from lockstep.telemetry.observers import Observers
@@ -115,7 +114,7 @@ def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_written
 ) -> None:
     monkeypatch.setattr(loggers.WandB, "package", "no_such_package")
     with pytest.raises(InputError, match=r"logger=wandb needs the package no_such_package, .* pip install"):
-        check_job(resolve(built("logger=[jsonl,wandb]"), sweep=False))
+        check_job(resolved("logger=[jsonl,wandb]"))
 
 
 def stored_records(file: Path) -> Iterator[bytes]:

@@ -22,7 +22,6 @@ from torchvision.io import write_jpeg
 
 from helpers import ROOT, built, train_here
 from lockstep.config import composition, flags, messages, yaml_io
-from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
@@ -32,6 +31,7 @@ from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.models import Timm
 from lockstep.training.fingerprint import plan_of
+from lockstep.training.resolved_job import load_job
 
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:

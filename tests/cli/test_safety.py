@@ -24,7 +24,6 @@ from omegaconf import OmegaConf
 from helpers import ROOT, records, train, train_here
 from lockstep import checkpoint
 from lockstep.config import composition, messages, schema
-from lockstep.config.components import load_job
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
@@ -34,6 +33,7 @@ from lockstep.job import prepare
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.training import experiment
+from lockstep.training.resolved_job import load_job
 from processes import Process, background, close, wait_for
 
 SECRET = "correct-horse-battery-staple"

@@ -10,10 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import built
+from helpers import resolved
 from lockstep.cli.show import CELL, GAP, LINE, caption, show, stored_pixels
 from lockstep.core.errors import InputError
-from lockstep.job.resolve import resolve
 from lockstep.training.parts import Parts, build_parts
 
 EPOCHS, IMAGES, SIDE = 3, 4, 16
@@ -61,7 +60,7 @@ def test_the_pixels_are_those_of_training(words: tuple[str, ...], photos: Path, 
         words = (*words, f"dataset.path={photos}", f"dataset.decode_size={SIDE}")
     show((*DIGITS, *words), images=IMAGES, epochs=EPOCHS, out=str(tmp_path / "show.png"))
     drawn = np.asarray(Image.open(tmp_path / "show.png"))
-    parts = build_parts(resolve(built(*DIGITS, *words, f"epochs={EPOCHS}", "steps=null"), sweep=False))
+    parts = build_parts(resolved(*DIGITS, *words, f"epochs={EPOCHS}", "steps=null"))
     trained = trained_images(parts)
     side = parts.job.dataset.input_shape[1]
     zoom, lines = -(-CELL // side), 2 if parts.pipeline.mix else 1
@@ -80,7 +79,7 @@ def test_the_pixels_are_those_of_training(words: tuple[str, ...], photos: Path, 
 
 def test_images_that_are_not_augmented_are_those_of_the_data(tmp_path: Path) -> None:
     show((*DIGITS, "augment=none"), images=1, epochs=1, out=str(tmp_path / "show.png"))
-    job = resolve(built(*DIGITS), sweep=False)
+    job = resolved(*DIGITS)
     index = int(build_parts(job).loader.global_batch(1).indices[0])
     stored = job.dataset.train().fetch([index])[0, 0].numpy()
     side, zoom = stored.shape[0], CELL // stored.shape[0]

@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from helpers import built, losses, train_here
+from helpers import losses, resolved, train_here
 from lockstep.core.world import World
 from lockstep.training import dry_run
 from lockstep.training.dry_run import training_rate
@@ -25,18 +25,18 @@ def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long(
     examples: list[int] = []
     monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: examples.append(count))
     monkeypatch.setattr(dry_run, "_seconds", lambda step, world: seconds[len(examples) - 1])
-    assert training_rate(built("batch=64"), World.solo()) == rate
+    assert training_rate(resolved("batch=64"), World.solo()) == rate
     assert examples == tried
 
 
 def test_a_model_that_is_compiled_is_not_tried() -> None:
-    assert training_rate(built("model.compile=true"), World.solo()) is None
+    assert training_rate(resolved("model.compile=true"), World.solo()) is None
 
 
 def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    training_rate(built("model.dropout=0.5", "train.ema=0.9"), World.solo())
+    training_rate(resolved("model.dropout=0.5", "train.ema=0.9"), World.solo())
     assert torch.equal(torch.get_rng_state(), before)
 
 

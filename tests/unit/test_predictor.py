@@ -21,7 +21,6 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep import checkpoint
-from lockstep.config.components import load_job
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
 from lockstep.core.run_dir import RunDir
@@ -30,6 +29,7 @@ from lockstep.data.datasets.splits import FileSplit
 from lockstep.inference.evaluation import evaluate_split
 from lockstep.inference.predictor import Predictor
 from lockstep.training.evaluate import best_classes
+from lockstep.training.resolved_job import load_job
 
 
 def photos(root: Path, count: int = 6) -> str:

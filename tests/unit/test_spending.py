@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from helpers import built, composed, run_dir, train_here
-from lockstep.config.components import load_job
 from lockstep.config.schema import BudgetBlock
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
@@ -20,6 +19,7 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import hardware
 from lockstep.telemetry.spending import Spending
 from lockstep.training import experiment
+from lockstep.training.resolved_job import load_job
 
 
 def spending(folder: Path, *, joules: float | None = 7.2e6, **budget: float) -> Spending:

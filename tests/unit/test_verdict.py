@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import built
+from helpers import built, resolved
 from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -25,7 +25,7 @@ PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every
 
 @functools.cache
 def job() -> Job:
-    composed = built("model=basicnet", "device=cpu", "launcher=inline", "launcher.threads=2")
+    composed = resolved("model=basicnet", "device=cpu", "launcher=inline", "launcher.threads=2")
     return replace(composed, loader=Streaming(workers=1))
 
 

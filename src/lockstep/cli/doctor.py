@@ -17,7 +17,6 @@ from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.invocation import Invocation
 from lockstep.config.messages import translate
-from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known, escaped
 from lockstep.core.finding import Finding, Level
@@ -29,6 +28,7 @@ from lockstep.job.resume import decide_resume
 from lockstep.sweep.line import jobs_of
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.progress import progress
+from lockstep.training.resolved_job import ResolvedJob
 
 LOOK_S = 30.0  # the most seconds for the images of a data set
 STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "red"}
@@ -109,7 +109,7 @@ class Checkup:
 
     def examine_job(self, number: int, overrides: Sequence[str], *, sweep: bool) -> tuple[Path, list[Finding]]:
         """The folder for the runs of a job, and its findings; one that fails ends those that need it."""
-        composed: list[tuple[Job, Path | None, Path | None, bool]] = []
+        composed: list[tuple[ResolvedJob, Path | None, Path | None, bool]] = []
 
         def keys() -> Findings:
             composed.append(_composed(overrides, sweep=sweep))
@@ -162,7 +162,7 @@ class Checkup:
         return f" (job {jobs[0]}: {typed(own)})"
 
 
-def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[Job, Path | None, Path | None, bool]:
+def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Path | None, Path | None, bool]:
     """The job of a command, checked without its data; its run folder and the checkpoint that it resumes, if any.
 
     The last value is whether another system runs it on other machines; it is then taken for one rank here.
@@ -178,5 +178,5 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[Job, Path | Non
             nodes = {group: components.node(option) for group, option in here.items()}
             resume = replace(resume, values={**resume.values, **nodes})
         resumed = resume.checkpoint()
-        job = checked_job(resume, invocation.configs, sweep=False, resumed=resumed)
+        job = checked_job(resume.values, resume.overrides, invocation.configs, resumed=resumed)
         return job, resume.folder, resumed, elsewhere

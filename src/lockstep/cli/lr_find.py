@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import components, composition
+from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.resolve import resolve
-from lockstep.job.validate import check_job
+from lockstep.job.prepare import job_of
 from lockstep.telemetry.charts import svg
 from lockstep.telemetry.progress import progress
 from lockstep.training.parts import build_parts
@@ -36,10 +35,8 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if out is not None and not Path(out).parent.is_dir():
         raise InputError(f"--out is {out}, expected a file in a folder that exists")
-    values = composition.composed([*overrides, "launcher.ranks=1"])
-    job = resolve(components.build_job(values), sweep=False)
+    job = job_of([*overrides, "launcher.ranks=1"])
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
-    check_job(job)
     with progress("trying", steps) as advance:
         test = range_test(build_parts(job), low, high, advance)
     file = Path(job.output_root) / PICTURE if out is None else Path(out)
@@ -51,7 +48,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         f"{tried} steps{early}, from {test.rates[0]:.2g} to {test.rates[-1]:.2g}: the loss is lowest, "
         f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}"
     )
-    log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {float(job.optimizer.lr):g})")
+    log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {job.optimizer.lr:g})")
     log.show(f"wrote {file}")
 
 

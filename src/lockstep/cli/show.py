@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.config import composition
 from lockstep.config.invocation import Invocation
-from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.safe_write import write_atomic
@@ -23,6 +22,7 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.job.prepare import checked_job
 from lockstep.job.resume import decide_resume
 from lockstep.training.build_data import build_data, build_loader
+from lockstep.training.resolved_job import ResolvedJob
 
 MOST = 64  # rows or columns
 CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
@@ -47,7 +47,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
     with composition.composing():
         invocation = Invocation.current()
         resume = decide_resume(values, invocation)
-        job = checked_job(resume, invocation.configs, sweep=False, resumed=resume.checkpoint())
+        job = checked_job(resume.values, resume.overrides, invocation.configs, resumed=resume.checkpoint())
     cells = cells_of(job, images, epochs)
     classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))
     drawn = io.BytesIO()
@@ -56,7 +56,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
     log.show(f"wrote {file}: {len(cells)} images in epochs 1 to {epochs}, augmentation: {job.augment}")
 
 
-def cells_of(job: Job, images: int, epochs: int) -> list[list[Cell | None]]:
+def cells_of(job: ResolvedJob, images: int, epochs: int) -> list[list[Cell | None]]:
     """The first images of the first step: rows of their epochs, with None where an epoch leaves one out."""
     world = World.solo("cuda:0" if job.device == "cuda" else job.device)
     # Read as they are needed, because a loader only moves bytes: the pixels are those of every loader.

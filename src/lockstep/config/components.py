@@ -7,7 +7,6 @@ import enum
 import functools
 import importlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -105,7 +104,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
 
 def build_option(group: str, name: str) -> Any:
     """The component of one of our own options, with its defaults."""
-    from lockstep.config import yaml_io  # as in `load_job`
+    from lockstep.config import yaml_io  # imported late: `--cfg job` does not need it and must be fast
 
     return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
 
@@ -144,17 +143,6 @@ def build_job(values: Mapping[str, Any]) -> Job:
     if problems:
         raise InputError(*problems)
     return dataclasses.replace(job, **components)
-
-
-def load_job(path: Path) -> Job:
-    """The job that a run folder's `config.yaml` describes.
-
-    Raises:
-        InputError: the file is missing, or does not describe a job.
-    """
-    from lockstep.config import yaml_io  # imported late: `--cfg job` does not need it and must be fast
-
-    return build_job(yaml_io.load(path))
 
 
 @functools.cache

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +74,11 @@ class TrainBlock:
     cudnn_benchmark: bool = False
     cuda_graph: bool = False
 
+    @property
+    def passes(self) -> int:
+        """The micro-batches of a step; 1 while `auto` is not chosen, which is when a rank knows its memory."""
+        return 1 if self.micro_batches == "auto" else int(self.micro_batches)
+
 
 @dataclass(frozen=True)
 class InputBlock:
@@ -141,9 +145,7 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    A key that may be `auto` becomes a number as soon as the number can be known. This is when the job is resolved for
-    `launcher.ranks`, `launcher.threads`, `optimizer.lr`, `train.eval_batch` and the keys of `input`; when the folder
-    is created for `batch`; and when a rank has the data for `train.micro_batches` and the loader.
+    Some keys may be `auto`; in a `ResolvedJob` they are not.
     """
 
     epochs: int = ranged(20, least=1, most=LONGEST)
@@ -181,8 +183,3 @@ class Job:
     def starts_trained(self) -> bool:
         """Whether the model starts from trained weights, and not from random ones."""
         return self.init_from is not None or bool(getattr(self.model, "pretrained", False))
-
-    def micro_batch(self, ranks: int) -> int:
-        """The largest number of examples in one forward pass on one of `ranks` ranks; `auto` counts as one pass."""
-        micro_batches = 1 if self.train.micro_batches == "auto" else int(self.train.micro_batches)
-        return math.ceil(int(self.batch) / ranks / micro_batches)

@@ -1,8 +1,7 @@
 """Reading files that somebody else may have written, or that a fault may have changed.
 
 Only plain files of a bounded size are read: opening a pipe blocks, and a device has no end. Only numbers, texts,
-lists
-and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. Imports no torch.
+lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -105,6 +104,20 @@ def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
             size = os.fstat(file.fileno()).st_size
             raise UnreadableFile(path, f"has {size:,} bytes, expected at most {limit:,}")
     return data
+
+
+def read_if_exists(path: Path) -> bytes | None:
+    """The content of a plain file of at most 64 MB; None if the file does not exist.
+
+    Raises:
+        UnreadableFile: see `read_bytes`.
+    """
+    try:
+        return read_bytes(path, 64 * MB)
+    except UnreadableFile as error:
+        if error.missing:
+            return None
+        raise
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:

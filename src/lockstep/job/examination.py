@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config.schema import Job
 from lockstep.core.finding import Finding, Level
 from lockstep.core.process_group import Backend
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
+from lockstep.job.resume import check_resumable
 from lockstep.job.validate import check_plan
 from lockstep.models.nets import sketch
 from lockstep.runtime.host import GB, amount, cores, free_memory
@@ -27,15 +27,16 @@ from lockstep.training.build_model import without_start
 from lockstep.training.experiment import configure_torch
 from lockstep.training.micro_batch_search import micro_batches_that_fit
 from lockstep.training.parts import Parts, build_parts
+from lockstep.training.resolved_job import ResolvedJob
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
 SKEW_S = 2.0  # the clocks of two machines may differ by this
 
 
-def devices(job: Job) -> Iterator[Finding]:
+def devices(job: ResolvedJob) -> Iterator[Finding]:
     """The devices of this machine, and whether NCCL works between them."""
-    ranks, threads = int(job.launcher.ranks), int(job.launcher.threads)
+    ranks, threads = job.launcher.ranks, job.launcher.threads
     shown = f"{ranks} rank{'s' * (ranks != 1)} with {threads} thread{'s' * (threads != 1)}, {cores()} CPU cores"
     if ranks * threads > cores():
         yield Finding("devices", f"{shown}, so ranks wait for others: launcher.threads=auto", Level.warning)
@@ -57,18 +58,20 @@ def devices(job: Job) -> Iterator[Finding]:
             yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
 
 
-def port(job: Job) -> Iterator[Finding]:
+def port(job: ResolvedJob) -> Iterator[Finding]:
     """The port at which machines meet. Raises InputError if it is not free."""
     yield Finding("port", job.launcher.try_address())
 
 
-def plan(job: Job, run: Path | None, resumed: Path | None) -> Iterator[Finding]:
+def plan(job: ResolvedJob, run: Path | None, resumed: Path | None) -> Iterator[Finding]:
     """How the global batch and the epochs are cut, and the bytes that the run takes.
 
     Raises:
         InputError: the job does not fit its data, or what it resumes.
     """
-    steps = check_plan(job, run, resumed)
+    steps = check_plan(job)
+    if resumed is not None:
+        check_resumable(job, steps, run, resumed)
     ranks = job.strategy.data_world(replace(World.solo(), size=job.launcher.world_size)).size
     pieces, last = ranks * steps.micro_batches, steps.examples % steps.batch
     text = f"{steps.batch} = {ranks} rank{'s' * (ranks != 1)} x {steps.micro_batches} micro-batch"
@@ -115,15 +118,15 @@ def folder(path: Path, need: float, free_bytes: Callable[[Path], float]) -> Iter
         yield Finding("clock", f"that of {root} is this machine's")
 
 
-def step(job: Job) -> Iterator[Finding]:
+def step(job: ResolvedJob) -> Iterator[Finding]:
     """Take a step of a rank for its memory, then a few on real images and an evaluation block for the time."""
     world = World.solo("cuda:0" if job.device == "cuda" else job.device)
     ranks = job.launcher.world_size
-    torch.set_num_threads(int(job.launcher.threads))
+    torch.set_num_threads(job.launcher.threads)
     whole, auto = job.strategy.whole_model or ranks == 1, job.train.micro_batches == "auto"
     job = replace(without_start(job), strategy=Single())
-    least = 1 if auto else int(job.train.micro_batches)
-    shared = replace(world, size=ranks, local_size=int(job.launcher.ranks))
+    least = job.train.passes
+    shared = replace(world, size=ranks, local_size=job.launcher.ranks)
     room = f"{amount(free_memory(shared))} are free for a rank"
     fitting = micro_batches_that_fit(job, shared, least=least)
     if fitting is None or (fitting > least and not auto):
@@ -137,7 +140,7 @@ def step(job: Job) -> Iterator[Finding]:
     yield _time(job, world)
 
 
-def _time(job: Job, world: World) -> Finding:
+def _time(job: ResolvedJob, world: World) -> Finding:
     """The time of a run, estimated from a few micro-batches as steps of their own."""
     chosen, data = build_data(job, world)
     micro, ranks, steps = job.micro_batch(job.launcher.world_size), job.launcher.world_size, data.plan
@@ -148,8 +151,8 @@ def _time(job: Job, world: World) -> Finding:
     image = reading / micro / cores()  # seconds to read one with all cores
     # On the CPU, the ranks of a machine share its cores. On a GPU, images are read while it computes.
     on_cpu, nodes = world.device.type == "cpu", job.launcher.node_range[1]
-    crowd = max(1.0, int(job.launcher.ranks) * int(job.launcher.threads) / cores()) if on_cpu else 1.0
-    computed, read, once = crowd * updating * int(job.train.micro_batches), image * steps.batch / nodes, 0.0
+    crowd = max(1.0, job.launcher.ranks * job.launcher.threads / cores()) if on_cpu else 1.0
+    computed, read, once = crowd * updating * job.train.passes, image * steps.batch / nodes, 0.0
     if data.train.images is not None:
         read = 0.0
     elif chosen.loader.decodes_once:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from lockstep.config import components, yaml_io
 from lockstep.core.errors import InputError
-from lockstep.core.protocols import Launcher
 from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
 from lockstep.launcher import Machines
+from lockstep.training.resolved_job import load_job
 
 
 def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
@@ -16,9 +15,9 @@ def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
     Raises:
         LockstepError: the job failed or was stopped.
     """
-    launcher: Launcher = components.build("launcher", yaml_io.load(run_dir.config)["launcher"])
+    launcher = load_job(run_dir.config).launcher
     if machines is not None:
-        machines.run(worker.main, run_dir, int(launcher.ranks))
+        machines.run(worker.main, run_dir, launcher.ranks)
         objective: float | None = run_dir.read_summary().get("objective")
         return objective
     if launcher.node_range[1] > 1:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, read_if_exists
 from lockstep.core.safe_write import write_atomic
 
 
@@ -41,12 +40,12 @@ class Preparation:
         Raises:
             StorageError: a file cannot be written; all files are as they were.
         """
-        before = {path: content_to_restore(path) for path in texts}
+        before = {path: read_if_exists(path) for path in texts}
         preparation = cls(
             run_dir=run_dir,
             before=before,
             logs_before={path: path.stat().st_size for path in run_dir.log_files()},
-            errors_before={path: content_to_restore(path) or b"" for path in run_dir.logs.glob("rank*.error.json")},
+            errors_before={path: read_if_exists(path) or b"" for path in run_dir.logs.glob("rank*.error.json")},
             summary_before=_file_id(run_dir.summary),
         )
         try:
@@ -72,7 +71,7 @@ class Preparation:
         for path, content in self.before.items():
             if content is None:
                 path.unlink(missing_ok=True)
-            elif content != content_to_restore(path):
+            elif content != read_if_exists(path):
                 write_atomic(path, content)
         for path in self.run_dir.log_files():
             if path not in self.logs_before:
@@ -111,20 +110,6 @@ class Preparation:
     ) -> None:
         if error is not None:
             self.close(error)
-
-
-def content_to_restore(path: Path) -> bytes | None:
-    """The content of a file that is about to be replaced, for restoring it; None if the file does not exist.
-
-    Raises:
-        UnreadableFile: the file is not a plain file, or too large to be kept in memory.
-    """
-    try:
-        return safe_read.read_bytes(path, 64 * safe_read.MB)
-    except UnreadableFile as error:
-        if error.missing:
-            return None
-        raise
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job.preparation import Preparation
 from lockstep.job.resolve import resolve
-from lockstep.job.resume import Resume
+from lockstep.job.resume import Resume, check_resumable
 from lockstep.job.run_folder import lock_run_folder
 from lockstep.job.run_lock import Lock
 from lockstep.job.validate import check_job, check_run
+from lockstep.training.resolved_job import ResolvedJob
 
 
 def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
@@ -39,16 +40,18 @@ def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     shares_process = invocation.sweep and multiprocessing.parent_process() is None
     resumed = resume.checkpoint()
-    built = checked_job(resume, invocation.configs, sweep=shares_process, resumed=resumed)
-    check_run(built, folder, resumed, fetch=resume.may_fetch)
-    run_dir = RunDir.at(folder) if folder is not None else RunDir.create(Path(built.output_root), built.name)
+    job = checked_job(resume.values, resume.overrides, invocation.configs, sweep=shares_process, resumed=resumed)
+    plan = check_run(job, starts=resumed is None, fetch=resume.may_fetch)
+    if resumed is not None:
+        check_resumable(job, plan, folder, resumed)
+    run_dir = RunDir.at(folder) if folder is not None else RunDir.create(Path(job.output_root), job.name)
     lock.take(run_dir.lock)
-    if built.launcher.can_fork():
-        import_for_ranks(built)
+    if job.launcher.can_fork():
+        import_for_ranks(job)
     return Preparation.write(
         run_dir,
         {
-            run_dir.config: yaml_io.dump(components.plain(built)),
+            run_dir.config: yaml_io.dump(components.plain(job)),
             run_dir.command: invocation.command + "\n",
             run_dir.hydra / "hydra.yaml": invocation.hydra,
             run_dir.overrides: yaml_io.dump_list(list(resume.overrides)),
@@ -57,15 +60,39 @@ def prepare(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
     )
 
 
-def checked_job(resume: Resume, configs: ConfigFiles, *, sweep: bool, resumed: Path | None) -> Job:
-    """The job of a command, resolved, and checked as far as that is possible without its data.
+def job_of(overrides: Sequence[str]) -> ResolvedJob:
+    """The job of the words of a command, resolved and checked without its data. Nothing is written.
 
     Raises:
         InputError: the job does not fit.
     """
-    values = _without_auto_batch(resume, configs)
+    values = composition.composed(list(overrides))
+    with composition.composing():
+        return checked_job(values, overrides, ConfigFiles())
+
+
+def checked_job(
+    values: Mapping[str, Any],
+    overrides: Sequence[str],
+    configs: ConfigFiles,
+    *,
+    sweep: bool = False,
+    resumed: Path | None = None,
+) -> ResolvedJob:
+    """The job of a composed config, resolved, and checked as far as that is possible without its data.
+
+    Args:
+        values: the config.
+        overrides: the overrides that gave `values`, with `configs`.
+        sweep: whether other jobs run in this process.
+        resumed: the checkpoint from which the job resumes.
+
+    Raises:
+        InputError: the job does not fit.
+    """
+    values = _without_auto_batch(values, overrides, configs)
     job = resolve(components.build_job(values), sweep=sweep, resumed=resumed)
-    if values["repro"] == "exact" and "repro=exact" in resume.overrides and job.strategy.fixed_order:
+    if values["repro"] == "exact" and "repro=exact" in overrides and job.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
     check_job(job)
     return job
@@ -81,29 +108,20 @@ def import_for_ranks(job: Job) -> None:
         importlib.import_module(name)
 
 
-def _without_auto_batch(resume: Resume, configs: ConfigFiles) -> Mapping[str, Any]:
+def _without_auto_batch(
+    values: Mapping[str, Any], overrides: Sequence[str], configs: ConfigFiles
+) -> Mapping[str, Any]:
     """Replace `batch=auto` by the batch that the job has without this override, and `train.micro_batches=auto`.
 
     The batch identifies a run, so it must not depend on the memory of a machine.
     """
-    values = resume.values
-    if values["batch"] != "auto":
+    remaining = [word for word in overrides if messages.key_of(word) != "batch" or "auto" not in word]
+    if values["batch"] != "auto" or len(remaining) == len(overrides):  # a recipe cannot say it: `resolve` refuses it
         return values
-    remaining = [word for word in resume.overrides if messages.key_of(word) != "batch" or "auto" not in word]
-    if len(remaining) == len(resume.overrides):
-        raise InputError(
-            "batch=auto keeps the batch that a job has without it, so it only works on the command line; in a "
-            "recipe, set batch to a number and train.micro_batches to auto"
-        )
     if values["train"]["micro_batches"] not in (1, "auto"):
         raise InputError(
             f"batch=auto chooses train.micro_batches, which is {values['train']['micro_batches']}; leave out one of "
             "them"
         )
     batch = composition.to_dict(composition.recompose(remaining, (), configs))["batch"]
-    if batch == "auto":
-        raise InputError(
-            "batch is auto even without batch=auto on the command line; in the recipe, set batch to a number and "
-            "train.micro_batches to auto"
-        )
     return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}

@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.launched import Starter, is_launched, launched, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.process_group import Backend
-from lockstep.core.protocols import Launcher, Optimizer, Strategy
+from lockstep.core.protocols import Launcher, Strategy
 from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
@@ -25,13 +25,14 @@ from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
+from lockstep.training.resolved_job import ResolvedJob
 
 # The limits of `train.eval_batch=auto`: images and pixels of a block. A block of 256 images of 336x336 takes 10 GB in
 # a usual network.
 EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 
-def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
+def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJob:
     """The job with its device, ranks, strategy, launcher and paths decided.
 
     `resumed` is the checkpoint from which the job resumes.
@@ -39,6 +40,12 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
     Raises:
         InputError: this machine lacks a device that the job asks for, or two keys contradict each other.
     """
+    batch = job.batch
+    if isinstance(batch, str):
+        raise InputError(
+            "batch=auto keeps the batch that a job has without it, so it only works on the command line; in a "
+            "recipe, set batch to a number and train.micro_batches to auto"
+        )
     if not is_launched():
         job = replace(job, launcher=job.launcher.in_allocation())
     device = _device(job.device)
@@ -51,7 +58,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
         strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if world_size > 1 else Single()
     if job.train.freeze_until is not None:
         strategy = strategy.with_changing_graph()
-    return replace(
+    resolved = replace(
         job,
         device=device,
         strategy=strategy,
@@ -63,7 +70,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
             eval_batch=_eval_batch(job, dataset),
         ),
         augment=_augment(job, dataset),
-        optimizer=_optimizer(job),
+        optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
         input=_input(job, dataset, trained),
         dataset=dataset,
         data_root=_absolute(job.data_root),
@@ -71,6 +78,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> Job:
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
         resume=named_checkpoint(job.resume),
     )
+    return ResolvedJob.of(resolved)
 
 
 def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
@@ -153,11 +161,6 @@ def _augment(job: Job, dataset: Source) -> Augment:
         return job.augment
     usual: Augment = components.build_option("augment", dataset.usual_augment)
     return usual
-
-
-def _optimizer(job: Job) -> Optimizer:
-    """The optimizer with a number for its learning rate."""
-    return job.optimizer.at_batch(int(job.batch), trained=job.starts_trained)
 
 
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:

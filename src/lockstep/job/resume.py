@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import composition, extensions, messages, yaml_io
 from lockstep.config.invocation import Invocation
@@ -20,8 +20,10 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves, problems
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import MANIFEST, RunDir, latest
-from lockstep.core.safe_read import UnreadableFile, read_json
-from lockstep.job.preparation import content_to_restore
+from lockstep.core.safe_read import UnreadableFile, read_if_exists, read_json
+
+if TYPE_CHECKING:  # importing it imports torch
+    from lockstep.training.resolved_job import ResolvedJob
 
 SHOWN = 4
 # Keys that are not compared: the run keeps its name, and the present command sets the output folder.
@@ -103,7 +105,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
     )
 
 
-def check_resumable(job: Job, plan: Plan, folder: Path | None, resumed: Path) -> None:
+def check_resumable(job: ResolvedJob, plan: Plan, folder: Path | None, resumed: Path) -> None:
     """Check that a job in `folder` can continue from the checkpoint `resumed`, and that steps are left to do.
 
     Raises:
@@ -215,7 +217,7 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
     try:
         stored_values = dict(leaves(yaml_io.load(run_dir.composed)))
     except InputError as error:
-        content_to_restore(run_dir.composed)  # raises if the file cannot be replaced
+        read_if_exists(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")
         return
     composed_values, current_values = dict(leaves(own)), dict(leaves(values))

@@ -14,19 +14,18 @@ from pathlib import Path
 import torch
 
 from lockstep import checkpoint
-from lockstep.config.schema import Job
 from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
 from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
-from lockstep.job.resume import check_resumable
 from lockstep.models.nets import CompileMode
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.freezing import freeze_until
+from lockstep.training.resolved_job import ResolvedJob
 
 
-def check_effects(job: Job) -> None:
+def check_effects(job: ResolvedJob) -> None:
     """Refuse a key that has no effect because of another key.
 
     Raises:
@@ -66,7 +65,7 @@ def check_effects(job: Job) -> None:
         )
 
 
-def check_packages(job: Job) -> None:
+def check_packages(job: ResolvedJob) -> None:
     """Refuse a logger whose package is not installed.
 
     Raises:
@@ -81,7 +80,7 @@ def check_packages(job: Job) -> None:
             )
 
 
-def check_folders(job: Job) -> None:
+def check_folders(job: ResolvedJob) -> None:
     """Refuse paths for data and runs that are not folders and cannot become folders.
 
     Raises:
@@ -97,7 +96,7 @@ def check_folders(job: Job) -> None:
             raise InputError(f"{key}: {nearest} is no folder; name another with {key}=FOLDER")
 
 
-def check_job(job: Job) -> None:
+def check_job(job: ResolvedJob) -> None:
     """Check everything that can be checked without the data. One InputError has a line for each problem."""
     checks: list[Callable[[], None]] = [
         lambda: job.strategy.check(job.launcher.world_size, job.device),
@@ -109,7 +108,7 @@ def check_job(job: Job) -> None:
         lambda: _check_crop(job),
         lambda: check_effects(job),
         lambda: check_packages(job),
-        lambda: check_threads(job, job.device),
+        lambda: check_threads(job),
         lambda: check_folders(job),
         lambda: check_data_memory(job),
         lambda: _check_kernels(job),
@@ -126,7 +125,7 @@ def check_job(job: Job) -> None:
         raise InputError(*problems)
 
 
-def _check_crop(job: Job) -> None:
+def _check_crop(job: ResolvedJob) -> None:
     """Cropping from files needs an augmentation with boxes, and a loader that reads the files in every epoch."""
     if not crops_files(job.dataset):
         return
@@ -142,7 +141,7 @@ def _check_crop(job: Job) -> None:
         )
 
 
-def _check_kernels(job: Job) -> None:
+def _check_kernels(job: ResolvedJob) -> None:
     """Refuse options that choose kernels by timing them if `repro=strict`."""
     timed = {
         "train.cudnn_benchmark=false": job.train.cudnn_benchmark,
@@ -156,7 +155,7 @@ def _check_kernels(job: Job) -> None:
         )
 
 
-def _check_compile(job: Job) -> None:
+def _check_compile(job: ResolvedJob) -> None:
     """Refuse options that do not work with a compiled model."""
     if not job.model.compile:
         return
@@ -170,7 +169,7 @@ def _check_compile(job: Job) -> None:
         )
 
 
-def _check_graph(job: Job) -> None:
+def _check_graph(job: ResolvedJob) -> None:
     """Refuse options with which a step cannot be recorded as one CUDA graph (`train.cuda_graph`)."""
     if not job.train.cuda_graph:
         return
@@ -200,25 +199,29 @@ def _check_graph(job: Job) -> None:
         raise InputError(*problems)
 
 
-def check_run(job: Job, folder: Path | None, resumed: Path | None, *, fetch: bool) -> None:
-    """Check that the data exists, that the plan fits it, and that the checkpoint to resume from belongs to this run.
+def check_run(job: ResolvedJob, *, starts: bool, fetch: bool) -> Plan:
+    """The plan of a job whose data exists and fits it. `starts` is whether the job starts from its initial weights.
 
     Missing data is downloaded if `fetch` is set. It must not be set if only the run folder names the data's folder,
     because somebody else may have written the run folder.
+
+    Raises:
+        InputError: it does not fit.
     """
-    if job.init_from is not None and resumed is None:
+    if job.init_from is not None and starts:
         checkpoint.weights_file(Path(job.init_from))
     if fetch:
         job.dataset.prepare()
     else:
         _check_data(job.dataset)
-    check_plan(job, folder, resumed)
-    if resumed is None:
+    plan = check_plan(job)
+    if starts:
         job.model.prepare()
+    return plan
 
 
-def check_plan(job: Job, folder: Path | None, resumed: Path | None) -> Plan:
-    """The plan of a job whose data is there, and which fits it, the memory, and the checkpoint to resume from.
+def check_plan(job: ResolvedJob) -> Plan:
+    """The plan of a job whose data is there, and which fits it and the memory.
 
     Raises:
         InputError: it does not fit.
@@ -228,8 +231,6 @@ def check_plan(job: Job, folder: Path | None, resumed: Path | None) -> Plan:
     freeze_until(job, plan)  # raises if the duration does not fit
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # raises if one of its durations does not fit
-    if resumed is not None:
-        check_resumable(job, plan, folder, resumed)
     return plan
 
 

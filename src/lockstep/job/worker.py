@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from lockstep.config.components import load_job
-from lockstep.config.schema import Job
 from lockstep.core import log, plan, process_group
 from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, explaining_memory
 from lockstep.core.launched import is_launched, launched
@@ -26,6 +24,7 @@ from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
+from lockstep.training.resolved_job import ResolvedJob, load_job
 
 
 def main(path: Path) -> None:
@@ -42,7 +41,7 @@ def main(path: Path) -> None:
         run(load_job(run_dir.config), run_dir, errors, file)
 
 
-def run(job: Job, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> None:
+def run(job: ResolvedJob, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> None:
     """Run a job as this rank. A stop or the watchdog can end it. The watchdog writes stacks to `stacks`."""
     if job.repro == "strict":  # cuBLAS reads the variable when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,7 +57,7 @@ def run(job: Job, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> Non
             device=job.device,
             backend=job.launcher.backend.value,
             timeout=watchdog.GROUP_TIMEOUT_S,
-            threads=int(job.launcher.threads),
+            threads=job.launcher.threads,
         ) as joined,
     ):
         dog.local_peer_pids = joined.local_peer_pids

@@ -13,7 +13,6 @@ from lockstep import checkpoint
 from lockstep.config.commands import override, relative, typed
 from lockstep.config.invocation import config_words
 from lockstep.config.program_words import program_words, words_of
-from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Precision
@@ -28,6 +27,7 @@ from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
+from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.usual import Usual
 
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
@@ -36,7 +36,7 @@ HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 SHOWN = 0.01  # the smallest share of the time that is shown
 
 
-def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
+def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
     """What TensorBoard's HParams page shows of a job, in short texts, because it cuts longer ones.
 
     Every job has the same keys.
@@ -51,7 +51,7 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
         "strategy": named(job.strategy),
         "precision": _number_format(job.precision),
         "optimizer": named(job.optimizer, frozenset({"lr", "weight_decay"})),
-        "lr": float(job.optimizer.lr),
+        "lr": job.optimizer.lr,
         "weight_decay": job.optimizer.weight_decay,
         "schedule": named(job.schedule),
         "batch": job.batch,
@@ -67,7 +67,7 @@ def hyperparameters(job: Job, world: World) -> dict[str, str | float]:
     }
 
 
-def _ranks(job: Job, world: World) -> str:
+def _ranks(job: ResolvedJob, world: World) -> str:
     """The processes, where they compute and in which number format."""
     words = [f"{world.size} process{'es' * (world.size != 1)} on {_device(world)}"]
     if world.size > 1:
@@ -98,7 +98,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e3:.0f} k" if parameters < 1e6 else f"{parameters / 1e6:.1f} M"
 
 
-def _other_interpolation(job: Job) -> str:
+def _other_interpolation(job: ResolvedJob) -> str:
     """A remark if the augmentation and the evaluation resize images in different ways; else empty."""
     own, evaluated = getattr(job.augment, "interpolation", None), job.input.interpolation
     if own in (None, evaluated) or crops_files(job.dataset):
@@ -106,7 +106,7 @@ def _other_interpolation(job: Job) -> str:
     return f" (resized {own} on the device, evaluated {evaluated}; dataset.crop_from=file resizes both alike)"
 
 
-def _keeps(job: Job, network: Network) -> str:
+def _keeps(job: ResolvedJob, network: Network) -> str:
     """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
     saved, state, total = sizes_of_checkpoints(job, network.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
@@ -120,7 +120,7 @@ def _keeps(job: Job, network: Network) -> str:
     )
 
 
-def sizes_of_checkpoints(job: Job, model: nn.Module) -> tuple[float, float | None, float]:
+def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, float | None, float]:
     """The bytes of a checkpoint's weights and of its state (None if unknown), and the most that all of them take."""
     tensors = model.state_dict().values()
     weights = sum(tensor.nbytes for tensor in tensors)
@@ -139,7 +139,7 @@ def sizes_of_checkpoints(job: Job, model: nn.Module) -> tuple[float, float | Non
 
 def banner(
     *,
-    job: Job,
+    job: ResolvedJob,
     run_dir: RunDir,
     world: World,
     plan: Plan,
@@ -172,7 +172,7 @@ def banner(
         f"{usual.input_reason}",
         "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
         "ranks": _ranks(job, world),
-        "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {float(job.optimizer.lr):.3g}"
+        "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {job.optimizer.lr:.3g}"
         f"{usual.rate_reason}, {named(job.schedule)}",
         "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
@@ -189,7 +189,7 @@ def banner(
 
 def closing(
     *,
-    job: Job,
+    job: ResolvedJob,
     run_dir: RunDir,
     progress: Progress,
     seconds: float,

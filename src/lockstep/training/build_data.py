@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.config.schema import Job
 from lockstep.core.data_protocols import BoxAugment, LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -25,6 +24,7 @@ from lockstep.runtime.host import GB
 from lockstep.training import micro_batch_search
 from lockstep.training.dry_run import training_rate
 from lockstep.training.fingerprint import check_same_data, fingerprint, plan_of
+from lockstep.training.resolved_job import ResolvedJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class TrainingData:
         return self.pipeline.eval(sample(self.train, number).to(world.device))
 
 
-def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
+def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingData]:
     """The data of a job, and the job with its `auto` micro-batches and loader chosen. Collective.
 
     Raises:
@@ -77,7 +77,7 @@ def build_data(job: Job, world: World) -> tuple[Job, TrainingData]:
     return job, data
 
 
-def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
+def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     """The loader of both splits. A resident one reads every image here.
 
     Raises:
@@ -90,7 +90,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
         world=own,
         plan=data.plan,
         seed=job.seed,
-        eval_batch=int(job.train.eval_batch),
+        eval_batch=job.train.eval_batch,
         # Copied, because the loader marks broken images in the labels.
         train_labels=data.train.labels.to(world.device, copy=True),
         eval_labels=data.val.labels.to(world.device, copy=True),
@@ -104,7 +104,7 @@ def build_loader(job: Job, data: TrainingData, world: World) -> Loader:
     )
 
 
-def _splits(job: Job, world: World) -> tuple[Split, Split]:
+def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split]:
     """Both splits. One rank of each machine prepares the files; the others wait for it."""
     if world.local_rank == 0:
         job.dataset.prepare()
@@ -118,7 +118,7 @@ def _splits(job: Job, world: World) -> tuple[Split, Split]:
     return train, val
 
 
-def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderContext:
+def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) -> LoaderContext:
     """The facts of a run from which a loader chooses its `auto` values."""
     plan, own = plan_of(job, len(train)), job.strategy.data_world(world)
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
@@ -132,7 +132,7 @@ def _loader_context(job: Job, train: Split, val: Split, world: World) -> LoaderC
     )
 
 
-def _pipeline(job: Job, world: World) -> Pipeline:
+def _pipeline(job: ResolvedJob, world: World) -> Pipeline:
     mix = Mix(classes=job.dataset.classes, mixup=job.train.mixup, cutmix=job.train.cutmix)
     return Pipeline.of(
         job.dataset,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.losses import SummedLoss
 from lockstep.training.build_data import TrainingData
+from lockstep.training.resolved_job import ResolvedJob
 
 TRIED = 3  # examples that the loss is tried on
 
 
-def build_loss(job: Job, data: TrainingData, world: World) -> SummedLoss:
+def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> SummedLoss:
     """The loss of a job on its device.
 
     Raises:

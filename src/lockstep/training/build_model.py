@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
-from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -28,14 +27,15 @@ from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
+from lockstep.training.resolved_job import ResolvedJob
 
 
-def without_start(job: Job) -> Job:
+def without_start(job: ResolvedJob) -> ResolvedJob:
     """The same job with random initial weights, for a job that takes its weights from a checkpoint."""
     return replace(job, init_from=None, model=without_weights(job.model))
 
 
-def build_network(job: Job, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:
+def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[int], Tensor]) -> Network:
     """The network of a job on its device, wrapped by its strategy. Collective.
 
     Args:
@@ -92,7 +92,7 @@ def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
     return [f"init_from: the head of {path} does not fit {classes:,} classes: {names} start from random weights"]
 
 
-def interrupts_compiling(job: Job, world: World) -> bool:
+def interrupts_compiling(job: ResolvedJob, world: World) -> bool:
     """Whether a stop may interrupt a compilation.
 
     Not with several ranks: each compiles at its own time, and all have to act on a stop at the same place.
@@ -100,7 +100,7 @@ def interrupts_compiling(job: Job, world: World) -> bool:
     return job.model.compile and world.size == 1
 
 
-def compile_network(job: Job, network: Network, world: World, stop: StopRequest) -> None:
+def compile_network(job: ResolvedJob, network: Network, world: World, stop: StopRequest) -> None:
     """Compile the model in place, if the job asks for it."""
     if job.model.compile:
         compile_model(
@@ -113,7 +113,7 @@ def compile_network(job: Job, network: Network, world: World, stop: StopRequest)
 
 
 def build_network_and_load_state(
-    job: Job, run_dir: RunDir, world: World, plan: Plan, images: Callable[[int], Tensor]
+    job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, images: Callable[[int], Tensor]
 ) -> tuple[Network, LoadedCheckpoint | None]:
     """The network of a run (see `build_network`), and its checkpoint, which is read while the model is built."""
     with ThreadPoolExecutor(1) as reader:
@@ -123,14 +123,14 @@ def build_network_and_load_state(
         return build_network(start, world, plan, images), loading.result()
 
 
-def load_state(job: Job, run_dir: RunDir) -> LoadedCheckpoint | None:
+def load_state(job: ResolvedJob, run_dir: RunDir) -> LoadedCheckpoint | None:
     """The newest valid checkpoint of the run folder, or else the one that `resume=` names."""
     own = checkpoint.load_newest(run_dir)
     return checkpoint.load(Path(job.resume)) if own is None and job.resume is not None else own
 
 
 def restore(
-    job: Job, network: Network, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
+    job: ResolvedJob, network: Network, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
 ) -> tuple[Progress, str]:
     """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start."""
     if loaded is None:

@@ -8,7 +8,6 @@ import os
 
 from lockstep import checkpoint
 from lockstep.config import components
-from lockstep.config.schema import Job
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -29,13 +28,14 @@ from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
+from lockstep.training.resolved_job import ResolvedJob
 
 # A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
 
 
 def build_observers(
-    job: Job,
+    job: ResolvedJob,
     run_dir: RunDir,
     world: World,
     data: TrainingData,
@@ -88,7 +88,7 @@ def build_observers(
     return telemetry, monitor
 
 
-def _times(job: Job, world: World, plan: Plan, network: Network, progress: Progress) -> TimeSpent:
+def _times(job: ResolvedJob, world: World, plan: Plan, network: Network, progress: Progress) -> TimeSpent:
     """Where the time goes, with the parts of a step where they can be told apart."""
     whole = job.strategy.whole_model
     # The gradients of a sharded model are not computed where torch calls hooks, and several micro-batches need them.
@@ -98,7 +98,9 @@ def _times(job: Job, world: World, plan: Plan, network: Network, progress: Progr
     return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)
 
 
-def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress) -> Observers:
+def _observer(
+    job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
+) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     checkpoint.mark_saved_or_not(run_dir)
     run = RunInfo(
@@ -119,7 +121,7 @@ def _observer(job: Job, run_dir: RunDir, world: World, plan: Plan, network: Netw
     return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
 
 
-def _samples(job: Job, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:
+def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:
     """The log of the samples of this rank. The files of ranks that no longer exist after a resume are cut as well."""
     if not job.telemetry.samples:
         return NoSamples()

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from lockstep.config.schema import Job
 from lockstep.core.world import World
 from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
+from lockstep.training.resolved_job import ResolvedJob
 
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
 FEW, LONG_S = 8, 1.0
@@ -28,7 +28,7 @@ OUT_OF_MEMORY = (
 )
 
 
-def dry_run_step(job: Job, world: World, examples: int) -> Callable[[], None]:
+def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], None]:
     """A function that does one whole step of a job on blank examples, with all memory that a run needs."""
     shape = job.dataset.input_shape
     layout = job.model.memory_format
@@ -54,7 +54,7 @@ def dry_run_step(job: Job, world: World, examples: int) -> Callable[[], None]:
     return step
 
 
-def training_rate(job: Job, world: World) -> float | None:
+def training_rate(job: ResolvedJob, world: World) -> float | None:
     """The images per second that a rank can train on when it never waits for data.
 
     None if measuring it would take long (the model is compiled), or if a step does not fit into memory.

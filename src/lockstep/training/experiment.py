@@ -11,7 +11,6 @@ from typing import TypedDict
 import torch
 
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
-from lockstep.config.schema import Job
 from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.observer import Observer
@@ -35,12 +34,13 @@ from lockstep.training.build_observers import build_observers
 from lockstep.training.graph_trainer import GraphTrainer
 from lockstep.training.model_card import card_of
 from lockstep.training.predictions import CollectedPredictions
+from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.run_record import NoRecord, run_record
 from lockstep.training.trainer import Trainer
 
 
 def run(
-    job: Job,
+    job: ResolvedJob,
     run_dir: RunDir,
     world: World,
     *,
@@ -81,7 +81,7 @@ def run(
         loss=loss,
         strategy=job.strategy,
         precision=job.precision,
-        lr=float(job.optimizer.lr),
+        lr=job.optimizer.lr,
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,
@@ -99,7 +99,7 @@ def run(
     record.complete(job, trainer, hardware, skipped=loader.count_skipped())
 
 
-def trainer_class(job: Job, world: World) -> type[Trainer]:
+def trainer_class(job: ResolvedJob, world: World) -> type[Trainer]:
     """The trainer of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
     return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
 
@@ -111,7 +111,7 @@ class Judges(TypedDict):
     predictions: CollectedPredictions
 
 
-def build_judges(job: Job, data: TrainingData, world: World, observer: Observer) -> Judges:
+def build_judges(job: ResolvedJob, data: TrainingData, world: World, observer: Observer) -> Judges:
     """The scores of an evaluation, and the predictions of which `observer` is told."""
     source, kind = job.dataset, probabilities_of(job.loss)
     return {
@@ -123,7 +123,7 @@ def build_judges(job: Job, data: TrainingData, world: World, observer: Observer)
 
 
 def build_checkpointer(
-    job: Job, run_dir: RunDir, world: World, data: TrainingData, loaded: LoadedCheckpoint | None
+    job: ResolvedJob, run_dir: RunDir, world: World, data: TrainingData, loaded: LoadedCheckpoint | None
 ) -> Checkpointer:
     """The checkpointer, which saves the run on main and restores it on every rank."""
     own = loaded.run if loaded is not None and loaded.path.parent == run_dir.checkpoints else None
@@ -152,7 +152,7 @@ def train(trainer: Trainer, monitor: Monitor | None, explaining: AbstractContext
     return hardware
 
 
-def configure_torch(job: Job, world: World) -> None:
+def configure_torch(job: ResolvedJob, world: World) -> None:
     """Set torch's process-wide options for this job; an earlier job of the process may have left others."""
     torch.manual_seed(job.seed)
     micro_batch_search.keep_freed_memory(world, keep=job.train.micro_batches == 1)
@@ -163,7 +163,7 @@ def configure_torch(job: Job, world: World) -> None:
 
 
 @contextmanager
-def explaining(job: Job, run_dir: RunDir, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
+def explaining(job: ResolvedJob, run_dir: RunDir, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
     """Explain an error of training: keep the batch behind bad numbers, or find a number of micro-batches that fits.
 
     Raises:

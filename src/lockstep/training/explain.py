@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.runtime import host
 from lockstep.training.checklist import checklist
+from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trials import LONGEST_S, settings_to_try, tried
 from lockstep.training.verdict import Evidence, Finding, verdict
 
@@ -21,7 +21,7 @@ TRIALS_SHARE = 0.02  # the most of the run's time that trials take
 
 def explain(
     *,
-    job: Job,
+    job: ResolvedJob,
     world: World,
     plan: Plan,
     model: nn.Module,

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 from lockstep.checkpoint import difference
-from lockstep.config.schema import Job
 from lockstep.core.durations import LONGEST
 from lockstep.core.errors import InputError
 from lockstep.core.fields import default_of
@@ -17,6 +16,7 @@ from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.models import Timm
+from lockstep.training.resolved_job import ResolvedJob
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
 COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
@@ -39,22 +39,21 @@ def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     return describe(component, leave_out).removesuffix("()")
 
 
-def plan_of(job: Job, examples: int) -> Plan:
+def plan_of(job: ResolvedJob, examples: int) -> Plan:
     """The plan of a job, for a training split of `examples` examples."""
     return make_plan(
         examples=examples,
-        batch=int(job.batch),
+        batch=job.batch,
         epochs=job.epochs,
         total_steps=job.steps,
-        # `auto` is resolved later, when a rank has tried what fits into memory.
-        micro_batches=1 if job.train.micro_batches == "auto" else int(job.train.micro_batches),
+        micro_batches=job.train.passes,
         log_every=job.telemetry.interval,
         eval_every=job.train.eval_every,
         save_every=job.checkpoint.every,
     )
 
 
-def train_longer(job: Job, plan: Plan | None = None, step: int = 0) -> str:
+def train_longer(job: ResolvedJob, plan: Plan | None = None, step: int = 0) -> str:
     """The override that makes a job twice as long: `steps` if the job has it (it wins over `epochs`).
 
     For a run of `plan` that stands at `step`, it is twice as long as the longer of the two.
@@ -65,7 +64,7 @@ def train_longer(job: Job, plan: Plan | None = None, step: int = 0) -> str:
     return f"epochs={min(LONGEST, 2 * max(job.epochs, done))}"
 
 
-def fingerprint(job: Job, examples: int) -> dict[str, Any]:
+def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
     return {
         "model": describe(job.model, COMPUTE_FIELDS),

@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.head import head_layers, within
 from lockstep.core.plan import Plan
+from lockstep.training.resolved_job import ResolvedJob
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30
@@ -69,7 +69,7 @@ class Freezing:
         return f"{self.numbers:,} of them frozen{when}" if self.numbers else ""
 
 
-def freeze_until(job: Job, plan: Plan) -> int | None:
+def freeze_until(job: ResolvedJob, plan: Plan) -> int | None:
     """The last step in which `train.freeze` holds; None for the whole run."""
     until = job.train.freeze_until
     return None if until is None else plan.in_steps("train.freeze_until", until)

@@ -8,24 +8,24 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.config.schema import Job
 from lockstep.core.world import World
 from lockstep.training.dry_run import dry_run_step, is_out_of_memory, timed
 from lockstep.training.micro_batch_search import fits
+from lockstep.training.resolved_job import ResolvedJob
 
 # Batches are tried up to this long a step and this long in all (seconds).
 LONGEST_STEP_S, LONGEST_S = 2.0, 10.0
 STEPS = 3  # are timed of each batch
 
 
-def advice_on_batch(job: Job, world: World, examples: int) -> str:
+def advice_on_batch(job: ResolvedJob, world: World, examples: int) -> str:
     """A sentence with the largest batch that fits, its images per second and learning rate, beside the present one.
 
     Batches are doubled while they fit on a rank and their steps are short, up to all `examples` of an epoch. They are
     tried on main alone.
     """
     end = time.perf_counter() + LONGEST_S
-    present = batch = int(job.batch)
+    present = batch = job.batch
     rates: dict[int, float] = {}
     with torch.random.fork_rng(devices=[]):  # a throw-away model must not advance the state of the run's
         while True:
@@ -44,18 +44,18 @@ def advice_on_batch(job: Job, world: World, examples: int) -> str:
     if set(rates) <= {present}:
         return f"batch=auto is {present}: {limit}"
     largest = max(rates)
-    rate = float(job.optimizer.lr) * _usual_rate(job, largest) / _usual_rate(job, present)
+    rate = job.optimizer.lr * _usual_rate(job, largest) / _usual_rate(job, present)
     return (
         f"batch=auto is {present}, which trains on about {rates[present]:,.0f} img/s; up to {largest:,} fit here "
         f"({limit}), with {rates[largest]:,.0f} img/s: batch={largest} optimizer.lr={rate:.3g}, which is another run"
     )
 
 
-def _usual_rate(job: Job, batch: int) -> float:
+def _usual_rate(job: ResolvedJob, batch: int) -> float:
     return float(replace(job.optimizer, lr="auto").at_batch(batch, trained=False).lr)
 
 
-def _seconds(job: Job, world: World, examples: int) -> float | None:
+def _seconds(job: ResolvedJob, world: World, examples: int) -> float | None:
     """The seconds of a step on a rank; None if it does not fit into memory."""
     if not fits(job, world, examples, held_gb=0.0):
         return None

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
 from lockstep.training.dry_run import dry_run_step, is_out_of_memory
 from lockstep.training.evaluate import evaluate
+from lockstep.training.resolved_job import ResolvedJob
 
 # Later steps may need a little more memory than the first, because of fragmentation.
 MARGIN = 1.2
@@ -42,13 +42,13 @@ def keep_freed_memory(world: World, *, keep: bool) -> None:
             libc.malloc_trim(0)  # return what an earlier job of this process kept
 
 
-def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
+def micro_batches_that_fit(job: ResolvedJob, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
     """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
 
     `held_gb` GB of the device's memory stay free for the images that a run keeps there. None if not even single
     examples fit. Not collective: ranks may get different numbers.
     """
-    shard = math.ceil(int(job.batch) / world.size)
+    shard = math.ceil(job.batch / world.size)
     micro_batches = least
     while True:
         examples = math.ceil(shard / micro_batches)
@@ -59,7 +59,7 @@ def micro_batches_that_fit(job: Job, world: World, *, least: int = 1, held_gb: f
         micro_batches = min(2 * micro_batches, shard)
 
 
-def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
+def choose_micro_batches(job: ResolvedJob, world: World, *, held_gb: float) -> int:
     """The number for `train.micro_batches=auto`: it fits on every rank, beside `held_gb` GB of images. Collective.
 
     Raises:
@@ -74,23 +74,23 @@ def choose_micro_batches(job: Job, world: World, *, held_gb: float) -> int:
     return max(needed)
 
 
-def oom_advice(error: BaseException, job: Job, world: World, step: int) -> LockstepError:
+def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) -> LockstepError:
     """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
     if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
-        fewer = max(1, int(job.train.eval_batch) // 2)
+        fewer = max(1, job.train.eval_batch // 2)
         return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
     if not job.strategy.whole_model and world.size > 1:
         examples = job.micro_batch(job.strategy.data_world(world).size)
         return LockstepError(
             f"out of memory at step {step} with micro-batches of {examples} examples; "
-            f"train.micro_batches={2 * int(job.train.micro_batches)} makes them smaller and leaves the global batch "
+            f"train.micro_batches={2 * job.train.passes} makes them smaller and leaves the global batch "
             "as it is, and more ranks have smaller parts of the model"
         )
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     gc.collect()
     keep_freed_memory(world, keep=False)
     examples = job.micro_batch(world.size)
-    fitting = micro_batches_that_fit(job, world, least=2 * int(job.train.micro_batches)) if examples > 1 else None
+    fitting = micro_batches_that_fit(job, world, least=2 * job.train.passes) if examples > 1 else None
     advice = (
         f"train.micro_batches={fitting} fits and leaves the global batch as it is; train.micro_batches=auto "
         "finds such a number by itself"
@@ -100,7 +100,7 @@ def oom_advice(error: BaseException, job: Job, world: World, step: int) -> Locks
     return LockstepError(f"out of memory at step {step} with micro-batches of {examples} examples; {advice}")
 
 
-def fits(job: Job, world: World, examples: int, held_gb: float) -> bool:
+def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on `examples` blank examples fits into memory."""
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):

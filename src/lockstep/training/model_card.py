@@ -9,18 +9,18 @@ from typing import Any
 
 import lockstep
 from lockstep.config import components
-from lockstep.config.schema import Job
 from lockstep.core.component import Component
 from lockstep.core.fields import rule_of
 from lockstep.core.model_card import ModelCard
 from lockstep.core.rules import PathText
 from lockstep.losses import probabilities_of
+from lockstep.training.resolved_job import ResolvedJob
 
 # Fields of a model that its card leaves out: how training computes it, and how it was initialised.
 OF_TRAINING = frozenset({"compile", "compile_mode", "pretrained"})
 
 
-def card_of(job: Job) -> ModelCard:
+def card_of(job: ResolvedJob) -> ModelCard:
     """The card of a resolved job, before its first step.
 
     Raises:
@@ -37,12 +37,12 @@ def card_of(job: Job) -> ModelCard:
         image_shape=data.image_shape,
         input_shape=data.input_shape,
         eval_crop=data.eval_crop,
-        mean=tuple(job.input.mean or data.mean),
-        std=tuple(job.input.std or data.std),
+        mean=tuple(job.input.mean),
+        std=tuple(job.input.std),
         interpolation=job.input.interpolation,
         probabilities=probabilities_of(job.loss),
         eval_views=job.train.eval_views,
-        eval_batch=int(job.train.eval_batch),
+        eval_batch=job.train.eval_batch,
         trained_on={**_node(data, _paths(data)), "sha256": hashlib.sha256(examples.encode()).hexdigest()},
         lockstep=lockstep.__version__,
     )

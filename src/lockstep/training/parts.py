@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import Job
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -19,6 +18,7 @@ from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import build_network
 from lockstep.training.freezing import Freezing
+from lockstep.training.resolved_job import ResolvedJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Parts:
         criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
     """
 
-    job: Job
+    job: ResolvedJob
     plan: Plan
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -86,10 +86,10 @@ class Parts:
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
         self.freezing.freeze_for(step)
-        set_learning_rate(self.optimizer, float(self.job.optimizer.lr) * self.job.schedule.factor(step, self.plan))
+        set_learning_rate(self.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
 
 
-def build_parts(job: Job) -> Parts:
+def build_parts(job: ResolvedJob) -> Parts:
     """The parts of a resolved job.
 
     Raises:

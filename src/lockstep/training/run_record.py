@@ -13,7 +13,6 @@ import torch
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.commands import relative, typed
-from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, StorageError
 from lockstep.core.plan import Plan
@@ -29,6 +28,7 @@ from lockstep.training.explain import explain
 from lockstep.training.largest_batch import advice_on_batch
 from lockstep.training.network import Network
 from lockstep.training.progress import Progress
+from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
 from lockstep.training.trials import times_as_long
 
@@ -36,10 +36,12 @@ from lockstep.training.trials import times_as_long
 class NoRecord:
     """The record of a rank other than main: it writes nothing, and joins the collectives of main."""
 
-    def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
+    def announce(
+        self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
+    ) -> None:
         """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
 
-    def write_start(self, job: Job, plan: Plan, progress: Progress, *, run: str) -> None:
+    def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
         """Write the config and the environment of a run, and mark it as begun.
 
         `run` is its name in its checkpoints.
@@ -52,7 +54,7 @@ class NoRecord:
         """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
         gathered(trainer.network.model.state_dict(), keep=False)
 
-    def complete(self, job: Job, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
+    def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         """Write and show the result of a run that has reached its last step; `hardware` is what `train` returns."""
 
 
@@ -64,7 +66,9 @@ class RunRecord(NoRecord):
         self.world = world
         self.started = time.time()
 
-    def announce(self, job: Job, data: TrainingData, network: Network, progress: Progress, *, origin: str) -> None:
+    def announce(
+        self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
+    ) -> None:
         banner.banner(
             job=job,
             run_dir=self.run_dir,
@@ -87,7 +91,7 @@ class RunRecord(NoRecord):
         except InputError:
             return {}
 
-    def _notes(self, job: Job, data: TrainingData, network: Network) -> list[str]:
+    def _notes(self, job: ResolvedJob, data: TrainingData, network: Network) -> list[str]:
         """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
         notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
         on_cpu = self.world.device.type == "cpu"
@@ -107,7 +111,7 @@ class RunRecord(NoRecord):
             )
         return notes
 
-    def write_start(self, job: Job, plan: Plan, progress: Progress, *, run: str) -> None:
+    def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, environment.as_json(self.world))
@@ -128,7 +132,7 @@ class RunRecord(NoRecord):
         weights = gathered(trainer.network.model.state_dict(), keep=True)
         crash_dump.keep(error, trainer, weights, self.run_dir)
 
-    def complete(self, job: Job, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
+    def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
         progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
         figures, shares = {**telemetry.totals_of_run(), **hardware}, telemetry.time_shares()

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lockstep.config.schema import Job
 from lockstep.core.world import World
 from lockstep.precision import BF16, FP32
 from lockstep.runtime import host
 from lockstep.training.dry_run import FEW, dry_run_step, is_out_of_memory, timed
+from lockstep.training.resolved_job import ResolvedJob
 
 LONGEST_S = 1.0  # the most that all trials of a moment may take
 TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take long
@@ -25,7 +25,7 @@ TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take l
 class Setting:
     """A job, the examples in a step of a rank, and the CPU threads of the rank."""
 
-    job: Job
+    job: ResolvedJob
     examples: int
     threads: int
 
@@ -63,7 +63,9 @@ def tried(
     return factors
 
 
-def settings_to_try(job: Job, world: World, model: nn.Module, cores: int) -> tuple[Setting, dict[str, Setting]]:
+def settings_to_try(
+    job: ResolvedJob, world: World, model: nn.Module, cores: int
+) -> tuple[Setting, dict[str, Setting]]:
     """The present setting of a rank, and the others that may be faster, by override."""
     threads, examples = torch.get_num_threads(), job.micro_batch(world.size)
     present = Setting(job, examples, threads)
@@ -80,11 +82,11 @@ def settings_to_try(job: Job, world: World, model: nn.Module, cores: int) -> tup
     if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
         channels_last = replace(job, model=replace(job.model, channels_last=True))
         others["model.channels_last=true"] = replace(present, job=channels_last)
-    others[f"batch={2 * int(job.batch)}"] = replace(present, examples=2 * examples)
+    others[f"batch={2 * job.batch}"] = replace(present, examples=2 * examples)
     return present, others
 
 
-def takes_channels_last(job: Job, model: nn.Module) -> bool:
+def takes_channels_last(job: ResolvedJob, model: nn.Module) -> bool:
     """Whether the model has convolutions and a key for their order of memory; an extension's may have none."""
     return has_convolutions(model) and hasattr(job.model, "channels_last")
 
@@ -93,7 +95,7 @@ def has_convolutions(model: nn.Module) -> bool:
     return any(parameter.dim() == 4 for parameter in model.parameters())
 
 
-def times_as_long(job: Job, world: World) -> float | None:
+def times_as_long(job: ResolvedJob, world: World) -> float | None:
     """How many times as long as in float32 a step takes, tried with few examples; None if that would take long."""
     present = Setting(replace(job, precision=FP32()), min(FEW, job.micro_batch(world.size)), torch.get_num_threads())
     others = {"as configured": replace(present, job=job)}

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.schema import Job
 from lockstep.data.datasets.files import AUTO, SIZES
+from lockstep.training.resolved_job import ResolvedJob
 
 
 @dataclass(frozen=True)
 class Usual:
     """Explanations of the keys that are `auto` in `composed`, the config of the job as the user gave it."""
 
-    job: Job
+    job: ResolvedJob
     composed: Mapping[str, Any]
 
     @property

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
+from lockstep.training.resolved_job import ResolvedJob
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
 WORTH, NOTABLE = 1.1, 0.05
@@ -62,7 +62,7 @@ class Evidence:
         cores: the CPU cores of this machine that the job may use.
     """
 
-    job: Job
+    job: ResolvedJob
     world: World
     plan: Plan
     model: nn.Module
@@ -190,7 +190,7 @@ def _work(evidence: Evidence) -> Iterator[Finding]:
             override=override,
             another_run=override.startswith(("batch=", "precision=")),
         )
-    threads, fair = int(evidence.job.launcher.threads), max(1, evidence.cores // evidence.world.local_size)
+    threads, fair = evidence.job.launcher.threads, max(1, evidence.cores // evidence.world.local_size)
     if threads > fair and f"launcher.threads={fair}" not in evidence.factors:
         yield Finding(
             sentence=f"{threads} threads of a rank share {fair} core{'s' * (fair != 1)}",
