@@ -36,6 +36,15 @@ def test_the_picture_is_where_the_runs_are(tmp_path: Path, capsys: pytest.Captur
     assert "4 steps, from 0.001 to 0.01: the loss is lowest" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [(), ("experiment=mnist_tutorial", "dataset=digits")], ids=["default", "recipe"])
+def test_the_batch_of_batch_auto_is_that_without_it(words: tuple[str, ...], tmp_path: Path) -> None:
+    job = (*words, "device=cpu", f"output_root={tmp_path}")
+    usual, parts = lockstep.compose(job), lockstep.compose([*job, "batch=auto"])
+    assert (parts.job.batch, parts.plan.batch) == (usual.job.batch, usual.plan.batch)
+    assert parts.job.optimizer.lr == usual.job.optimizer.lr
+    lr_find((*job, "batch=auto"), steps=12, low=1e-4, high=1e-2, out=None)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
