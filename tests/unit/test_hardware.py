@@ -26,7 +26,7 @@ from torch import nn
 
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.telemetry import gpu, hardware
+from lockstep.telemetry import gpu, gpu_counters, hardware
 from lockstep.telemetry.hardware import Monitor, Processes, parts_of
 from processes import wait_for
 
@@ -97,6 +97,82 @@ class Machine:
         return self.millijoules
 
 
+class Counting:
+    """A fake NVML of a GPU with counters: 1,000 KiB come over NVLink from one look to the next, and 500 leave.
+
+    `offers` is what the GPU has of `nvlink` and `gpm`; a sample of GPM is a number, which says when it was taken.
+    """
+
+    def __init__(self, *offers: str) -> None:
+        self.offers, self.looks, self.held = offers, itertools.count(), 0
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pynvml, name)
+
+    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:
+        assert {scope for _, scope in fields} == {2**32 - 1}
+        look, there = next(self.looks), "nvlink" in self.offers
+        kib = {pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX: 1000, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX: 500}
+        code = pynvml.NVML_SUCCESS if there else pynvml.NVML_ERROR_NOT_SUPPORTED
+        return [
+            SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(ullVal=look * kib[field])) for field, _ in fields
+        ]
+
+    def nvmlGpmQueryDeviceSupport(self, handle: str) -> SimpleNamespace:
+        if "old driver" in self.offers:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return SimpleNamespace(isSupportedDevice=int("gpm" in self.offers))
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        self.held += 1
+        return pynvml.c_nvmlGpmSample_t()
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self.held -= 1
+
+    def nvmlGpmSampleGet(self, handle: str, sample: Any) -> None:
+        if self.broken:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+    def nvmlGpmMetricsGet(self, request: Any) -> None:
+        assert request.numMetrics == 3
+        shares = {
+            pynvml.NVML_GPM_METRIC_SM_UTIL: (80.0, pynvml.NVML_SUCCESS),
+            pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: (12.5, pynvml.NVML_SUCCESS),
+            pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: (0.0, pynvml.NVML_ERROR_NOT_SUPPORTED),
+        }
+        for metric in request.metrics[: request.numMetrics]:
+            metric.value, metric.nvmlReturn = shares[metric.metricId]
+
+
+@pytest.mark.parametrize(
+    ("offers", "figures"),
+    [
+        (("nvlink", "gpm"), {"nvlink_in_mb_s", "nvlink_out_mb_s", "sm_active", "tensor_active"}),
+        (("nvlink",), {"nvlink_in_mb_s", "nvlink_out_mb_s"}),
+        (("gpm",), {"sm_active", "tensor_active"}),
+        (("old driver",), set()),
+    ],
+)
+def test_counters_are_figures_where_the_gpu_offers_them(
+    monkeypatch: pytest.MonkeyPatch, offers: tuple[str, ...], figures: set[str]
+) -> None:
+    nvml = Counting(*offers)
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(gpu_counters, "pynvml", nvml)
+    monkeypatch.setattr(gpu_counters, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    counters = gpu_counters.Counters("GPU-aa")
+    first = counters.sample()
+    assert set(first) == figures
+    expected = {"nvlink_in_mb_s": 0.512, "nvlink_out_mb_s": 0.256, "sm_active": 80.0, "tensor_active": 12.5}
+    assert first == counters.sample() == pytest.approx({name: expected[name] for name in figures})
+    nvml.broken = True  # the driver refuses later: the counters are left out, and the rest goes on
+    assert set(counters.sample()) == figures - {"sm_active", "tensor_active"}
+    counters.close()
+    assert nvml.held == 0
+
+
 class Recorder(Observer):
     """An observer that records what it gets."""
 
@@ -111,6 +187,7 @@ class Recorder(Observer):
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     nvml = Machine()
     monkeypatch.setattr(gpu, "pynvml", nvml)
+    monkeypatch.setattr(gpu_counters, "pynvml", Counting("old driver"))
     return nvml
 
 

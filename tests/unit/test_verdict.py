@@ -17,7 +17,7 @@ from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.training import trials, verdict
 from lockstep.training.checklist import checklist
-from lockstep.training.trials import Setting, settings_to_try, times_as_long, tried
+from lockstep.training.trials import Setting, agreed, settings_to_try, times_as_long, tried
 from lockstep.training.verdict import Evidence, findings
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
@@ -142,6 +142,13 @@ def test_the_checklist_says_what_is_done_what_is_worth_trying_and_what_does_not_
     assert waiting["workers and prefetch"].override == "loader.workers=3"
     plain = {item.item: item for item in checklist(evidence(model=nn.Linear(1, 1)))}
     assert plain["channels_last"].reason == "the model has no convolutions"
+
+
+@pytest.mark.parametrize(
+    ("factors", "factor"), [([1.3, 1.2, 2.0], 1.3), ([0.5, 0.7, 0.9], 0.7), ([1.4, 1.3, 0.8], 1.0), ([1.2], 1.2)]
+)
+def test_trials_that_do_not_agree_say_nothing(factors: list[float], factor: float) -> None:
+    assert agreed(factors) == factor
 
 
 def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:

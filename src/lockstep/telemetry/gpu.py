@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.core.safe_read import parsed_json
 from lockstep.core.world import World
+from lockstep.telemetry.gpu_counters import Counters
 from lockstep.telemetry.sinks import truncate_after
 
 # Reasons for which the hardware itself lowers the clocks: too hot, or too little power.
@@ -46,12 +47,14 @@ class Gpus:
         self.file, _ = truncate_after(path, 0, _step_zero)
         self.energy = [_energy(handle) for handle in self.handles]
         self.joules: float | None = None if None in self.energy else 0.0
+        self.counters = [Counters(handle) for handle in self.handles]
 
     def sample(self, step: int) -> dict[str, float]:
         """The figures of all GPUs by tag. Writes a line for each GPU."""
         now = round(time.time(), 3)
         # Sample all GPUs first: if one stops answering, there must not be half a sample.
         samples = [sample(handle) for handle in self.handles]
+        samples = [figures | counters.sample() for figures, counters in zip(samples, self.counters, strict=True)]
         if self.joules is not None:
             after = [_energy(handle) or 0.0 for handle in self.handles]
             self.joules += sum(new - (old or 0.0) for new, old in zip(after, self.energy, strict=True))
@@ -66,6 +69,8 @@ class Gpus:
 
     def close(self) -> None:
         self.file.close()
+        for counters in self.counters:
+            counters.close()
         pynvml.nvmlShutdown()
 
 

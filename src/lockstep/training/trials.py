@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -58,9 +58,13 @@ def tried(
                 (_seconds(step, present.threads, device), _seconds(other, setting.threads, device))
                 for _ in range(turns)
             ]
-            now, then = (statistics.median(times) for times in zip(*pairs, strict=True))
-            factors[name] = share * now / then
+            factors[name] = agreed([share * now / then for now, then in pairs])
     return factors
+
+
+def agreed(factors: Sequence[float]) -> float:
+    """The median of some trials' factors; 1 if they do not agree on which setting is faster."""
+    return statistics.median(factors) if min(factors) > 1 or max(factors) < 1 else 1.0
 
 
 def settings_to_try(
