@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 from torch.distributed import TCPStore
 
 from lockstep.core import log, network, safe_read
@@ -122,13 +124,14 @@ class Member(Machine):
         """Claim the `launcher.node_rank` of this machine for an attempt.
 
         Raises:
-            InputError: another machine has it.
+            InputError: another machine, or another process of this one, has it.
         """
         if self.node_rank is None:
             return
-        own = network.machine()
-        owner = store.compare_set(CLAIMED.format(number, self.node_rank), "", own).decode()
-        if owner != own:
+        own = [network.machine(), os.getpid()]
+        owner = json.loads(store.compare_set(CLAIMED.format(number, self.node_rank), "", json.dumps(own)))
+        came_back = owner[0] == own[0] and not psutil.pid_exists(owner[1])
+        if owner != own and not came_back:
             self._refuse(
                 store,
                 f"it was started with launcher.node_rank={self.node_rank}, which another machine has; use another "
