@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     _show(commands)
     _lr_find(commands)
     _prove(commands)
+    _ladder(commands)
     pack = _pack(commands)
     _check_command(sys.argv[1:], list(commands.choices))
     options, rest = parser.parse_known_args()
@@ -251,6 +252,26 @@ def _prove(commands: Any) -> None:
     prove.add_argument(
         "--all", dest="everything", action="store_true", help="every strategy and every kill on every number of ranks"
     )
+
+
+def _ladder(commands: Any) -> None:
+    ladder = commands.add_parser(
+        "ladder",
+        help="train a job on each rung from one device to many, and compare speed, memory and results",
+        description="Train a job in turns on one device, with DataParallel, DDP, gradients averaged by hand, mixed "
+        "precision, Accelerate, ZeRO, FSDP and as a pipeline, and show what each brings here. The same line goes on "
+        "where it was stopped.",
+    )
+    ladder.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train` [MNIST]")
+    ladder.set_defaults(rest="overrides")
+    ladder.add_argument("--ranks", type=int, metavar="N", help="ranks of the rungs with several [GPUs, or CPU cores]")
+    ladder.add_argument("--repeat", dest="repeats", type=int, default=3, metavar="N", help="turns [3]")
+    ladder.add_argument("--only", metavar="RUNG,RUNG", help="the rungs besides the first: ddp,fsdp [all]")
+    ladder.add_argument(
+        "--script", dest="scripts", action="append", default=[], metavar="FILE", help="a script of yours as a rung"
+    )
+    ladder.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="as CSV")
+    ladder.add_argument("--json", dest="form", action="store_const", const="json", help="as JSON")
 
 
 def _pack(commands: Any) -> Parser:

@@ -16,6 +16,7 @@ SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the
 COMMANDS = {
     "new": ("new", "new"),
     "prove": ("prove", "prove"),
+    "ladder": ("ladder", "ladder"),
     "doctor": ("doctor", "doctor"),
     "show": ("show", "show"),
     "lr-find": ("lr_find", "lr_find"),

@@ -68,7 +68,7 @@ def run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     run_dir = RunDir(folder)
     if case.killed:
         _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)
-    with _running([*command, f"output_root={folder.parent}"]) as process:
+    with running([*command, f"output_root={folder.parent}"]) as process:
         error = process.communicate()[1].strip()
     if process.returncode == InputError.exit_code:
         raise InputError(error.removeprefix("lockstep: "))
@@ -88,7 +88,7 @@ def run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
 def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
     """Start a run and kill all its processes once half of the steps are saved."""
     half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
-    with _running(command) as process:
+    with running(command) as process:
         while process.poll() is None and not half.exists():
             time.sleep(0.01)
         if process.poll() is not None:
@@ -96,13 +96,16 @@ def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A running command. All its processes are killed at the end of the context, or with this process."""
+def running(command: list[str], *, capture: bool = False, is_ours: bool = True) -> Iterator[subprocess.Popen[str]]:
+    """A running command. All its processes are killed at the end of the context; Lockstep's own with this process.
+
+    Its errors are kept for `communicate`, and with `capture` what it prints.
+    """
     with subprocess.Popen(
         command,
         # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
-        env={**os.environ, PARENT: str(os.getpid()), "HYDRA_FULL_ERROR": "0"},
-        stdout=subprocess.DEVNULL,
+        env={**os.environ, "HYDRA_FULL_ERROR": "0"} | ({PARENT: str(os.getpid())} if is_ours else {}),
+        stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -1,0 +1,268 @@
+"""`lockstep ladder`: one job on each rung from one device to many, and what each brings on this machine.
+
+A ladder is a sweep whose jobs are rungs: they run one at a time and in turns, and their folders and records are those
+of a sweep (`lockstep.sweep.ledger`). A rung that was cut is measured again from its start.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.cli.compare import show_rows
+from lockstep.cli.ladder_table import picture, row_of, show
+from lockstep.cli.prove_run import running
+from lockstep.config.commands import override, relative, typed
+from lockstep.config.messages import key_of
+from lockstep.core import log
+from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import write_atomic
+from lockstep.job.prepare import job_of
+from lockstep.job.run_lock import Lock
+from lockstep.models.nets import sketch
+from lockstep.runtime import host
+from lockstep.strategy.sync_batchnorm import has_batchnorm
+from lockstep.sweep.compare import Row
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import Record, State
+from lockstep.telemetry.progress import progress
+from lockstep.training.resolved_job import ResolvedJob
+
+DEFAULT = ("experiment=mnist_tutorial",)
+# What the rungs set themselves.
+OF_RUNGS = ("strategy", "launcher", "launcher.ranks", "launcher.nodes", "hydra.run.dir", "resume")
+# Every run writes its figures, and nothing else that takes time.
+COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
+FOLDER, PICTURE = "ladders", "ladder.svg"
+MOST_REPEATS = 100
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way to train the job: a strategy of Lockstep, or a script.
+
+    Fields:
+        name: its name in the table.
+        words: its overrides.
+        launcher: what starts Lockstep.
+        script: the user's own script, which is run instead.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    script: Path | None = None
+
+    @property
+    def change(self) -> str:
+        """What changed, in a line."""
+        return typed(
+            ["python", self.script]
+            if self.script
+            else [*self.launcher, *("train.py",) * bool(self.launcher), *self.words]
+        )
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether it has several ranks."""
+        return bool(self.launcher) or "launcher=spawn" in self.words
+
+    @property
+    def lines(self) -> int:
+        """The lines of code that a user writes for it."""
+        if self.script is None:
+            return 0
+        lines = map(str.strip, self.script.read_text().splitlines())
+        return sum(bool(line) and not line.startswith("#") for line in lines)
+
+    def command(self, overrides: Sequence[str], job: ResolvedJob, folder: Path) -> list[str]:
+        """The command that runs the rung in a folder."""
+        if self.script is not None:
+            facts = {"data-root": job.data_root, "epochs": job.epochs, "seed": job.seed}
+            return [sys.executable, str(self.script), *(f"--{key}={value}" for key, value in facts.items())]
+        where = (override("hydra.run.dir", folder), override("output_root", folder.parent))
+        launcher = [*self.launcher[1:], "-m"] if self.launcher else ["-m"]
+        torchrun = ["-m", "torch.distributed.run"] if self.launcher else []
+        return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *COMMON, *where]
+
+
+def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Rung]:
+    """The rungs of a job, in the order of the tutorials."""
+    many = ("launcher=spawn", f"launcher.ranks={ranks}")
+    yield Rung("one device", ("strategy=single", "launcher.ranks=1"))
+    yield Rung("DataParallel", ("strategy=dp", "launcher.ranks=1"))
+    yield Rung("DDP", ("strategy=ddp", *many))
+    yield Rung("DDP, torchrun", ("strategy=ddp",), ("torchrun", "--standalone", f"--nproc-per-node={ranks}"))
+    yield Rung("averaged by hand", ("strategy=allreduce", *many))
+    yield Rung("averaged by hooks", ("strategy=allreduce_hooks", *many))
+    if has_batchnorm(sketch(job.model, job.dataset.classes, job.dataset.input_shape)):
+        yield Rung("DDP, own batch norm", ("strategy=ddp", "strategy.sync_batchnorm=false", *many))
+    if job.precision.dtype is torch.float32 and (job.device == "cuda" or host.has_bfloat16()):
+        yield Rung("DDP, mixed precision", ("strategy=ddp", "precision=bf16", *many))
+    for name, strategy in (
+        ("Accelerate", "accelerate"),
+        ("ZeRO", "zero"),
+        ("FSDP", "fsdp"),
+        ("pipeline", "pipeline"),
+    ):
+        yield Rung(name, (f"strategy={strategy}", *many))
+    for script in scripts:
+        yield Rung(script.stem, script=script)
+
+
+def ladder(
+    overrides: Sequence[str], *, ranks: int | None, repeats: int, only: str | None, scripts: Sequence[str], form: str
+) -> None:
+    """Train the job on each rung that is not done, and show the table of all.
+
+    Raises:
+        InputError: the job or an option is wrong, or the first rung does not run.
+        Stopped: the ladder was stopped.
+    """
+    words = tuple(overrides) or DEFAULT
+    for word in words:
+        if key_of(word) in OF_RUNGS or key_of(word).startswith("strategy."):
+            raise InputError(f"{word} is what the rungs of a ladder set themselves; leave it out")
+    files = [Path(script).absolute() for script in scripts]
+    if missing := [file for file in files if not file.is_file()]:
+        raise InputError(f"--script is {missing[0]}, expected a file of Python")
+    job = job_of([*words, "strategy=single", "launcher.ranks=1"])
+    most = max(2, torch.cuda.device_count() if job.device == "cuda" else host.cores())
+    ranks = ranks if ranks is not None else most if job.device == "cuda" else 2
+    if not 2 <= ranks <= most:
+        raise InputError(f"--ranks is {ranks}, expected from 2 to {most} on this machine: --ranks=2")
+    if not 1 <= repeats <= MOST_REPEATS:
+        raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
+    climbed = chosen([*rungs(job, ranks, files)], only)
+    identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=("ladder", *words))
+    ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
+    with closing(Lock()) as lock:
+        ledger.create(identity)
+        lock.take(ledger.folder / "lock", user="ladder", remedy="output_root=FOLDER")
+        climb(ledger, climbed, repeats, words, job)
+    rows = _rows(ledger, climbed, repeats, ranks if job.device == "cuda" else None)
+    write_atomic(ledger.folder / PICTURE, picture(rows))
+    if form != "table":
+        show_rows([{key: value for key, value in row.items() if key != "losses"} for row in rows], form)
+        return
+    show(rows)
+    log.say_command("picture", str(relative(ledger.folder / PICTURE)))
+
+
+def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
+    """The first rung, and those that `--only` names, by their strategies or names.
+
+    Raises:
+        InputError: there is no such rung.
+    """
+    if only is None:
+        return climbed
+    names = {slug(rung.name): rung for rung in climbed}
+    wanted_names = [slug(name) for name in only.split(",")]
+    if unknown := [name for name in wanted_names if name not in names]:
+        raise InputError(f"--only: there is no rung {unknown[0]!r} here; they are {', '.join(names)}")
+    return [rung for name, rung in names.items() if rung is climbed[0] or name in wanted_names]
+
+
+def slug(name: str) -> str:
+    """A name that a shell takes without quotes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.strip().lower())
+
+
+def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence[str], job: ResolvedJob) -> None:
+    """Run the rungs that are not done, one at a time and in turns.
+
+    Raises:
+        InputError: the first rung does not run.
+        Stopped: a rung was stopped.
+    """
+    turns = [(turn, rung) for turn in range(repeats) for rung in climbed]
+    records = ledger.enter((_key(rung, turn), slug(rung.name)) for turn, rung in turns)
+    log.show(f"{len(climbed)} rungs, {repeats} times each: {ledger.folder}")
+    with progress("climbing", len(records)) as advance:
+        for (turn, rung), record in zip(turns, records, strict=True):
+            if turn == 0:
+                log.show(f"  {rung.name:<22}{rung.change}")
+            if record.state is not State.done:
+                record = run(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
+            if record.state is State.failed and rung is climbed[0]:
+                raise InputError(record.error)
+            advance(1)
+
+
+def _key(rung: Rung, turn: int) -> tuple[str, ...]:
+    """What tells a run of a ladder from the others."""
+    return f"rung={slug(rung.name)}", f"repeat={turn}", f"change={rung.change}"
+
+
+def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
+    """Run a rung from its start, and record how it ended.
+
+    Raises:
+        Stopped: it was stopped.
+    """
+    folder = ledger.folder / record.folder
+    shutil.rmtree(folder, ignore_errors=True)
+    record = ledger.start(record)
+    is_ours = rung.script is None and not rung.launcher
+    with running(command, capture=rung.script is not None, is_ours=is_ours) as process:
+        out, err = process.communicate()
+    said = sentence_in(err) or f"exit code {process.returncode}"
+    if process.returncode == Stopped.exit_code:
+        ledger.end(record, State.stopped, exit_code=process.returncode, error=said)
+        raise Stopped("the ladder was stopped; the same line goes on with the rungs that are left")
+    if process.returncode:
+        ledger.end(record, State.failed, exit_code=process.returncode, error=said)
+    elif rung.script is not None and (figures := _figures_said(out)) is None:
+        ledger.end(record, State.failed, error=f"{rung.script} printed no line of JSON with img_per_s and top1")
+    else:
+        if rung.script is not None:
+            write_atomic(RunDir.at(folder).summary, json.dumps({"status": "completed", **(figures or {})}))
+        ledger.end(record, State.done, objective=RunDir(folder).read_summary().get("objective"))
+    return ledger.read(record)
+
+
+def sentence_in(err: str) -> str:
+    """The sentence with which a program has ended: that of Lockstep, or the last line that has words."""
+    lines = [line.strip() for line in err.splitlines() if re.search(r"\w", line)]
+    own = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
+    return (own or lines or [""])[-1]
+
+
+def _figures_said(out: str) -> dict[str, float] | None:
+    """The figures in the last line that a script has printed."""
+    try:
+        facts = json.loads(out.strip().splitlines()[-1])
+        return {"img_per_s": float(facts["img_per_s"]), "objective": float(facts["top1"])}
+    except (ValueError, LookupError, TypeError):
+        return None
+
+
+def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | None) -> list[Row]:
+    by_key = {frozenset(record.overrides): record for record in ledger.records()}
+    rows: list[Row] = []
+    for rung in climbed:
+        records = [by_key[frozenset(_key(rung, turn))] for turn in range(repeats)]
+        runs = [RunDir(ledger.folder / record.folder) for record in records if record.state is State.done]
+        reason = "" if runs else records[0].error
+        rows.append(
+            row_of(
+                rung.name,
+                runs,
+                rows[0] if rows else None,
+                devices=gpus if rung.has_ranks else None,
+                lines=rung.lines,
+                change=rung.change,
+                reason=reason,
+            )
+        )
+    return rows

@@ -1,0 +1,114 @@
+"""The table of a ladder: what its rungs brought, read out of their run folders."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Column, Table
+
+from lockstep.cli.compare import show_table
+from lockstep.core import log
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.compare import Row
+from lockstep.telemetry.charts import COLOURS, cut, svg
+from lockstep.telemetry.sinks import read_figures
+
+NOTE = (
+    "img/s: the median of the turns, and half of their range; x: times as fast as the first rung; eff: that for each "
+    "GPU; comm: the share of the time in which gradients are exchanged; diff: the largest relative difference of a "
+    "logged loss from the first rung's, in the job's number format (`lockstep prove` compares in float64); code: the "
+    "lines that a user writes"
+)
+
+
+def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
+    """The row of a rung from its runs that are done, beside the row of the first rung.
+
+    `devices` is the number of its GPUs; None if it has one device, or its ranks share the cores of a CPU.
+    """
+    summaries = [run_dir.read_summary() for run_dir in runs]
+    losses = losses_of(runs[0]) if runs else {}
+    rates = [summary["img_per_s"] for summary in summaries]
+    rate = statistics.median(rates) if rates else None
+    faster = None if rate is None else rate / (first or {"img_per_s": rate})["img_per_s"]
+    return {
+        "rung": rung,
+        "img_per_s": rate,
+        "spread": (max(rates) - min(rates)) / 2 if len(rates) > 1 else None,
+        "speed_up": faster,
+        "efficiency": faster / devices if faster is not None and devices else None,
+        "communication": _median(summary.get("time", {}).get("communication") for summary in summaries),
+        "memory_gb": _median(map(_memory_gb, summaries)),
+        "top1": _median(summary.get("objective") for summary in summaries),
+        "difference": difference(losses, first["losses"] if first else losses),
+        "losses": losses,
+        **facts,
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _memory_gb(summary: Mapping[str, Any]) -> float | None:
+    """The most memory of main's GPU, or the memory of all ranks of a CPU, which a run of a second does not know."""
+    return summary["gpu_memory"] / 1e9 if "gpu_memory" in summary else summary.get("cpu_mem_gb")
+
+
+def losses_of(run_dir: RunDir) -> dict[int, float]:
+    """The training losses of a run by step; empty for a script."""
+    if not run_dir.metrics.is_file():
+        return {}
+    return {step: figures["loss/train"] for step, figures in read_figures(run_dir.metrics) if "loss/train" in figures}
+
+
+def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
+    """The largest relative difference of two curves; None without a common step."""
+    pairs = [(losses[step], reference[step]) for step in losses if step in reference]
+    return max((abs(loss - expected) / abs(expected) for loss, expected in pairs if expected), default=None)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, which fits into 80 columns, and why rungs are not in it."""
+
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    heads = ("img/s", "x", "eff", "comm", "GB", "top-1", "diff", "code")
+    shown = Table("rung", *(Column(head, justify="right") for head in heads), box=None)
+    for row in rows:
+        if row["img_per_s"] is None:
+            continue
+        shown.add_row(
+            row["rung"],
+            text(row["img_per_s"], ",.0f") + text(row["spread"], " ,.0f").replace(" ", " ±", 1),
+            text(row["speed_up"], ".2f"),
+            text(row["efficiency"], ".0%"),
+            text(row["communication"], ".0%"),
+            text(row["memory_gb"], ".2f"),
+            text(row["top1"], ".2f"),
+            "same" if row["difference"] == 0 else text(row["difference"], ".0e"),
+            str(row["lines"]),
+        )
+    show_table(shown)
+    for row in rows:
+        if row["img_per_s"] is None:
+            log.show(f"without {row['rung']}: {row['reason']}")
+    log.show(NOTE)
+
+
+def picture(rows: Sequence[Row]) -> bytes:
+    """The images per second of the rungs as SVG."""
+    climbed = [row for row in reversed(rows) if row["img_per_s"] is not None]
+
+    def draw(axes: Any) -> None:
+        rates, spreads = ([row[key] or 0.0 for row in climbed] for key in ("img_per_s", "spread"))
+        bars = axes.barh([cut(row["rung"], 24) for row in climbed], rates, xerr=spreads, color=COLOURS[0])
+        axes.bar_label(bars, [f"{row['speed_up']:.2f}x" for row in climbed], padding=4)
+        axes.set_xlabel("images per second")
+        axes.grid(visible=False, axis="y")
+
+    return svg(draw, 6.4, 0.8 + 0.3 * len(climbed))

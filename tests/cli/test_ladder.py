@@ -1,0 +1,166 @@
+"""`lockstep ladder`: the rungs of a job, what each brings, and how a ladder goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import resolved
+from lockstep.cli import ladder as module
+from lockstep.cli.ladder import Rung, chosen, ladder, rungs, sentence_in
+from lockstep.cli.ladder_table import row_of, show
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import State
+
+JOB = ("model=linear", "dataset=fake", "dataset.examples=64", "dataset.size=8", "batch=32", "steps=4", "name=tiny")
+SCRIPT = """# A script of a user.
+import json, sys
+assert "--epochs=20" in sys.argv
+print("training ...")
+print(json.dumps({"img_per_s": 120.0, "top1": 12.5}))
+"""
+
+
+def climb(
+    *words: str, scripts: Sequence[Path] = (), repeats: int = 1, only: str = "ddp", form: str = "table"
+) -> None:
+    ladder([*JOB, "device=cpu", *words], ranks=2, repeats=repeats, only=only, scripts=[*map(str, scripts)], form=form)
+
+
+@pytest.mark.slow
+def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    job = (f"output_root={tmp_path}", "telemetry.interval=1")
+    climb(*job, scripts=[script], only="ddp,ddp-torchrun,mine")
+    out = capsys.readouterr().out
+    (folder,) = (tmp_path / module.FOLDER).iterdir()
+    records = Ledger(folder).records()
+    assert [record.state for record in records] == [State.done] * 4
+    assert "  DDP                   strategy=ddp launcher=spawn launcher.ranks=2\n" in out
+    rows = [line.split() for line in out[out.index(" rung ") :].splitlines()]
+    assert (rows[1][:2], rows[1][-2:]) == (["one", "device"], ["same", "0"])
+    assert (rows[4][:2], rows[4][-2:]) == (["mine", "120"], ["12.50", "4"])
+    assert (folder / module.PICTURE).read_bytes().startswith(b"<?xml")
+    assert RunDir(folder / records[2].folder).environment.is_file()
+
+    # A rung that was killed is measured from its start; what is done stays as it is.
+    ledger, done = (
+        Ledger(folder),
+        [(folder / record.folder / "summary.json").stat().st_mtime_ns for record in records],
+    )
+    ledger.write(replace(records[1], state=State.running, pid=2**22 + 1))
+    (folder / records[1].folder / "leftover").touch()
+    climb(*job, scripts=[script], only="ddp,ddp-torchrun,mine", form="json")
+    again = [(folder / record.folder / "summary.json").stat().st_mtime_ns for record in records]
+    assert [old == new for old, new in zip(done, again, strict=True)] == [True, False, True, True]
+    assert not (folder / records[1].folder / "leftover").exists()
+    text = capsys.readouterr().out
+    rows_of_json = json.loads(text[text.index("[\n") :])
+    assert [row["rung"] for row in rows_of_json] == ["one device", "DDP", "DDP, torchrun", "mine"]
+    assert rows_of_json[1]["difference"] < 1e-5
+
+
+def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch is 65, but the training split has 64 examples"):
+        climb(f"output_root={tmp_path}", "batch=65")
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "says"),
+    [
+        (("strategy=ddp",), {}, "strategy=ddp is what the rungs of a ladder set themselves"),
+        (("strategy.sync_batchnorm=false",), {}, "is what the rungs of a ladder set"),
+        (("launcher.ranks=4",), {}, "launcher.ranks=4 is what the rungs"),
+        (("resume=latest",), {}, "resume=latest is what the rungs"),
+        ((), {"ranks": 1}, "--ranks is 1, expected from 2 to"),
+        ((), {"ranks": 10_000}, "--ranks is 10000, expected from 2 to"),
+        ((), {"repeats": 0}, "--repeat is 0, expected from 1 to 100"),
+        ((), {"only": "fdsp"}, "--only: there is no rung 'fdsp' here; they are one-device, dataparallel, ddp"),
+        ((), {"scripts": ["no/such.py"]}, "--script is .*/no/such.py, expected a file of Python"),
+        (("model=nosuch",), {}, "nosuch"),
+    ],
+)
+def test_a_mistake_is_told_before_a_rung_runs(
+    tmp_path: Path, words: tuple[str, ...], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says):
+        ladder(
+            [*JOB, f"output_root={tmp_path}", *words],
+            **{"ranks": None, "repeats": 1, "only": None, "scripts": [], "form": "table", **options},
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rungs_are_those_that_change_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(*words: str) -> list[str]:
+        return [rung.name for rung in rungs(resolved(*words, "device=cpu"), 2, ())]
+
+    monkeypatch.setattr(module.host, "has_bfloat16", lambda: True)
+    plain, normed = names("model=linear"), names("model=resnet18", "dataset=fake", "dataset.channels=3")
+    assert "DDP, mixed precision" in plain
+    assert "DDP, own batch norm" not in plain
+    assert "DDP, own batch norm" in normed
+    assert "DDP, mixed precision" not in names("precision=bf16")
+    monkeypatch.setattr(module.host, "has_bfloat16", lambda: False)
+    assert "DDP, mixed precision" not in names("model=linear")
+
+
+def test_the_first_rung_is_always_there() -> None:
+    climbed = [Rung("one device"), Rung("DDP"), Rung("ZeRO")]
+    assert chosen(climbed, None) == climbed
+    assert chosen(climbed, "zero") == [climbed[0], climbed[2]]
+
+
+@pytest.mark.parametrize(
+    ("err", "said"),
+    [
+        ("a warning\nlockstep: batch is 65\n\n=====\n", "batch is 65"),
+        (
+            "Traceback\nModuleNotFoundError: No module named 'lightning'\n",
+            "ModuleNotFoundError: No module named 'lightning'",
+        ),
+        ("====\n", ""),
+    ],
+)
+def test_a_rung_that_fails_is_left_out_with_its_sentence(err: str, said: str) -> None:
+    assert sentence_in(err) == said
+
+
+def finished(folder: Path, rate: float, losses: dict[int, float], **facts: object) -> RunDir:
+    run = RunDir.at(folder)
+    run.summary.write_text(json.dumps({"img_per_s": rate, "objective": 90.0, **facts}))
+    run.metrics.write_text(
+        "".join(json.dumps({"step": step, "loss/train": loss}) + "\n" for step, loss in losses.items())
+    )
+    return run
+
+
+def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = row_of(
+        "one device", [finished(tmp_path / "a", 100, {1: 2.0, 2: 1.0})], None, devices=None, lines=0, reason=""
+    )
+    turns = [
+        finished(tmp_path / name, rate, {1: 2.0, 2: 1.5}, time={"communication": 0.25}, gpu_memory=3e9)
+        for name, rate in (("b", 300), ("c", 320), ("d", 380))
+    ]
+    row = row_of("DDP", turns, first, devices=4, lines=0, reason="")
+    figures = ("img_per_s", "spread", "speed_up", "efficiency", "communication", "memory_gb", "top1", "difference")
+    assert [row[name] for name in figures] == [320, 40, 3.2, 0.8, 0.25, 3.0, 90.0, 0.5]
+    none = row_of("FSDP", [], first, devices=4, lines=0, reason="it needs a GPU")
+    show([first, row, none])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines[:3])
+    assert lines[2].split() == ["DDP", "320", "±40", "3.20", "80%", "25%", "3.00", "90.00", "5e-01", "0"]
+    assert lines[3] == "without FSDP: it needs a GPU"
