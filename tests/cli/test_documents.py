@@ -105,7 +105,7 @@ def is_executable(text: str) -> None:
 
 
 def proves(text: str) -> None:
-    """The job that is to be proved builds."""
+    """The job that is to be proved, or to climb the ladder, builds."""
     built(*(word for word in text.split()[2:] if "=" in word))
 
 
@@ -149,6 +149,10 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
     "lockstep prove --ranks 2 --steps 6": ("runs for a minute; test_prove.py runs a part", proves),
     "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),
+    "lockstep ladder dataset=digits model=digitnet epochs=2 --repeat 1": (
+        "runs for a minute or more; test_ladder.py runs a part",
+        proves,
+    ),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
     "experiment=cifar10_resnet34 batch=2048": ("needs two machines", composes),
     "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous=10.0.0.1:29500": (

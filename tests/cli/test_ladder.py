@@ -122,7 +122,7 @@ def test_the_first_rung_is_always_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("err", "said"),
+    ("err", "sentence"),
     [
         ("a warning\nlockstep: batch is 65\n\n=====\n", "batch is 65"),
         (
@@ -132,8 +132,8 @@ def test_the_first_rung_is_always_there() -> None:
         ("====\n", ""),
     ],
 )
-def test_a_rung_that_fails_is_left_out_with_its_sentence(err: str, said: str) -> None:
-    assert sentence_in(err) == said
+def test_a_rung_that_fails_is_left_out_with_its_sentence(err: str, sentence: str) -> None:
+    assert sentence_in(err) == sentence
 
 
 def finished(folder: Path, rate: float, losses: dict[int, float], **facts: object) -> RunDir:

@@ -22,7 +22,7 @@ from lockstep.cli.ladder_table import picture, row_of, show
 from lockstep.cli.prove_run import running
 from lockstep.config.commands import override, relative, typed
 from lockstep.config.messages import key_of
-from lockstep.core import log
+from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
@@ -81,7 +81,7 @@ class Rung:
         """The lines of code that a user writes for it."""
         if self.script is None:
             return 0
-        lines = map(str.strip, self.script.read_text().splitlines())
+        lines = map(str.strip, safe_read.read_text(self.script).splitlines())
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
     def command(self, overrides: Sequence[str], job: ResolvedJob, folder: Path) -> list[str]:
