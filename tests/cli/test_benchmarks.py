@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -173,6 +175,22 @@ def marked_with(environment: Path, text: str) -> bool:
         return f"LOCKSTEP_GPU_CHECK={text}".encode() in environment.read_bytes()
     except OSError:  # it ended just now, or is someone else's
         return False
+
+
+def test_the_gpu_check_names_what_a_machine_without_a_network_is_brought() -> None:
+    """Every dependency but torch's own, with its version."""
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {re.split(r"[<>=]", name)[0]: name for name in metadata}
+    brought = {
+        re.split(r"[<>=]", name)[0]: name
+        for name in re.findall(r'"([^" ]+)"', importlib.import_module("gpu_check").__doc__)
+    }
+    assert needed.keys() - brought.keys() == {"torch", "torchvision", "pillow"}
+    assert not [
+        name
+        for name, spec in brought.items()
+        if "==" not in spec and f",{spec.removeprefix(name)}" not in needed[name]
+    ]
 
 
 def test_the_gpu_check_says_which_steps_there_are() -> None:
