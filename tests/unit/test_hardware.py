@@ -418,3 +418,9 @@ def test_a_damaged_line_of_an_earlier_part_is_left_out_and_the_others_stay(
     gpu.Gpus(["GPU-aa"], path).close()
     assert path.read_text() == 2 * whole
     assert f"{path} is damaged: line 2 and 1 after it cannot be read, and is left out" in capsys.readouterr().out
+
+
+def test_of_memory_the_largest_sample_counts(tmp_path: Path, machine: Machine) -> None:
+    sizes = iter([1e9, 3e9, 2e9])
+    machine.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=next(sizes, 2e9))  # type: ignore[method-assign]
+    assert watch(tmp_path, ["GPU-aa"], Recorder())["gpu_mem_gb"] == 3.0

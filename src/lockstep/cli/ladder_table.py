@@ -17,9 +17,10 @@ from lockstep.telemetry.sinks import read_figures
 
 NOTE = (
     "img/s: the median of the turns, and half of their range; x: times as fast as the first rung; eff: that for each "
-    "GPU; comm: the share of the time in which gradients are exchanged; diff: the largest relative difference of a "
-    "logged loss from the first rung's, in the job's number format (`lockstep prove` compares in float64); code: the "
-    "lines that a user writes"
+    "GPU; comm: the share of the time in which gradients are exchanged; GB: the most memory of main's GPU, or of all "
+    "ranks on a CPU, which a run of a second does not know; diff: the largest relative difference of a logged loss "
+    "from the first rung's, in the job's number format (`lockstep prove` compares in float64); code: the lines that "
+    "a user writes"
 )
 
 

@@ -111,6 +111,7 @@ class Monitor:
         self.done = threading.Event()
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.counts: Counter[str] = Counter()
+        self.most_memory: dict[str, float] = {}
         self.written = step()  # the last step of a sample for the observer, which gets at most one sample per step
         self.thread = threading.Thread(target=self._watch, name="hardware", daemon=True)
 
@@ -147,23 +148,29 @@ class Monitor:
             name = "_".join(tag.split("/")[:2])  # the mean is over the GPUs too
             self.sums[name] += value
             self.counts[name] += 1
+            if name.endswith("mem_gb"):
+                self.most_memory[name] = max(value, self.most_memory.get(name, 0.0))
         if scalars and step > self.written:
             self.written = step
             self.observer.write_gpu(step, scalars)
 
     def close(self) -> dict[str, float]:
-        """Stop sampling; returns the mean of each figure over the run and the GPUs, as `gpu_util` or `cpu_cores`."""
+        """Stop sampling; returns the figures of the run, as `gpu_util` or `cpu_cores`.
+
+        They are means over the run and the GPUs; of memory, the largest sample of a GPU, or of all ranks on a CPU.
+        """
         self.done.set()
         if self.thread.is_alive():
             self.thread.join(LAST_SAMPLE_S)
             if self.thread.is_alive():
                 log.warn("NVML does not answer; the last figures of the GPUs are missing")
-                return self._means()
+                return self._figures()
         with closing(*(part.close for part in self.parts)):
-            return self._means()
+            return self._figures()
 
-    def _means(self) -> dict[str, float]:
-        return {name: self.sums[name] / count for name, count in dict(self.counts).items()}
+    def _figures(self) -> dict[str, float]:
+        means = {name: self.sums[name] / count for name, count in dict(self.counts).items()}
+        return means | self.most_memory
 
 
 def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[Gpus | Processes]:
