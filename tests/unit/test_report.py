@@ -20,6 +20,7 @@ from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State
+from lockstep.telemetry import charts
 from lockstep.telemetry.report import LONG_S, is_due, write_report
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}$\\frac{&amp;\u202e日本語"
@@ -144,6 +145,19 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.fixture
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw equal curves once: drawing takes most of the time of a page."""
+    drawn: dict[str, str] = {}
+    draw = charts.curves
+
+    def curves(lines: Any) -> str:
+        return drawn.get(key := repr(lines)) or drawn.setdefault(key, draw(lines))
+
+    monkeypatch.setattr("lockstep.telemetry.charts.curves", curves)
+
+
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_any_damaged_file_still_gives_a_page(run: RunDir, damage: str) -> None:
     for path in readable(run):
@@ -153,6 +167,7 @@ def test_any_damaged_file_still_gives_a_page(run: RunDir, damage: str) -> None:
         path.write_bytes(content)
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_any_missing_file_still_gives_a_page_that_complains_of_nothing(run: RunDir) -> None:
     for path in readable(run):
         content = path.read_bytes()
@@ -175,12 +190,8 @@ def values(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("wrong", [None, "text", -1, [[1]], {"a": 1}], ids=str)
-def test_any_value_of_another_type_still_gives_a_page(
-    run: RunDir, wrong: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "lockstep.telemetry.charts.curves", lambda lines: "data:image/png,"
-    )  # they take most of the time
+@pytest.mark.usefixtures("drawn_once")
+def test_any_value_of_another_type_still_gives_a_page(run: RunDir, wrong: Any) -> None:
     for path in (run.summary, run.environment, run.validation):
         whole = json.loads(path.read_text())
         for at in list(values(whole)):
