@@ -22,9 +22,9 @@ class FP32:
     storage: ClassVar[torch.dtype] = torch.float32
     """The format of parameters and gradients."""
     sums: ClassVar[torch.dtype] = torch.float32
-    """The format of normalisation and of losses: never a 16-bit one."""
+    """The format of normalisation and of losses, never a 16-bit one."""
     matmul: ClassVar[str] = "highest"
-    """torch's name for the precision of float32 products on CUDA: `highest`, or `high` for TF32."""
+    """torch's name for the precision of float32 products on CUDA (`highest`, or `high` for TF32)."""
 
     needs_loss_scaler: ClassVar[bool] = False
 

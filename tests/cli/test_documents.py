@@ -1,4 +1,4 @@
-"""The documents: every command in them runs, every link leads somewhere, every table agrees with the code.
+"""The documents: every command in them runs, every table agrees with the code. test_site.py checks the links.
 
 Each command in a `bash` block is typed as it stands into a folder that looks like a checkout, in the order of the
 document, so that a later one finds what an earlier one left. A command that trains gets `steps=N` behind it, with an
@@ -126,6 +126,7 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "ruff check .": ("CI's", is_in_ci),
     "ruff format --check .": ("CI's", is_in_ci),
     "mypy": ("CI's", is_in_ci),
+    "sphinx-build -M html . build -c docs -W --keep-going -q": ("CI's", is_in_ci),
     "python -m pytest -n 2 --dist loadfile": ("runs all tests", is_in_ci),
     "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 "
     'python -m pytest -n 2 --dist loadfile -m "numerics and not slow"': ("CI's", is_in_ci),
@@ -283,21 +284,6 @@ def test_the_python_of_the_document_on_use_runs_behind_its_commands(checkout: Pa
 
 def test_what_is_not_run_is_in_the_documents() -> None:
     assert not set(ELSEWHERE) - {documented.text for documented in COMMANDS}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_local_links_lead_somewhere(document: str) -> None:
-    text = (ROOT / document).read_text()
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", text):
-        file = (ROOT / document).parent / target if target else ROOT / document
-        assert file.is_file(), f"{document} links to {target}"
-        assert not anchor or anchor in anchors(file), f"{document} links to {target}#{anchor}"
-
-
-def anchors(file: Path) -> set[str]:
-    """The names that a heading can be linked by."""
-    headings = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def rows(document: str, first: str) -> list[list[str]]:

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 class LockstepError(Exception):
     """A job cannot continue. Base of all errors that are shown as a sentence instead of a traceback.
 
-    Each argument is a sentence, and a line for the user: no name in it, of a file or a class, begins another one.
+    Each argument is a sentence, which is shown as one line.
     """
 
     exit_code = 70
+    """The exit code of a command that ends with this error."""
 
     def __str__(self) -> str:
         return "\n".join(escaped(str(sentence), keep="") for sentence in self.args)

@@ -45,6 +45,7 @@ class RunInfo:
 
     @property
     def folder(self) -> Path:
+        """The run folder."""
         return self.run_dir.path
 
     @property

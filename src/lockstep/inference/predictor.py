@@ -67,6 +67,7 @@ class Predictor:
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.pipeline.scale.device
 
     @property

@@ -64,7 +64,7 @@ class OptimizerOption(ABC):
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
     recordable: ClassVar[bool] = False
-    """Whether its step can be recorded as a CUDA graph: it takes tensors for learning rates, and has a state that
+    """Whether its step can be recorded as a CUDA graph. It then takes tensors for learning rates, and its state
     begins at zero."""
 
     @property

@@ -34,6 +34,8 @@ class Parts:
             so that the model's random layers draw the numbers of these examples.
         freezing: the layers that are frozen, and in which steps.
         scaler: the loss scaler; disabled if the number format needs none.
+        loader: reads the images of both splits.
+        pipeline: from stored uint8 images to the input of the model.
         criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
     """
 

@@ -39,7 +39,8 @@ class Folder(FileSource):
 
     Fields:
         path: the folder of the splits.
-        train_folder, val_folder: the names of the folders of the splits.
+        train_folder: the name of the folder of the training split.
+        val_folder: the name of the folder of the evaluation split.
     """
 
     path: str = pathname("???")
