@@ -47,6 +47,8 @@ napoleon_attr_annotations = False  # the signature has the types
 
 html_theme = "furo"
 html_title = f"Lockstep {release}"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 
