@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +54,19 @@ html_show_copyright = False
 
 
 def navigation() -> Iterator[str]:
-    """A list of documents for each part, and for each folder in docs/, as MyST writes it."""
+    """The lists of documents of all parts, as MyST writes them; each folder in docs/ is a part after the first."""
+    named = {name for names in PARTS.values() for name in names}
+    (first, names), *parts = PARTS.items()
     folders = sorted(path for path in (ROOT / "docs").iterdir() if path.is_dir() and documents(path))
-    named = [name for names in PARTS.values() for name in names]
-    others = [name for name in documents(ROOT / "docs") if name not in named]
-    for title, names in PARTS.items():
-        yield from ("```{toctree}", ":hidden:", f":caption: {title}", "", *names, *others, "```", "")
-        others = []
-        if title == next(iter(PARTS)):
-            for folder in folders:
-                title = folder.name.replace("_", " ").capitalize()
-                yield from ("```{toctree}", ":hidden:", f":caption: {title}", "", *documents(folder), "```", "")
+    yield from part(first, [*names, *(name for name in documents(ROOT / "docs") if name not in named)])
+    for folder in folders:
+        yield from part(folder.name.replace("_", " ").capitalize(), documents(folder))
+    for title, names in parts:
+        yield from part(title, names)
+
+
+def part(title: str, names: Iterable[str]) -> Iterator[str]:
+    yield from ("```{toctree}", ":hidden:", f":caption: {title}", "", *names, "```", "")
 
 
 def documents(folder: Path) -> list[str]:
@@ -87,7 +89,7 @@ def read_source(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = "\n\n".join(cells(source[0]))
 
 
-def class_signature(app: Sphinx, what: str, name: str, value: Any, *_: Any) -> tuple[str, None] | None:
+def class_signature(app: Sphinx, kind: str, name: str, value: Any, *_: Any) -> tuple[str, None] | None:
     """A protocol is not called, so it has no arguments."""
     return ("", None) if getattr(value, "_is_protocol", False) else None
 

@@ -141,8 +141,6 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
     "model.pretrained=true": ("downloads", composes),
-    "python train.py dataset=packed dataset.path=photos-packed dataset.input_size=224 augment=standard "
-    "model=resnet50d model.pretrained=true": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true": (
         "downloads",
         composes,
@@ -307,8 +305,8 @@ def test_every_tag_that_tensorboard_charts_is_documented() -> None:
     } <= documented
 
 
-def test_the_map_of_the_readme_is_the_tree() -> None:
-    text = (ROOT / "README.md").read_text().partition("## Where things are")[2]
+def test_the_map_of_the_tree_is_the_tree() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are")[2]
     entries = re.findall(r"^( *)(\S+)", text.split("```")[1], re.MULTILINE)
     here, listed = ROOT, set()
     for indent, name in entries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -128,10 +129,11 @@ class SilentHandler(SimpleHTTPRequestHandler):
 )
 def test_a_link_to_nowhere_fails_the_build(link: str, leads: bool, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "conf.py").write_text((ROOT / "docs" / "conf.py").read_text())
+    for name in ("conf.py", "site.css"):
+        shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
     for name in documents():
         path = tmp_path / f"{name}.md"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"# {name}\n\n## A heading\n\n[x](#a-heading)\n")
     with (tmp_path / "README.md").open("a") as readme:
         readme.write(link)
