@@ -163,3 +163,10 @@ def test_the_citation_has_the_version_and_the_licence_of_the_package() -> None:
     assert citation["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert f"## {lockstep.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_issue_form_asks_for_the_environment_of_the_run() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "problem.yml").read_text())
+    fields = {field["id"]: field for field in form["body"]}
+    assert "env.json" in fields["environment"]["attributes"]["description"]
+    assert fields["environment"]["validations"]["required"]
