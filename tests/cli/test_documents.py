@@ -32,6 +32,7 @@ DOCUMENTS = (
     "docs/before.md",
     "docs/clusters.md",
     "docs/configuration.md",
+    *sorted(f"docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("*.md")),
     "docs/distributed.md",
     "docs/extending.md",
     "docs/fine_tuning.md",
@@ -104,6 +105,11 @@ def is_executable(text: str) -> None:
     assert os.access(ROOT / text, os.X_OK)
 
 
+def is_in_the_course(text: str) -> None:
+    """The script that the command runs exists; test_course.py runs all of them."""
+    assert (ROOT / text.split()[1]).is_file()
+
+
 def proves(text: str) -> None:
     """The job that is to be proved, or to climb the ladder, builds."""
     built(*(word for word in text.split()[2:] if "=" in word))
@@ -158,6 +164,16 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         "needs two machines; test_machines.py has them",
         composes,
     ),
+    **{
+        "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous=127.0.0.1:29500 launcher.ranks=1 "
+        f"launcher.node_rank={number} epochs=2": ("needs two terminals; test_machines.py has machines", composes)
+        for number in range(2)
+    },
+    **{
+        f"python docs/course/{path.name}": ("test_course.py runs it", is_in_the_course)
+        for path in (ROOT / "docs" / "course").glob("pitfall_*.py")
+    },
+    "python docs/course/figures.py": ("test_course.py runs it", is_in_the_course),
     "python train.py launcher=slurm launcher.nodes=2 launcher.gpus=8 launcher.partition=gpu launcher.time=4h": (
         "needs SLURM; test_slurm.py has one",
         composes,
