@@ -24,7 +24,7 @@ import pitfall_memory_on_device_0 as device_0
 from lockstep.core.rng import permutation
 from lockstep.data.loading.sampler import share
 from lockstep.strategy.zero import assign
-from ranks import examples
+from ranks import examples, on_ranks
 
 HERE = Path(__file__).parent
 PERFORMANCE = HERE.parent / "performance.md"
@@ -57,7 +57,7 @@ def one_device(axes: Axes) -> None:
 
 
 def data_parallel(axes: Axes) -> None:
-    memory = device_0.data_parallel()
+    memory = device_0.data_parallel(on_ranks(device_0.counted, device_0.DEVICES)[0])
     names = device_0.Memory._fields
     rows = [f"device {device}" for device in range(len(memory))]
     stacked(axes, rows, {name: [getattr(device, name) / 1024 for device in memory] for name in names})

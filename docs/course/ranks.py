@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -21,8 +22,12 @@ def on_ranks(work: Callable[[int], Result], ranks: int = 2) -> list[Result]:
     """Call `work(rank)` in `ranks` processes of one process group (gloo, on the CPU), and return the results."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)  # a process with several threads cannot be forked safely
-    with tempfile.TemporaryDirectory() as folder, get_context("fork").Pool(ranks) as processes:
-        return processes.map(partial(_as_rank, work, ranks, Path(folder) / "store"), range(ranks), chunksize=1)
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, get_context("fork")) as processes:
+        as_rank = partial(_as_rank, work, ranks, Path(folder) / "store")
+        results = [processes.submit(as_rank, rank) for rank in range(ranks)]
+        for result in as_completed(results):
+            result.result()  # raises the first error; later ones are connections that broke because of it
+        return [result.result() for result in results]
 
 
 def _as_rank(work: Callable[[int], Result], ranks: int, store: Path, rank: int) -> Result:

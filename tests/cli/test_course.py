@@ -43,6 +43,22 @@ def test_an_experiment_shows_its_damage_and_the_right_way_has_none(script: Path,
     assert not list(tmp_path.iterdir())
 
 
+def test_the_table_of_the_pitfalls_has_the_numbers_of_the_pages() -> None:
+    table: dict[str, list[list[str]]] = {}
+    for script, *numbers in re.findall(
+        rf"`(pitfall_\w+\.py)` \| [^|]+ \| ({NUMBER}) \| ({NUMBER}) \|", (COURSE / "pitfalls.md").read_text()
+    ):
+        table.setdefault(script, []).append(numbers)
+    printed = {
+        script: [re.findall(rf"^{name}  .*: ({NUMBER})$", text, re.MULTILINE) for name in ("wrong", "right")]
+        for script, text in shown().items()
+    }
+    assert set(table) == set(printed)
+    for script, rows in table.items():
+        assert [row[0] for row in rows] == printed[script][0]
+        assert {row[1] for row in rows} == set(printed[script][1])
+
+
 def test_every_experiment_is_on_a_page_and_every_page_has_a_figure() -> None:
     assert set(shown()) == {script.name for script in PITFALLS}
     figures = [name for page in PAGES for name in re.findall(r"!\[[^]]+\]\((\w+\.svg)\)", page.read_text())]
