@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -190,6 +191,55 @@ def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are
 def test_only_visible_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, value: str, expected: list[str]) -> None:
     monkeypatch.setenv(VISIBLE, value)
     assert visible_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    ("processes", "visible", "free", "says"),
+    [
+        ([[], []], None, ["GPU-0", "GPU-1"], ""),
+        ([[17, 18], [os.getpid()]], None, ["GPU-1"], "left out, because others use them: GPU 0 (process 17);"),
+        ([[17], [18]], None, [], "others use all GPUs of this machine: GPU 0 (process 17), GPU 1 (process 18);"),
+        ([[17], [18]], "GPU-1", ["GPU-1"], ""),
+        ([None, [18]], None, ["GPU-0"], "left out, because others use them: GPU 1 (process 18);"),
+    ],
+)
+def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: list[list[int] | None],
+    visible: str | None,
+    free: list[str],
+    says: str,
+) -> None:
+    def running(number: int) -> list[SimpleNamespace]:
+        if (pids := processes[number]) is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [SimpleNamespace(pid=pid) for pid in pids]
+
+    fake = {
+        **dict.fromkeys(("nvmlInit", "nvmlShutdown"), lambda: None),
+        "nvmlDeviceGetCount": lambda: len(processes),
+        "nvmlDeviceGetHandleByIndex": int,
+        "nvmlDeviceGetUUID": "GPU-{}".format,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid[-1]),
+        "nvmlDeviceGetComputeRunningProcesses": running,
+    }
+    for name, function in fake.items():
+        monkeypatch.setattr(pynvml, name, function)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    devices = Devices.of_machine()
+    assert devices.gpus == free
+    devices.check([Needs(cores=1), None])  # no job takes a GPU
+    assert not capsys.readouterr().out
+    if free:
+        devices.check([Needs(gpus=1)])
+    else:
+        assert devices.all.gpus, "its jobs would be planned for the CPU"
+        with pytest.raises(InputError, match=re.escape(says)):
+            devices.check([Needs(gpus=1)])
+    assert capsys.readouterr().out.startswith(says if free else "")
 
 
 def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new_numbers(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class PoolLauncher(Launcher):
                 shown = " ".join(varied(drafts[number - first], swept))
                 lines = str(error).split("\n")
                 raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
+        devices.check(needs)
         records = ledger.enter(zip(job_overrides, names, strict=True))
         self.numbers.update(record.number for record in records)
         report.OF_THIS_LINE.update(self.numbers)
