@@ -59,12 +59,8 @@ class RayLauncher(pool.PoolLauncher):
         try:
             self._connect()
             return super()._launch(ledger, job_overrides, first)
-        except BaseException:
-            self.more_follow = False
-            raise
         finally:
-            if not self.more_follow:
-                ray.shutdown()  # ends every task of this process
+            ray.shutdown()  # ends every task of this process
 
     def _connect(self) -> None:
         """Connect to the cluster, or start Ray on this machine.
@@ -82,7 +78,6 @@ class RayLauncher(pool.PoolLauncher):
                 socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
             ray.init(
                 self.address or "local",
-                ignore_reinit_error=True,
                 log_to_driver=False,
                 logging_level="ERROR",
                 **({} if self.address else {"include_dashboard": False}),

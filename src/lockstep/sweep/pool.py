@@ -92,10 +92,18 @@ class Pool:
         self.running: list[tuple[Task, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
 
-    def run(self, tasks: Sequence[Task], enough: Callable[[Record], bool] = lambda record: False) -> None:
+    def run(
+        self,
+        tasks: Sequence[Task],
+        enough: Callable[[Record], bool] = lambda record: False,
+        more: Callable[[Record], Sequence[Task]] = lambda record: (),
+    ) -> None:
         """Run all tasks. One that fails or dies ends no other.
 
-        `enough` is asked again and again whether a running job has trained enough for now; then it saves and waits.
+        Args:
+            tasks: the first ones.
+            enough: asked again and again whether a running job has trained enough for now; then it saves and waits.
+            more: the tasks that follow the end of a job.
 
         Raises:
             Stopped: a signal asked for it; every running job has saved its state and ended.
@@ -111,7 +119,9 @@ class Pool:
                         request.repeat()  # for a job that began while the stop arrived
                     self._start_what_fits(waiting)
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
-                    self._collect(enough)
+                    ended = self._collect(enough)
+                    if not request.requested:
+                        waiting += [task for record in ended for task in more(record)]
                     self._cut(enough)
                     self.view.refresh()
             finally:
@@ -129,8 +139,9 @@ class Pool:
                 self.running.append((task, share, self.start(self.ledger, task, share)))
                 self.view.started(task.record)
 
-    def _collect(self, enough: Callable[[Record], bool]) -> None:
+    def _collect(self, enough: Callable[[Record], bool]) -> list[Record]:
         """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
+        ended = []
         for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
             task, share, process = entry
             process.join()
@@ -143,6 +154,8 @@ class Pool:
                 record = self.ledger.write(replace(record, state=State.waiting, exit_code=0, error=""))
             self.cut.discard(record.number)
             self.view.ended(record)
+            ended.append(record)
+        return ended
 
     def _cut(self, enough: Callable[[Record], bool]) -> None:
         """Have the jobs that have trained enough for now save their state and end."""
