@@ -419,6 +419,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
         (folder / "summary.json").write_text('{"steps": 4}')
         lines = [f'{{"step": {step}, "acc/val_top1": {-record.number * step}}}' for step in range(1, 4)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    records = [ledger.end(record, State.stopped, exit_code=74, error="full") for record in records]  # by a full disk
     ran: list[list[int]] = []
 
     def run(tasks: Sequence[Task], enough: Any) -> None:
@@ -441,6 +442,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     ]
     show_table(ledger, ledger.records())
     assert capsys.readouterr().out.count("│ pruned, rung 1 of 3 │") == 2
+    assert not any(record.exit_code or record.error for record in ledger.records())
 
 
 def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State
 
@@ -156,9 +157,9 @@ def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path:
         pool = FakePool(tmp_path / str(cut), dying)
         with pytest.raises(SystemExit):
             sweeper(tmp_path / str(cut), pool, n_trials=16).sweep([*LINE])
-        rest = FakePool(tmp_path / str(cut), score)
-        sweeper(tmp_path / str(cut), rest, n_trials=16).sweep([*LINE])
-        assert [*pool.launched[:cut], *rest.launched] == whole.launched
+        second = FakePool(tmp_path / str(cut), score)
+        sweeper(tmp_path / str(cut), second, n_trials=16).sweep([*LINE])
+        assert [*pool.launched[:cut], *second.launched] == whole.launched
 
 
 def test_the_same_line_in_a_second_terminal_is_refused_and_leaves_the_trials_alone(tmp_path: Path) -> None:
@@ -175,6 +176,28 @@ def test_the_lock_of_a_killed_search_is_not_waited_for(tmp_path: Path, monkeypat
     (tmp_path / "optuna.log.lock").symlink_to(tmp_path / "optuna.log")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
     sweeper(tmp_path, FakePool(tmp_path, lambda job: 1.0), n_trials=1).sweep([*LINE])
+
+
+def test_a_search_on_a_full_disk_ends_with_a_sentence_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score(job: dict[str, str]) -> float:
+        if len(pool.launched) == 3:
+            monkeypatch.setattr(optuna.storages.journal.JournalFileBackend, "append_logs", full)
+        return 1.0
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pool = FakePool(tmp_path, score)
+    with pytest.raises(StorageError, match=r"optuna\.log cannot be written"):
+        sweeper(tmp_path, pool, n_trials=5).sweep([*LINE])
+    monkeypatch.undo()
+    with (tmp_path / "optuna.log").open("a") as file:
+        file.write('{"op_code": 6, "worker')  # as a full disk leaves it
+    second = FakePool(tmp_path, lambda job: 1.0)
+    sweeper(tmp_path, second, n_trials=5).sweep([*LINE])
+    assert len({frozenset(job) for job in [*pool.launched, *second.launched]}) == 5
 
 
 def test_searches_with_other_seeds_draw_other_values(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
@@ -35,6 +35,7 @@ from lockstep.sweep.record import Record, State, checked_direction
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
+    from lockstep.sweep.search import Search
     from lockstep.sweep.view import Screen
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
@@ -47,20 +48,6 @@ CONFIG = {
     "direction": "${oc.select:hydra.sweeper.direction,maximize}",
 }
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
-
-
-class Search(Protocol):
-    """A sweeper that chooses jobs by the scores of others."""
-
-    @property
-    def left(self) -> int:
-        """How many jobs may follow, besides those that it was asked for."""
-
-    def follow(self, record: Record) -> Sequence[Sequence[str]]:
-        """The jobs that follow one that has ended."""
-
-    def has_enough(self, record: Record) -> bool:
-        """Whether a running job should be ended, because others are better."""
 
 
 class PoolLauncher(Launcher):
@@ -193,7 +180,8 @@ class PoolLauncher(Launcher):
         (varied,) = self._varied(ledger, [words])
         (record,) = ledger.enter([(words, slug(",".join(varied) or "defaults"))])
         self._count([record])
-        return ledger.end(ledger.start(record), State.failed, exit_code=error.exit_code, error=str(error.__cause__))
+        sentence = str(error.__cause__ or error)  # without the number of the job
+        return ledger.end(ledger.start(record), State.failed, exit_code=error.exit_code, error=sentence)
 
     def _count(self, records: Sequence[Record]) -> None:
         """Have the table and the exit code be about these jobs too."""

@@ -9,7 +9,7 @@ The study is a file in the folder of the sweep, so that the same line goes on wi
 from __future__ import annotations
 
 import importlib.util
-import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,8 +27,9 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.core.errors import InputError
 from lockstep.job.run_lock import Lock
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.objectives import SCORE, directions, values
-from lockstep.sweep.record import Direction, Record, State
+from lockstep.sweep.objectives import SCORE, directions
+from lockstep.sweep.record import Direction
+from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:
     import optuna
@@ -50,7 +51,6 @@ CONFIG = {
 ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
-ENDED, ERROR = "ended", "error"  # attributes of a trial
 
 
 class OptunaSweeper(Sweeper):
@@ -83,14 +83,27 @@ class OptunaSweeper(Sweeper):
             except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
                 reason = (str(error).strip() or "no reason given").splitlines()[0]
                 raise InputError(
-                    f"hydra.sweeper.storage: {self.study['storage'] or 'optuna.log of the sweep'} cannot be used "
+                    f"hydra.sweeper.storage: {self.study['storage'] or f'{JOURNAL} of the sweep'} cannot be used "
                     f"({type(error).__name__}: {reason}); start anew with sweep.resume=new, or name another storage"
                 ) from error
-            self._run(Search(self, study, space, fixed, Ledger(folder)))
+            self._run(
+                Search(
+                    study,
+                    space,
+                    fixed,
+                    Ledger(folder),
+                    objectives=self.objectives,
+                    trials=self.n_trials,
+                    at_once=self.n_jobs,
+                    sampler=self._sampler,
+                    retries=bool(OmegaConf.select(self.settings, "sweep.retry")),
+                    prunes=self.study["pruner"] != "none",
+                )
+            )
 
     def _run(self, search: Search) -> None:
         """Run the jobs of a search."""
-        jobs = search.ask()
+        jobs = search.follow()
         if hasattr(self.launcher, "search"):
             self.launcher.search = search
             self.launcher.launch(jobs, initial_job_idx=search.ended)
@@ -139,10 +152,14 @@ class OptunaSweeper(Sweeper):
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        # A call that was killed has left it behind, and Optuna would wait for half a minute.
-        (folder / "optuna.log.lock").unlink(missing_ok=True)
+        journal = folder / JOURNAL
+        # What a call has left that was killed, or ended by a full disk. Optuna would wait half a minute for its lock,
+        # and write the next line behind half a line.
+        journal.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)
+        if journal.exists() and not (content := journal.read_bytes()).endswith(b"\n"):
+            os.truncate(journal, content.rfind(b"\n") + 1)
         study = optuna.create_study(
-            storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(folder / "optuna.log"))),
+            storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(journal))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
             study_name=self.study["study_name"],
             directions=[d.value for d in directions(self.objectives, Direction(self.study["direction"]))],
@@ -153,7 +170,7 @@ class OptunaSweeper(Sweeper):
             study.enqueue_trial(trial.params)  # the same job, which goes on from its checkpoint
         return study
 
-    def sampler(self, ended: int) -> optuna.samplers.BaseSampler:
+    def _sampler(self, ended: int) -> optuna.samplers.BaseSampler:
         """The sampler after some trials, new for each, so that a line that was cut draws what it would have drawn."""
         import numpy as np
         import optuna
@@ -163,108 +180,6 @@ class OptunaSweeper(Sweeper):
             seed=int(seed)
         )
         return sampler
-
-
-class Search:
-    """The trials of a study as jobs. Those with the same values are one job, which runs once in a sweep."""
-
-    def __init__(
-        self,
-        sweeper: OptunaSweeper,
-        study: optuna.Study,
-        space: dict[str, BaseDistribution],
-        fixed: Sequence[str],
-        ledger: Ledger,
-    ) -> None:
-        self.sweeper, self.study, self.space, self.fixed, self.ledger = sweeper, study, space, fixed, ledger
-        self.open: dict[frozenset[str], list[optuna.Trial]] = {}  # the trials that have no end yet, by their jobs
-        self.asked: set[frozenset[str]] = set()  # the jobs of this call
-        self.reported: set[tuple[int, int]] = set()
-        self.retries = bool(OmegaConf.select(sweeper.settings, "sweep.retry"))
-
-    @property
-    def ended(self) -> int:
-        """The trials that have ended, over all calls."""
-        return sum(ENDED in trial.user_attrs for trial in self.study.trials)
-
-    @property
-    def left(self) -> int:
-        """The trials that nobody has asked for yet."""
-        return self.sweeper.n_trials - self.ended - sum(map(len, self.open.values()))
-
-    def ask(self) -> list[list[str]]:
-        """The jobs for the free places.
-
-        Raises:
-            InputError: the study has another space.
-        """
-        jobs = []
-        while self.left > 0 and sum(map(len, self.open.values())) < self.sweeper.n_jobs:
-            self.study.sampler = self.sweeper.sampler(self.sweeper.n_trials - self.left)
-            try:
-                trial = self.study.ask(self.space)
-            except ValueError as error:  # Optuna keeps the choices of a study
-                raise InputError(
-                    f"the study has another space ({error}); start anew with sweep.resume=new"
-                ) from error
-            job = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-            key = frozenset(job)
-            self.open.setdefault(key, []).append(trial)
-            record = self._record(key)
-            if record is not None and self._is_known(key, record):
-                self.tell(job)
-            elif key not in self.asked:
-                jobs.append(job)
-            self.asked.add(key)
-        return jobs
-
-    def _record(self, key: frozenset[str]) -> Record | None:
-        records = self.ledger.records() if self.ledger.exists else []
-        return next((record for record in records if frozenset(record.overrides) == key), None)
-
-    def _is_known(self, key: frozenset[str], record: Record) -> bool:
-        """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
-        is_tried_again = self.retries and key not in self.asked
-        return record.state in (State.done, State.pruned) or (record.state is State.failed and not is_tried_again)
-
-    def follow(self, record: Record) -> list[list[str]]:
-        """The jobs that follow one that has ended."""
-        if record.state in (State.done, State.failed, State.pruned):  # others go on with the next line
-            self.tell(record.overrides, record.objective)
-        return self.ask()
-
-    def tell(self, job: Sequence[str], value: Any = None) -> None:
-        """Tell the study how a job ended: as its record says, or with this value."""
-        from optuna.trial import TrialState
-
-        key, objectives = frozenset(job), self.sweeper.objectives
-        record = self._record(key)
-        known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
-        if record is not None and (record.score is not None or [*objectives] != [SCORE]):
-            known = values(self.ledger, record, objectives)
-        for trial in self.open.pop(key):
-            trial.set_user_attr(ENDED, True)
-            if record is not None and record.state is State.pruned:
-                self.study.tell(trial, state=TrialState.PRUNED)
-            elif known:
-                self.study.tell(trial, known)
-            else:
-                reason = f"the job has no {' and '.join(objectives)}"
-                trial.set_user_attr(ERROR, (record and record.error) or reason)
-                self.study.tell(trial, state=TrialState.FAIL)
-
-    def has_enough(self, record: Record) -> bool:
-        """Whether a running job should be ended, because others are better."""
-        from lockstep.sweep.halving import evaluations
-
-        if self.sweeper.study["pruner"] == "none":
-            return False
-        trial = self.open[frozenset(record.overrides)][0]
-        for share, score in evaluations(self.ledger, record):
-            if (step := (trial.number, round(1000 * share))) not in self.reported:
-                trial.report(score, step[1])
-                self.reported.add(step)
-        return bool(trial.should_prune())
 
 
 def distribution(word: Override) -> BaseDistribution:

@@ -85,7 +85,7 @@ class Devices:
         """
         if not self.in_use or not any(need is not None and need.gpus for need in needs):
             return
-        names = ", ".join(self.in_use)
+        names, self.in_use = ", ".join(self.in_use), []  # said once
         if not self.gpus:
             raise InputError(
                 f"others use all GPUs of this machine: {names}; wait for their end, name GPUs to use all the same "
