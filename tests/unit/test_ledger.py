@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from lockstep.core.errors import InputError, NumericalError, Stopped, StorageErr
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import Identity, Ledger, record_of
+from lockstep.sweep.line import _alone
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
@@ -240,6 +242,19 @@ def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
         with pytest.raises(InputError, match=re.escape(says)):
             devices.check([Needs(gpus=1)])
     assert capsys.readouterr().out.startswith(says if free else "")
+
+
+def test_one_line_at_a_time_chooses_its_folder(tmp_path: Path) -> None:
+    sweeps = tmp_path / "sweeps"
+    with _alone(sweeps):
+        other = os.open(sweeps, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    (tmp_path / "file").touch()
+    with _alone(tmp_path / "file" / "sweeps"), _alone(None):
+        pass  # has a sentence of its own
 
 
 def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new_numbers(tmp_path: Path) -> None:
