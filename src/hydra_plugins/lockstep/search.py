@@ -24,6 +24,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.job.run_lock import Lock
 from lockstep.sweep.ledger import Ledger
@@ -156,8 +157,10 @@ class OptunaSweeper(Sweeper):
         # What a call has left that was killed, or ended by a full disk. Optuna would wait half a minute for its lock,
         # and write the next line behind half a line.
         journal.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)
-        if journal.exists() and not (content := journal.read_bytes()).endswith(b"\n"):
-            os.truncate(journal, content.rfind(b"\n") + 1)
+        if journal.exists():
+            with safe_read.opened(journal) as file:
+                whole_lines = file.read().rfind(b"\n") + 1
+            os.truncate(journal, whole_lines)
         study = optuna.create_study(
             storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(journal))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
