@@ -1,6 +1,6 @@
 """24 small jobs of a sweep on two cores, by Hydra's launchers and by ours: seconds from the command to its end.
 
-    pip install hydra-joblib-launcher hydra-submitit-launcher 'lockstep[ray]'
+    pip install --pre hydra-joblib-launcher hydra-submitit-launcher 'lockstep[ray]'
     python benchmarks/launchers.py --json launchers.json
 
 All run the same line of `train.py`, on two cores, with one thread for each job. `basic` runs the jobs one after

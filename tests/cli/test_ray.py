@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,25 @@ def records(root: Path) -> list[Any]:
     return [record for folder in root.glob("sweeps/*") for record in Ledger(folder).records()]
 
 
-def both_train(root: Path, *, after: float = 0.0) -> bool:
-    """Whether both jobs have saved a checkpoint since a time."""
-    saved = [path.lstat().st_mtime for path in root.glob("sweeps/*/*/checkpoints/last")]
-    return len(saved) == 2 and min(saved) > after
+def both_held(root: Path, *, after: float = 0.0) -> bool:
+    """Suspend each job once it has saved a checkpoint since a time, so that it cannot end; whether both are."""
+    saved = {path.parent.parent.name: path.lstat().st_mtime for path in root.glob("sweeps/*/*/checkpoints/last")}
+    held = [record.pid for record in records(root) if saved.get(record.folder, 0.0) > after]
+    for pid in held:
+        os.kill(pid, signal.SIGSTOP)
+    return len(held) == 2
+
+
+def asked_to_stop(pid: int) -> bool:
+    """Whether a suspended process has a SIGTERM to act on."""
+    (pending,) = re.findall(r"ShdPnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def release(root: Path) -> None:
+    for record in records(root):
+        with suppress(ProcessLookupError):
+            os.kill(record.pid, signal.SIGCONT)
 
 
 @pytest.fixture
@@ -49,16 +66,19 @@ def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp
     words = ("train.py", *LINE, f"output_root={tmp_path}", f"hydra.launcher.address='{cluster.address}'")
     process = background(tmp_path, sys.executable, *words, afresh=True)
     try:
-        wait_for(lambda: both_train(tmp_path))
+        wait_for(lambda: both_held(tmp_path))
         os.kill(process.pid, signal.SIGINT)
+        wait_for(lambda: all(asked_to_stop(record.pid) for record in records(tmp_path)))
+        release(tmp_path)
         assert ended(process)[0] == 75
         assert [record.state for record in records(tmp_path)] == ["stopped", "stopped"]
         assert processes(tmp_path) == set()
         stopped = max(record.ended for record in records(tmp_path))
         process = background(tmp_path, sys.executable, *words, afresh=True)
-        wait_for(lambda: both_train(tmp_path, after=stopped))
+        wait_for(lambda: both_held(tmp_path, after=stopped))
         before = [record.pid for record in records(tmp_path)]
         cluster.remove_node(node, allow_graceful=False)
+        release(tmp_path)
         _, err = process.communicate(timeout=PATIENCE)
         assert process.wait() == 0, err
     finally:

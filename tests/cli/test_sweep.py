@@ -293,7 +293,7 @@ def test_a_search_runs_its_trials_as_jobs_and_the_same_line_goes_on_with_it(tmp_
     study = optuna.load_study(study_name="sweep", storage=storage)
     assert [trial.value for trial in study.trials] == [record.objective for record in ledger(tmp_path).records()]
     more = sweep(tmp_path, *words, "hydra.sweeper.n_trials=4")
-    assert (more.code, more.out.count("started"), more.out.count("│ done ")) == (0, 1, 1)
+    assert (more.code, more.out.count("started"), more.out.count("│ done ")) == (0, 1, 4), "the table has all trials"
     again = sweep(tmp_path, *words, "hydra.sweeper.n_trials=4")
     assert (again.code, again.out.count("started"), again.out.count("│ done ")) == (0, 0, 4)
 

@@ -247,6 +247,7 @@ READS: dict[str, str] = {
     "telemetry.hardware": "the kernel's counters of energy",
     "telemetry.profile": "the trace that it has just had written",
     "training.micro_batch_search": "the kernel's /proc",
+    "sweep.line": "locks the folder of the sweeps, and reads nothing of it",
     "sweep.record": "the kernel's /proc; records are read by the guarded reader",
     "launcher.agent": "the kernel's /proc",
     "data.datasets.decode": "images, whose decoders refuse what is none",

@@ -298,6 +298,14 @@ def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> No
     assert checkpoint.newest_of_run(run) is None
 
 
+def test_a_run_that_cannot_record_that_it_has_no_checkpoint_does_not_begin(
+    run: RunDir, full_disk: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    with full_disk(0), pytest.raises(StorageError, match="none-yet cannot be written"):
+        checkpoint.mark_saved_or_not(run)
+    assert checkpoint.newest_of_run(run) is None, "the same command starts it"
+
+
 LOST_PARTS = ("checkpoints", "pointers", "all but the log", "all but the weights", "all but TensorBoard's file")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from lockstep.core.errors import InputError, NumericalError, Stopped, StorageErr
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import Identity, Ledger, record_of
+from lockstep.sweep.line import _alone
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
@@ -190,6 +193,68 @@ def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are
 def test_only_visible_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, value: str, expected: list[str]) -> None:
     monkeypatch.setenv(VISIBLE, value)
     assert visible_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    ("processes", "visible", "free", "says"),
+    [
+        ([[], []], None, ["GPU-0", "GPU-1"], ""),
+        ([[17, 18], [os.getpid()]], None, ["GPU-1"], "left out, because others use them: GPU 0 (process 17);"),
+        ([[17], [18]], None, [], "others use all GPUs of this machine: GPU 0 (process 17), GPU 1 (process 18);"),
+        ([[17], [18]], "GPU-1", ["GPU-1"], ""),
+        ([None, [18]], None, ["GPU-0"], "left out, because others use them: GPU 1 (process 18);"),
+    ],
+)
+def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    processes: list[list[int] | None],
+    visible: str | None,
+    free: list[str],
+    says: str,
+) -> None:
+    def running(number: int) -> list[SimpleNamespace]:
+        if (pids := processes[number]) is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return [SimpleNamespace(pid=pid) for pid in pids]
+
+    fake = {
+        **dict.fromkeys(("nvmlInit", "nvmlShutdown"), lambda: None),
+        "nvmlDeviceGetCount": lambda: len(processes),
+        "nvmlDeviceGetHandleByIndex": int,
+        "nvmlDeviceGetUUID": "GPU-{}".format,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid[-1]),
+        "nvmlDeviceGetComputeRunningProcesses": running,
+    }
+    for name, function in fake.items():
+        monkeypatch.setattr(pynvml, name, function)
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(VISIBLE, visible)
+    devices = Devices.of_machine()
+    assert devices.gpus == free
+    devices.check([Needs(cores=1), None])  # no job takes a GPU
+    assert not capsys.readouterr().out
+    if free:
+        devices.check([Needs(gpus=1)])
+    else:
+        assert devices.all.gpus, "its jobs would be planned for the CPU"
+        with pytest.raises(InputError, match=re.escape(says)):
+            devices.check([Needs(gpus=1)])
+    assert capsys.readouterr().out.startswith(says if free else "")
+
+
+def test_one_line_at_a_time_chooses_its_folder(tmp_path: Path) -> None:
+    sweeps = tmp_path / "sweeps"
+    with _alone(sweeps):
+        other = os.open(sweeps, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    (tmp_path / "file").touch()
+    with _alone(tmp_path / "file" / "sweeps"), _alone(None):
+        pass  # has a sentence of its own
 
 
 def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new_numbers(tmp_path: Path) -> None:
@@ -369,6 +434,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
         (folder / "summary.json").write_text('{"steps": 4}')
         lines = [f'{{"step": {step}, "acc/val_top1": {-record.number * step}}}' for step in range(1, 4)]
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    records = [ledger.end(record, State.stopped, exit_code=74, error="full") for record in records]  # by a full disk
     ran: list[list[int]] = []
 
     def run(tasks: Sequence[Task], enough: Any) -> None:
@@ -391,6 +457,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     ]
     show_table(ledger, ledger.records())
     assert capsys.readouterr().out.count("│ pruned, rung 1 of 3 │") == 2
+    assert not any(record.exit_code or record.error for record in ledger.records())
 
 
 def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State
 
@@ -94,28 +96,122 @@ def test_a_job_without_a_score_fails_its_trial_and_says_why(tmp_path: Path) -> N
         assert (trial.state.name, trial.user_attrs["error"]) == ("FAIL", "the job has no score")
 
 
-def test_a_job_that_is_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    ledger.create(Identity(base={}, swept=(), words=()))
+class FakePool(Launcher):
+    """Runs as the pool does: the search is asked for more jobs at the end of each. `evaluation` is halfway."""
 
-    class Pool(Launcher):
-        enough: Any = None
+    search: Any = None
 
-        def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-            (record,) = ledger.enter([(jobs[0], "job")])
-            folder = tmp_path / record.folder
-            folder.mkdir()
+    def __init__(
+        self, folder: Path, score: Callable[[dict[str, str]], float], evaluation: Callable[[int], float] | None = None
+    ) -> None:
+        super().__init__(score)
+        self.ledger, self.evaluation, self.most_at_once = Ledger(folder), evaluation or (lambda number: 0.0), 0
+        self.ledger.create(Identity(base={}, swept=(), words=()))
+
+    def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        waiting = [*jobs]
+        while waiting:
+            self.most_at_once = max(self.most_at_once, len(waiting))
+            job = waiting.pop(random.Random(len(self.launched)).randrange(len(waiting)))  # any may be the first
+            (record,) = self.ledger.enter([(job, "job")])
+            assert record.state is not State.done, "a job ran twice"
+            (folder := self.ledger.folder / record.folder).mkdir(exist_ok=True)
             (folder / "summary.json").write_text('{"steps": 10}')
-            value = 90.0 if initial_job_idx < 6 else 10.0
-            (folder / "metrics.jsonl").write_text(f'{{"step": 5, "acc/val_top1": {value}}}\n')
-            if not self.enough(record):
-                return super().launch(jobs, initial_job_idx)
-            ledger.write(replace(record, state=State.pruned))
-            returned = JobReturn(status=JobStatus.COMPLETED)
-            returned.return_value = float("nan")
-            return [returned]
+            (folder / "metrics.jsonl").write_text(
+                f'{{"step": 5, "acc/val_top1": {self.evaluation(record.number)}, "perf/step_ms": 100}}\n'
+            )
+            (returned,) = super().launch([job], initial_job_idx)
+            pruned = self.search.has_enough(record)
+            ended = replace(record, state=State.pruned if pruned else State.done, objective=returned.return_value)
+            waiting += self.search.follow(self.ledger.write(ended))
+        return []
 
-    sweeper(tmp_path, Pool(lambda job: 91.0), n_trials=8, pruner="median").sweep([*LINE])
+
+def test_the_next_trial_begins_when_one_has_ended_and_no_job_runs_twice(tmp_path: Path) -> None:
+    pool = FakePool(tmp_path, lambda job: float(job["x"]))
+    sweeper(tmp_path, pool, n_trials=30, n_jobs=3).sweep(["x=1,2,3,4", "y=1,2"])
+    assert pool.most_at_once == 3
+    assert len(pool.launched) == len({frozenset(job) for job in pool.launched}) <= 8
+    trials = study_in(tmp_path).trials
+    assert len(trials) == 30, "a trial with the values of another is answered from the ledger"
+    assert all(trial.value == float(trial.params["x"]) for trial in trials)
+    again = FakePool(tmp_path, lambda job: float(job["x"]))
+    sweeper(tmp_path, again, n_trials=32, study_name="other").sweep(["x=1,2,3,4", "y=1,2"])
+    assert not [job for job in again.launched if frozenset(job) in {frozenset(known) for known in pool.launched}]
+
+
+def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    def score(job: dict[str, str]) -> float:
+        return -abs(float(job["x"]) - 0.3)
+
+    whole = FakePool(tmp_path / "whole", score)
+    sweeper(tmp_path / "whole", whole, n_trials=16).sweep([*LINE])
+    for cut in range(1, 16, 3):
+        jobs_left = iter(range(cut))
+
+        def dying(job: dict[str, str], jobs_left: Iterator[int] = jobs_left) -> float:
+            if next(jobs_left, None) is None:
+                raise SystemExit(75)
+            return score(job)
+
+        pool = FakePool(tmp_path / str(cut), dying)
+        with pytest.raises(SystemExit):
+            sweeper(tmp_path / str(cut), pool, n_trials=16).sweep([*LINE])
+        second = FakePool(tmp_path / str(cut), score)
+        sweeper(tmp_path / str(cut), second, n_trials=16).sweep([*LINE])
+        assert [*pool.launched[:cut], *second.launched] == whole.launched
+
+
+def test_the_same_line_in_a_second_terminal_is_refused_and_leaves_the_trials_alone(tmp_path: Path) -> None:
+    def score(job: dict[str, str]) -> float:
+        with pytest.raises(InputError, match="in use by another sweep"):
+            sweeper(tmp_path, Launcher(lambda job: 0.0), n_trials=2).sweep([*LINE])
+        return 1.0
+
+    sweeper(tmp_path, FakePool(tmp_path, score), n_trials=2).sweep([*LINE])
+    assert [trial.value for trial in study_in(tmp_path).trials] == [1.0, 1.0]
+
+
+def test_the_lock_of_a_killed_search_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "optuna.log.lock").symlink_to(tmp_path / "optuna.log")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waited"))
+    sweeper(tmp_path, FakePool(tmp_path, lambda job: 1.0), n_trials=1).sweep([*LINE])
+
+
+def test_a_search_on_a_full_disk_ends_with_a_sentence_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score(job: dict[str, str]) -> float:
+        if len(pool.launched) == 3:
+            monkeypatch.setattr(optuna.storages.journal.JournalFileBackend, "append_logs", full)
+        return 1.0
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pool = FakePool(tmp_path, score)
+    with pytest.raises(StorageError, match=r"optuna\.log cannot be written"):
+        sweeper(tmp_path, pool, n_trials=5).sweep([*LINE])
+    monkeypatch.undo()
+    with (tmp_path / "optuna.log").open("a") as file:
+        file.write('{"op_code": 6, "worker')  # as a full disk leaves it
+    second = FakePool(tmp_path, lambda job: 1.0)
+    sweeper(tmp_path, second, n_trials=5).sweep([*LINE])
+    assert len({frozenset(job) for job in [*pool.launched, *second.launched]}) == 5
+
+
+def test_searches_with_other_seeds_draw_other_values(tmp_path: Path) -> None:
+    drawn = []
+    for seed in (0, 1):
+        pool = FakePool(tmp_path / str(seed), lambda job: 1.0)
+        sweeper(tmp_path / str(seed), pool, n_trials=8, seed=seed).sweep(["x=interval(0,1)"])
+        drawn += [tuple(job) for job in pool.launched]
+    assert len({*drawn}) == 16
+
+
+def test_a_job_that_is_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
+    pool = FakePool(tmp_path, lambda job: 91.0, lambda number: 90.0 if number < 6 else 10.0)
+    sweeper(tmp_path, pool, n_trials=8, pruner="median").sweep([*LINE])
     assert [trial.state.name for trial in study_in(tmp_path).trials] == ["COMPLETE"] * 6 + ["PRUNED"] * 2
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,8 @@ from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.record import Record, State, checked_direction
 
 if TYPE_CHECKING:
-    from lockstep.sweep.pool import Pool
+    from lockstep.sweep.pool import Pool, Task
+    from lockstep.sweep.search import Search
     from lockstep.sweep.view import Screen
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
@@ -50,24 +51,17 @@ ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, p
 
 
 class PoolLauncher(Launcher):
-    """Hydra's interface to the pool.
+    """Hydra's interface to the pool. A sweeper that searches sets `search` before it launches its first jobs."""
 
-    A sweeper that launches several times may set two attributes.
-
-    Fields:
-        more_follow: whether more jobs will be launched; the table comes after the last ones.
-        enough: whether a running job should be ended, because others are better.
-    """
-
-    more_follow = False
     begun = "started"  # what the lines say of a job that the pool has begun
-    enough: Callable[[Record], bool] | None = None
+    search: Search | None = None
 
     def __init__(self, jobs: int | None, gpus: int, cores: int, direction: str) -> None:
         self.jobs, self.gpus, self.cores, self.direction = jobs, gpus, cores, direction
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        self.lock = Lock()
         self.numbers: set[int] = set()  # of the jobs that were launched
         # Whether failed jobs run again, of how many jobs one goes on, the table's columns; null in other apps.
         self.retry = bool(OmegaConf.select(config, "sweep.retry"))
@@ -79,7 +73,7 @@ class PoolLauncher(Launcher):
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
             ledger.create(Identity(base={}, swept=(), words=(), direction=checked_direction(self.direction)))
-        with closing(Lock()) as lock:
+        with closing(self.lock) as lock:
             lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
             try:
                 records = self._launch(ledger, job_overrides, initial_job_idx)
@@ -92,59 +86,107 @@ class PoolLauncher(Launcher):
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
         from lockstep.sweep import halving
-        from lockstep.sweep.pool import Task, to_run
-        from lockstep.sweep.view import Screen, show_table, swept_keys, varied
+        from lockstep.sweep.view import Screen, show_table
 
         devices = self._devices()
-        plan = getattr(self.task_function, "plan", self._needs)
-        drafts = [Record(number=0, overrides=tuple(words), folder="") for words in job_overrides]
-        swept = swept_keys(drafts) or ledger.identity().swept  # a search gives one job at a time
-        names = [slug(",".join(varied(draft, swept)) or "defaults") for draft in drafts]
+        records, tasks = self._enter(ledger, devices, job_overrides, first)
+        if tasks is None:
+            return records
+        if self.search is not None:  # its line is about all its jobs
+            records = ledger.records()
+            self._count(records)
+        try:
+            with Screen(ledger, records, begun=self.begun) as screen:
+                pool = self._pool(ledger, devices, screen)
+                if self.halving is not None:
+                    halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
+                elif self.search is not None:
+                    screen.left = self.search.left
+                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, devices, screen))
+                else:
+                    pool.run(tasks)
+        finally:
+            show_table(
+                ledger, [record for record in ledger.records() if record.number in self.numbers], self.objectives
+            )
+        return [ledger.read(record) for record in records]
+
+    def _enter(
+        self, ledger: Ledger, devices: Devices, job_overrides: Sequence[Sequence[str]], first: int
+    ) -> tuple[list[Record], list[Task] | None]:
+        """The records of jobs, and the tasks of those that are to run; None if all only submit themselves.
+
+        Raises:
+            InputError: a job is wrong; the ledger is unchanged.
+        """
+        from lockstep.sweep.pool import Task, to_run
+
+        plan, program = getattr(self.task_function, "plan", self._needs), command_of_program()
         configs, needs = [], []
         for number, words in enumerate(job_overrides, first):
             try:
                 configs.append(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))
                 needs.append(plan(configs[-1], devices.all))
             except InputError as error:
-                shown = " ".join(varied(drafts[number - first], swept))
+                shown = " ".join(self._varied(ledger, job_overrides)[number - first])
                 lines = str(error).split("\n")
                 raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
+        if self.search is not None and None in needs:
+            raise InputError(
+                "hydra/sweeper=optuna chooses by the scores of jobs, and launcher=slurm only submits them; start the "
+                "search inside an allocation, without launcher=slurm, or leave out hydra/sweeper=optuna"
+            )
+        devices.check(needs)
+        names = [slug(",".join(words) or "defaults") for words in self._varied(ledger, job_overrides)]
         records = ledger.enter(zip(job_overrides, names, strict=True))
-        self.numbers.update(record.number for record in records)
-        report.OF_THIS_LINE.update(self.numbers)
+        self._count(records)
         chosen = to_run(records, retry=self.retry)
-        program = command_of_program()
         tasks = []
         for record, need, config, words in zip(records, needs, configs, job_overrides, strict=True):
-            if record not in chosen:
-                continue
-            if need is None:  # it only submits itself to a cluster
-                self._run(config, record)
-            else:
-                command = (*program, *words)
-                tasks.append(Task(record, need, functools.partial(self._run, config, record), command))
-        if tasks or None not in needs:
-            try:
-                with Screen(ledger, records, begun=self.begun) as screen:
-                    pool = self._pool(ledger, devices, screen)
-                    if self.halving is not None:
-                        halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
-                    elif self.enough is not None:
-                        pool.run(tasks, self.enough)
-                        self._prune(ledger, records)
-                    else:
-                        pool.run(tasks)
-            except BaseException:
-                self.more_follow = False
-                raise
-            finally:
-                if not self.more_follow:
-                    show_table(
-                        ledger,
-                        [record for record in ledger.records() if record.number in self.numbers],
-                        self.objectives,
-                    )
-        return [ledger.read(record) for record in records]
+            run = functools.partial(self._run, config, record)
+            if record in chosen and need is None:  # it only submits itself to a cluster
+                run()
+            elif record in chosen and need is not None:
+                tasks.append(Task(record, need, run, (*program, *words)))
+        return records, None if not tasks and None in needs else tasks
+
+    def _varied(self, ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The overrides of each job that others do not have."""
+        from lockstep.sweep.view import swept_keys, varied
+
+        drafts = [Record(number=0, overrides=tuple(words), folder="") for words in jobs]
+        swept = ledger.identity().swept or swept_keys(drafts)
+        return [varied(draft, swept) for draft in drafts]
+
+    def _more(self, ledger: Ledger, devices: Devices, screen: Screen, record: Record) -> list[Task]:
+        """The tasks that follow the end of a job in a search."""
+        assert self.search is not None
+        if record.state is State.waiting:  # it was cut, because others are better
+            record = ledger.write(replace(record, state=State.pruned))
+        ended, tasks = [record], []
+        while ended:
+            for words in self.search.follow(ended.pop()):
+                number = len(ledger.records())
+                try:
+                    tasks += self._enter(ledger, devices, [words], number)[1] or []
+                except InputError as error:  # the values do not fit together: a failed job ends no search
+                    ended.append(self._refused(ledger, words, error))
+                    screen.ended(ended[-1])
+        screen.left = self.search.left + len(tasks)
+        return tasks
+
+    def _refused(self, ledger: Ledger, words: Sequence[str], error: InputError) -> Record:
+        """Record a job whose config is wrong."""
+        (varied,) = self._varied(ledger, [words])
+        (record,) = ledger.enter([(words, slug(",".join(varied) or "defaults"))])
+        self._count([record])
+        sentence = str(error.__cause__ or error)  # without the number of the job
+        return ledger.end(ledger.start(record), State.failed, exit_code=error.exit_code, error=sentence)
+
+    def _count(self, records: Sequence[Record]) -> None:
+        """Have the table and the exit code be about these jobs too."""
+        self.numbers.update(record.number for record in records)
+        report.OF_THIS_LINE.update(self.numbers)
 
     def _devices(self) -> Devices:
         return Devices.of_machine()
@@ -153,12 +195,6 @@ class PoolLauncher(Launcher):
         from lockstep.sweep.pool import Pool, start
 
         return Pool(ledger, devices, screen, most=self.jobs, start=start)
-
-    def _prune(self, ledger: Ledger, records: Sequence[Record]) -> None:
-        """Record that the jobs that wait were ended because others are better."""
-        for record in map(ledger.read, records):
-            if record.state is State.waiting:
-                ledger.write(replace(record, state=State.pruned))
 
     def _needs(self, config: DictConfig, machine: Needs) -> Needs | None:
         return Needs(self.gpus, self.cores)

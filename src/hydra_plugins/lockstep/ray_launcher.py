@@ -11,7 +11,6 @@ import importlib.util
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,12 +59,8 @@ class RayLauncher(pool.PoolLauncher):
         try:
             self._connect()
             return super()._launch(ledger, job_overrides, first)
-        except BaseException:
-            self.more_follow = False
-            raise
         finally:
-            if not self.more_follow:
-                ray.shutdown()  # ends every task of this process
+            ray.shutdown()  # ends every task of this process
 
     def _connect(self) -> None:
         """Connect to the cluster, or start Ray on this machine.
@@ -83,7 +78,6 @@ class RayLauncher(pool.PoolLauncher):
                 socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
             ray.init(
                 self.address or "local",
-                ignore_reinit_error=True,
                 log_to_driver=False,
                 logging_level="ERROR",
                 **({} if self.address else {"include_dashboard": False}),
@@ -185,13 +179,13 @@ def _nothing() -> None:
 
 def run_command(ledger: Ledger, task: Task, environment: Mapping[str, str], folder: str) -> int:
     """Run the command of a job on a node; returns its exit code. Cancelled by Ray, it has the job save its state."""
-    from lockstep.sweep.pool import interpreter
+    from lockstep.sweep.pool import fresh
 
-    devices = {VISIBLE: os.environ[VISIBLE]} if VISIBLE in os.environ else {}
-    process: subprocess.Popen[bytes] = interpreter(ledger, task, {**environment, **devices}, cwd=folder)
-    while (code := process.poll()) is None:
+    share = Share(gpus=(os.environ[VISIBLE],) if VISIBLE in os.environ else ())
+    process = fresh(ledger, task, share, environment, cwd=folder)
+    while (code := process.exitcode) is None:
         with suppress(KeyboardInterrupt):
             time.sleep(POLL_S)
             continue
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
     return code

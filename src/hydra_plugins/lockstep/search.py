@@ -1,15 +1,17 @@
 """`hydra/sweeper=optuna`: a search over the values of a sweep, with Optuna's samplers and pruners.
 
 Spaces are written in Hydra's words: `choice(a,b)` or `a,b`, `range(1,5)`, `interval(0.1,1)`, `int(interval(8,64))`,
-and `tag(log, interval(1e-5,1e-1))`. Optuna asks for values and is told scores; the jobs run through Hydra's launcher,
-a few at a time. The study is a file in the folder of the sweep, so that the same line goes on with it.
+and `tag(log, interval(1e-5,1e-1))`. Optuna is asked for values and told scores; Hydra's launcher runs the jobs. The
+pool starts the next one as soon as one has ended; another launcher gets a few at a time, and waits for all of them.
+The study is a file in the folder of the sweep, so that the same line goes on with it.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +24,17 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.core import safe_read
 from lockstep.core.errors import InputError
-from lockstep.sweep.objectives import SCORE, directions, values
+from lockstep.job.run_lock import Lock
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.objectives import SCORE, directions
 from lockstep.sweep.record import Direction
+from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
-
-    from lockstep.sweep.record import Record
 
 # The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep.
 CONFIG = {
@@ -48,7 +52,6 @@ CONFIG = {
 ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
-ENDED, ERROR = "ended", "error"  # attributes of a trial
 
 
 class OptunaSweeper(Sweeper):
@@ -66,35 +69,51 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run trials until the study has `n_trials`."""
         self._check()
-        from lockstep.sweep.ledger import Ledger
-        from lockstep.sweep.view import show_table
-
         words = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         parsed = OverridesParser.create().parse_overrides(words)
         space = {word.get_key_element(): distribution(word) for word in parsed if word.is_sweep_override()}
         if not space:
             raise InputError("hydra/sweeper=optuna has nothing to search; add for example optimizer.lr=0.001,0.01")
         fixed = [str(word.input_line) for word in parsed if not word.is_sweep_override()]
-        try:
-            study, ran = self._open(), False
-        except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise InputError(
-                f"hydra.sweeper.storage: {self.study['storage'] or 'optuna.log of the sweep'} cannot be used "
-                f"({type(error).__name__}: {reason}); start anew with sweep.resume=new, or name another storage"
-            ) from error
-        while (missing := self.n_trials - sum(ENDED in trial.user_attrs for trial in study.trials)) > 0:
+        folder = Path(self.settings.hydra.sweep.dir).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        with closing(getattr(self.launcher, "lock", None) or Lock()) as lock:
+            lock.take(folder / ".lock", user="sweep", remedy="sweep.resume=new")
             try:
-                trials = [study.ask(space) for _ in range(min(self.n_jobs, missing))]
-            except ValueError as error:  # Optuna keeps the choices of a study
+                study = self._open(folder)
+            except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
+                reason = (str(error).strip() or "no reason given").splitlines()[0]
                 raise InputError(
-                    f"the study has another space ({error}); start anew with sweep.resume=new"
+                    f"hydra.sweeper.storage: {self.study['storage'] or f'{JOURNAL} of the sweep'} cannot be used "
+                    f"({type(error).__name__}: {reason}); start anew with sweep.resume=new, or name another storage"
                 ) from error
-            jobs = [[*fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
-            self._run(study, trials, jobs, is_last=missing <= self.n_jobs)
-            ran = True
-        if not ran and (ledger := Ledger(Path(self.settings.hydra.sweep.dir))).exists:
-            show_table(ledger, ledger.records(), self.objectives)
+            self._run(
+                Search(
+                    study,
+                    space,
+                    fixed,
+                    Ledger(folder),
+                    objectives=self.objectives,
+                    trials=self.n_trials,
+                    at_once=self.n_jobs,
+                    sampler=self._sampler,
+                    retries=bool(OmegaConf.select(self.settings, "sweep.retry")),
+                    prunes=self.study["pruner"] != "none",
+                )
+            )
+
+    def _run(self, search: Search) -> None:
+        """Run the jobs of a search."""
+        jobs = search.follow()
+        if hasattr(self.launcher, "search"):
+            self.launcher.search = search
+            self.launcher.launch(jobs, initial_job_idx=search.ended)
+            return
+        while jobs:
+            returns = self.launcher.launch(jobs, initial_job_idx=search.ended)
+            for job, returned in zip(jobs, returns, strict=True):
+                search.tell(job, returned.return_value)
+            jobs = search.ask()
 
     def _check(self) -> None:
         """Refuse wrong settings, and those that the launcher cannot keep."""
@@ -113,7 +132,7 @@ class OptunaSweeper(Sweeper):
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError(f"hydra.sweeper.{key} is {value!r}, expected a whole number from {least}")
-        if self.study["pruner"] != "none" and not hasattr(self.launcher, "enough"):
+        if self.study["pruner"] != "none" and not hasattr(self.launcher, "search"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
         if [*self.objectives] != [SCORE] and self.study["pruner"] != "none":
             raise InputError(
@@ -127,74 +146,43 @@ class OptunaSweeper(Sweeper):
         """What the jobs are compared by; apps other than ours have a score."""
         return OmegaConf.select(self.settings, "sweep.objectives") or [SCORE]
 
-    def _open(self) -> optuna.Study:
+    def _open(self, folder: Path) -> optuna.Study:
         """The study of the sweep, with the trials of a run that was cut first in its queue."""
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        folder = Path(self.settings.hydra.sweep.dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        journal = folder / JOURNAL
+        # What a call has left that was killed, or ended by a full disk. Optuna would wait half a minute for its lock,
+        # and write the next line behind half a line.
+        journal.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)
+        if journal.exists():
+            with safe_read.opened(journal) as file:
+                whole_lines = file.read().rfind(b"\n") + 1
+            os.truncate(journal, whole_lines)
         study = optuna.create_study(
-            storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(folder / "optuna.log"))),
+            storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(journal))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
             study_name=self.study["study_name"],
             directions=[d.value for d in directions(self.objectives, Direction(self.study["direction"]))],
             load_if_exists=True,
         )
-        # With the seed alone, a line that goes on would draw once more what it has drawn.
-        sampler = getattr(optuna.samplers, SAMPLERS[self.study["sampler"]])
-        study.sampler = sampler(seed=self.study["seed"] + len(study.trials))
         for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
             study.enqueue_trial(trial.params)  # the same job, which goes on from its checkpoint
         return study
 
-    def _run(
-        self, study: optuna.Study, trials: Sequence[optuna.Trial], jobs: Sequence[Sequence[str]], *, is_last: bool
-    ) -> None:
-        """Run the jobs of some trials, and tell the study how they ended."""
-        from optuna.trial import TrialState
+    def _sampler(self, ended: int) -> optuna.samplers.BaseSampler:
+        """The sampler after some trials, new for each, so that a line that was cut draws what it would have drawn."""
+        import numpy as np
+        import optuna
 
-        from lockstep.sweep.ledger import Ledger
-        from lockstep.sweep.record import State
-
-        ledger = Ledger(Path(self.settings.hydra.sweep.dir))
-        of_job = {frozenset(job): trial for job, trial in zip(jobs, trials, strict=True)}
-        reported: set[tuple[int, int]] = set()
-
-        def has_enough(record: Record) -> bool:
-            from lockstep.sweep.halving import evaluations
-
-            trial = of_job[frozenset(record.overrides)]
-            for share, score in evaluations(ledger, record):
-                if (step := (trial.number, round(1000 * share))) not in reported:
-                    trial.report(score, step[1])
-                    reported.add(step)
-            return bool(trial.should_prune())
-
-        self.launcher.more_follow = not is_last
-        if self.study["pruner"] != "none":
-            self.launcher.enough = has_enough
-        # Trials may have the same values: that is one job, and two processes of it would fail each other.
-        unique = list(dict.fromkeys(map(tuple, jobs)))
-        returns = dict(zip(unique, self.launcher.launch(unique, initial_job_idx=trials[0].number), strict=True))
-        records = {frozenset(record.overrides): record for record in ledger.records()} if ledger.exists else {}
-        for trial, job in zip(trials, jobs, strict=True):
-            record, value = records.get(frozenset(job)), returns[tuple(job)].return_value
-            trial.set_user_attr(ENDED, True)
-            known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
-            if record and [*self.objectives] != [SCORE]:
-                known = values(ledger, record, self.objectives)
-            if known:
-                study.tell(trial, known)
-            elif record is not None and record.state is State.pruned:
-                study.tell(trial, state=TrialState.PRUNED)
-            else:
-                reason = f"the job has no {' and '.join(self.objectives)}"
-                trial.set_user_attr(ERROR, (record and record.error) or reason)
-                study.tell(trial, state=TrialState.FAIL)
+        (seed,) = np.random.SeedSequence((self.study["seed"], ended)).generate_state(1)
+        sampler: optuna.samplers.BaseSampler = getattr(optuna.samplers, SAMPLERS[self.study["sampler"]])(
+            seed=int(seed)
+        )
+        return sampler
 
 
 def distribution(word: Override) -> BaseDistribution:

@@ -19,7 +19,7 @@ from lockstep.config import yaml_io
 from lockstep.config.commands import override, typed
 from lockstep.config.program_words import program_words
 from lockstep.core import log
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 
@@ -67,16 +67,14 @@ def load_newest(run_dir: RunDir) -> LoadedCheckpoint | None:
 def mark_saved_or_not(run_dir: RunDir) -> None:
     """Before a run logs a step, record on the disk whether the run has saved a checkpoint.
 
-    If the record cannot be written, the run goes on, as it does when a checkpoint cannot be written.
+    Raises:
+        StorageError: the disk is full. Killed later, the run would look like one that has lost its checkpoints.
     """
     if _has_saved(run_dir):
         with suppress(OSError):
             run_dir.none_yet.unlink(missing_ok=True)  # it still exists after a kill just after the first checkpoint
         return
-    try:
-        write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
-    except StorageError as error:
-        log.warn(f"{error}; a run that is killed before its first checkpoint will not be resumed")
+    write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
 
 
 def _has_saved(run_dir: RunDir) -> bool:

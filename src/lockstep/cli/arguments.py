@@ -213,8 +213,9 @@ def _compare(commands: Any) -> None:
     compare.add_argument(
         "--sort", metavar="COLUMN", help="a key or a figure, as --csv names it [score, the best first]"
     )
-    compare.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="as CSV")
-    compare.add_argument("--json", dest="form", action="store_const", const="json", help="as JSON")
+    forms = compare.add_mutually_exclusive_group()
+    forms.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="as CSV")
+    forms.add_argument("--json", dest="form", action="store_const", const="json", help="as JSON")
 
 
 def _clean(commands: Any) -> None:

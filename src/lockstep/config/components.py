@@ -6,7 +6,8 @@ import dataclasses
 import enum
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,13 +15,13 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from lockstep.config import extensions
 from lockstep.config.messages import sentence, unreadable
-from lockstep.config.schema import CONF, GROUPS, MANY, Job
+from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.rules import Text
 
-# The components that have been built. They are frozen values, and the jobs of a sweep share most of them.
+# The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.
 _BUILT: dict[tuple[type[Any], str], Any] = {}
 
 
@@ -121,28 +122,47 @@ def build_job(values: Mapping[str, Any]) -> Job:
     Raises:
         InputError: some keys are wrong; the message has one line for each.
     """
+    problems: list[str] = []
+    parts: dict[str, Any] = {}
+    blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
+    own = {key: value for key, value in values.items() if key not in GROUPS and key not in blocks}
     try:
-        typed = OmegaConf.merge(schema(), {key: value for key, value in values.items() if key not in GROUPS})
-        job: Job = OmegaConf.to_object(typed)  # type: ignore[assignment]
+        with _collecting(problems):
+            job: Job = _typed(Job, own)
+        for name in blocks:
+            with _collecting(problems):
+                parts[name] = _typed(BLOCKS[name], values[name], name)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     except (OverflowError, RecursionError) as error:
         raise unreadable(error) from error
-    problems: list[str] = []
-    components: dict[str, Any] = {}
-    try:
-        _check_fields(Job, typed)
-    except InputError as error:
-        problems.extend(error.args)
     for group in GROUPS:
-        try:
-            components[group] = (build_many if group in MANY else build)(group, values.get(group))
-        except InputError as error:
-            problems.extend(error.args)
+        with _collecting(problems):
+            parts[group] = (build_many if group in MANY else build)(group, values.get(group))
     problems = problems or list(fields.wide(values))
     if problems:
         raise InputError(*problems)
-    return dataclasses.replace(job, **components)
+    return dataclasses.replace(job, **parts)
+
+
+@contextmanager
+def _collecting(problems: list[str]) -> Iterator[None]:
+    """Add the lines of an InputError to `problems`."""
+    try:
+        yield
+    except InputError as error:
+        problems.extend(error.args)
+
+
+def _typed(cls: type[Any], values: Mapping[str, Any], block: str = "") -> Any:
+    """The keys of a job that are in no block, or those of a block such as `train`."""
+    cache_key = (cls, repr(values))
+    if cache_key not in _BUILT:
+        typed: Any = OmegaConf.merge(schema(), {block: values} if block else values)
+        typed = typed[block] if block else typed
+        _check_fields(cls, typed, f"{block}." if block else "")
+        _BUILT[cache_key] = OmegaConf.to_object(typed)
+    return _BUILT[cache_key]
 
 
 @functools.cache

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,3 +183,11 @@ class Job:
     def starts_trained(self) -> bool:
         """Whether the model starts from trained weights, and not from random ones."""
         return self.init_from is not None or bool(getattr(self.model, "pretrained", False))
+
+
+# The dataclass of each block of keys.
+BLOCKS: Mapping[str, type[Any]] = {
+    item.name: item.default_factory  # type: ignore[misc]
+    for item in fields(Job)
+    if is_dataclass(item.default_factory)
+}

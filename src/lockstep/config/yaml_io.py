@@ -6,15 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from lockstep.core.errors import InputError
 from lockstep.core.safe_read import read_yaml, with_checksum
 
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _Dumper(_DUMPER):
+    """Writes a value that is there twice out twice: `read_yaml` takes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(plain: Any) -> str:
+    return with_checksum(yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
+
 
 def dump(job: Mapping[str, Any]) -> str:
     """A plain config as YAML, with its sha256."""
-    return with_checksum(OmegaConf.to_yaml(OmegaConf.create(dict(job))))
+    return _text(dict(job))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -31,7 +44,7 @@ def load(path: Path) -> dict[str, Any]:
 
 def dump_list(items: list[str]) -> str:
     """A list of strings as YAML, with its sha256."""
-    return with_checksum(OmegaConf.to_yaml(OmegaConf.create(items)))
+    return _text(items)
 
 
 def load_list(path: Path) -> list[str]:

@@ -1,13 +1,18 @@
-"""Functions for all launchers that start processes: signals, and the store at which the ranks meet."""
+"""For all that starts processes: the processes themselves, their signals, and the store at which ranks meet."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkProcess
+from pathlib import Path
 from types import FrameType
+from typing import Any, Protocol
 
 from torch.distributed import TCPStore
 
@@ -19,6 +24,59 @@ POLL_S = 0.05
 # fault, a rank may hang in a collective.
 GRACE_S = 5.0
 LOOPBACK = "127.0.0.1"
+
+
+class Process(Protocol):
+    """A child process. `sentinel` is what to wait for until it has ended: mostly a file descriptor."""
+
+    @property
+    def sentinel(self) -> Any: ...
+
+    @property
+    def exitcode(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+
+    def join(self) -> None:
+        """Wait for the end."""
+
+    def send_signal(self, number: int) -> None:
+        """No effect if the process has ended."""
+
+
+class Fork(ForkProcess):
+    """A fork of this process, which takes milliseconds: everything is imported already."""
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+class Fresh:
+    """A fresh interpreter, which takes seconds. `options` are those of `subprocess.Popen`."""
+
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+        self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
+        self.process = subprocess.Popen(words, env=environment, pass_fds=[lives], **options)
+        os.close(lives)
+        self.send_signal = self.process.send_signal
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.poll()
+
+    def join(self) -> None:
+        self.process.wait()
+        os.close(self.sentinel)
+
+
+def can_fork() -> bool:
+    """Whether this process can be forked: it has one thread.
+
+    A forked process has one thread. It would wait forever for a lock that another thread of its parent held (a thread
+    of autograd after a backward pass, of OpenMP, or of a library).
+    """
+    return sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
 class Forwarding(StopRequest):

@@ -6,17 +6,13 @@ rank is a fresh interpreter, which takes seconds to import torch.
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -31,6 +27,10 @@ from lockstep.launcher.processes import (
     GRACE_S,
     LOOPBACK,
     POLL_S,
+    Fork,
+    Fresh,
+    Process,
+    can_fork,
     forwarding,
     loopback_listener,
     starting,
@@ -56,7 +56,8 @@ class Spawn(Inline):
         return 0
 
     def can_fork(self) -> bool:
-        return can_fork()
+        """A process that has used a GPU's driver cannot be forked, and searching for a GPU uses the driver."""
+        return not torch.cuda.is_available() and can_fork()
 
     def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
         """Start the ranks and wait for them. Returns a failure that allows a restart; None if the ranks are done.
@@ -75,7 +76,7 @@ class Spawn(Inline):
                     if fork:
                         children.ranks.append(_forked(entry, run_dir, variables, listener))
                     else:
-                        children.ranks.append(fresh_rank(entry, run_dir, variables))
+                        children.ranks.append(_fresh(entry, run_dir, variables))
             children.store = store(listener)
             request.repeat()
             if failed := children.join():
@@ -86,72 +87,26 @@ class Spawn(Inline):
         return None
 
 
-def can_fork() -> bool:
-    """Whether ranks can be forked from this process.
-
-    A forked process has one thread. It would wait forever for a lock that another thread of its parent held (a thread
-    of autograd after a backward pass, or of OpenMP), so this process must have one thread only. A process that has
-    used a GPU's driver cannot be forked either, and searching for a GPU uses the driver.
-    """
-    if sys.platform != "linux" or torch.cuda.is_available():
-        return False
-    return len(list(Path("/proc/self/task").iterdir())) == 1
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One child process.
-
-    Fields:
-        pid: the number of the process.
-        sentinel: a file descriptor that becomes readable when the process has ended.
-        code: returns the exit code, negative for a signal; None while the process runs.
-        close: waits until the process has ended, and frees the resources for it in this process.
-    """
-
-    pid: int
-    sentinel: int
-    code: Callable[[], int | None]
-    close: Callable[[], None]
-
-
-def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Rank:
+def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:
     """A rank as a fork of this process, which closes its copy of `listener`."""
-    process = multiprocessing.get_context("fork").Process(
+    process = Fork(
         target=child.begin, args=(os.getpid(), entry.__module__, run_dir.path, environment, listener.fileno())
     )
     process.start()
-    assert process.pid is not None
-
-    def close() -> None:
-        process.join()
-        process.close()
-
-    return Rank(process.pid, process.sentinel, lambda: process.exitcode, close)
+    return process
 
 
-def fresh_rank(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Rank:
+def _fresh(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Process:
     """A rank as a fresh interpreter, which does not run the program of this process again."""
-    ended, lives = os.pipe()  # only the child keeps `lives` open, until it ends
-    process = subprocess.Popen(
-        [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)],
-        env={**os.environ, "PYTHONSAFEPATH": "1", **environment},
-        pass_fds=[lives],
-    )
-    os.close(lives)
-
-    def close() -> None:
-        process.wait()
-        os.close(ended)
-
-    return Rank(process.pid, ended, process.poll, close)
+    words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
+    return Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **environment})
 
 
 class Children:
     """The ranks as child processes. The end of the context kills those that still run."""
 
     def __init__(self) -> None:
-        self.ranks: list[Rank] = []
+        self.ranks: list[Process] = []
         self.store: TCPStore | None = None
 
     def __enter__(self) -> None:
@@ -160,11 +115,11 @@ class Children:
     def __exit__(self, *_: object) -> None:
         self.send(signal.SIGKILL)
         for rank in self.ranks:
-            rank.close()
+            rank.join()
 
     def join(self) -> dict[int, int]:
         """Wait until all ranks have ended. If ranks fail, end the others and return the failed ranks' exit codes."""
-        while running := [rank.sentinel for rank in self.ranks if rank.code() is None]:
+        while running := [rank.sentinel for rank in self.ranks if rank.exitcode is None]:
             multiprocessing.connection.wait(running, POLL_S)
             if failed := self._failures():
                 return failed
@@ -172,11 +127,11 @@ class Children:
 
     def _failures(self) -> dict[int, int]:
         """The exit codes of the ranks that failed. If any has failed, end the others before returning."""
-        failed = {number: code for number, rank in enumerate(self.ranks) if (code := rank.code())}
+        failed = {number: code for number, rank in enumerate(self.ranks) if (code := rank.exitcode)}
         if failed:
             self.send(signal.SIGTERM)
             until = time.monotonic() + GRACE_S
-            while any(rank.code() is None for rank in self.ranks):
+            while any(rank.exitcode is None for rank in self.ranks):
                 if time.monotonic() > until:
                     self.send(signal.SIGKILL)
                 time.sleep(POLL_S)
@@ -184,8 +139,7 @@ class Children:
 
     def send(self, number: int) -> None:
         for rank in self.ranks:
-            if rank.code() is None:
-                os.kill(rank.pid, number)
+            rank.send_signal(number)
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

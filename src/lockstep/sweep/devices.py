@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+from lockstep.core import log
+from lockstep.core.errors import InputError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -42,12 +46,21 @@ class Devices:
     """The devices that are free. With GPUs, a job takes GPUs; without any, it takes cores.
 
     Jobs share a GPU by their memory: the first one of a kind has a GPU for itself, and how much it took is what the
-    others of its kind get. `free_memory` is the bytes of a GPU that nobody uses.
+    others of its kind get. `free_memory` is the bytes of a GPU that nobody uses. `others` are the processes of others
+    on each GPU, which is then left out.
     """
 
-    def __init__(self, gpus: Iterable[str], cores: int, free_memory: Callable[[str], int] | None = None) -> None:
-        self.gpus, self.cores = list(gpus), cores
-        self.all = Needs(len(self.gpus), cores)
+    def __init__(
+        self,
+        gpus: Iterable[str],
+        cores: int,
+        free_memory: Callable[[str], int] | None = None,
+        others: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        visible, self.others = list(gpus), others or {}
+        self.gpus, self.cores = [gpu for gpu in visible if not self.others.get(gpu)], cores
+        self.in_use = [f"GPU {i} (process {self.others[g][0]})" for i, g in enumerate(visible) if self.others.get(g)]
+        self.all = Needs(len(self.gpus) or len(visible), cores)
         self.free_memory = free_memory or free_bytes
         self.of_kind: dict[str, int] = {}  # the bytes that a job of a kind takes
         self.capacity: dict[str, int] = {}  # the bytes of each GPU that is shared
@@ -55,10 +68,30 @@ class Devices:
 
     @classmethod
     def of_machine(cls) -> Self:
-        """The devices that this process may use. Asks NVML and not CUDA, after which no process could be forked."""
+        """The devices that this process may use. Asks NVML and not CUDA, after which no process could be forked.
+
+        GPUs that `CUDA_VISIBLE_DEVICES` names are used, whoever else uses them.
+        """
         from lockstep.runtime.host import cores  # imports torch
 
-        return cls(visible_gpus(), cores())
+        gpus = visible_gpus()
+        return cls(gpus, cores(), others={} if VISIBLE in os.environ else {gpu: processes_on(gpu) for gpu in gpus})
+
+    def check(self, needs: Iterable[Needs | None]) -> None:
+        """Say which GPUs are left out of what jobs need.
+
+        Raises:
+            InputError: others use all GPUs.
+        """
+        if not self.in_use or not any(need is not None and need.gpus for need in needs):
+            return
+        names, self.in_use = ", ".join(self.in_use), []  # said once
+        if not self.gpus:
+            raise InputError(
+                f"others use all GPUs of this machine: {names}; wait for their end, name GPUs to use all the same "
+                f"with {VISIBLE}=0, or use device=cpu"
+            )
+        log.show(f"left out, because others use them: {names}; {VISIBLE} names GPUs to use all the same")
 
     def take(self, needs: Needs) -> Share | None:
         """The devices for a job, which are then not free; None if too few are.
@@ -117,23 +150,45 @@ def visible_gpus() -> Sequence[str]:
     import pynvml
 
     try:
-        pynvml.nvmlInit()
+        with _nvml():
+            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            return [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
     except pynvml.NVMLError:  # there is no driver, so there is no GPU
         return []
+
+
+def processes_on(gpu: str) -> list[int]:
+    """The other processes that compute on a GPU; empty also where the driver does not tell."""
+    import pynvml
+
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
+        with _nvml():
+            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(gpu))
+    except pynvml.NVMLError:
+        return []
+    return [process.pid for process in processes if process.pid != os.getpid()]
 
 
 def free_bytes(gpu: str) -> int:
     """The memory of a GPU that nobody uses now."""
     import pynvml
 
+    with _nvml():
+        return int(pynvml.nvmlDeviceGetMemoryInfo(_handle(gpu)).free)
+
+
+@contextmanager
+def _nvml() -> Iterator[None]:
+    import pynvml
+
     pynvml.nvmlInit()
     try:
-        by_name = pynvml.nvmlDeviceGetHandleByIndex if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-        return int(pynvml.nvmlDeviceGetMemoryInfo(by_name(int(gpu) if gpu.isdigit() else gpu)).free)
+        yield
     finally:
         pynvml.nvmlShutdown()
+
+
+def _handle(gpu: str) -> Any:
+    import pynvml
+
+    return pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(gpu)

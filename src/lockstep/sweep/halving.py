@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.pool import Pool, Task
 from lockstep.sweep.record import Direction, Record, State
+
+if TYPE_CHECKING:
+    from lockstep.sweep.pool import Pool, Task
 
 # The score of an evaluation in `metrics.jsonl`, of the averaged weights where there are some: they decide the best.
 SCORES = ("acc/val_ema_top1", "acc/val_top1")
@@ -90,6 +93,7 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         ahead = math.ceil(len(racing) / factor)
         for record in best_first[ahead:]:
             if record.state is not State.done:
-                ledger.write(replace(record, state=State.pruned, objective=scores[record.number]))
+                score_here = scores[record.number]
+                ledger.write(replace(record, state=State.pruned, objective=score_here, exit_code=0, error=""))
         log.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
         racing = best_first[:ahead]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,13 @@ def choose_folder(config: DictConfig) -> Ledger:
         direction=checked_direction(config.hydra.launcher.get("direction", Direction.maximize)),
     )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
+    with _alone(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
+        return _choose(config, identity, words, named=named)
+
+
+def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: bool) -> Ledger:
+    """Find or make the folder, and set it in Hydra's config."""
+    block = config.sweep
     if block.resume in ("auto", "new"):
         ledger = Ledger(Path(config.hydra.sweep.dir).absolute())
         if block.resume == "auto" and not named:
@@ -84,6 +93,19 @@ def choose_folder(config: DictConfig) -> Ledger:
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
     return ledger
+
+
+@contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """Have one line at a time choose in `folder`: the same line in two terminals is one sweep."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a folder that cannot be written has its own sentence, and NFS locks no folder
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def jobs_of(words: Sequence[str]) -> list[list[str]]:

@@ -12,16 +12,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.config.commands import override
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped
-from lockstep.launcher.processes import forwarding
+from lockstep.launcher.processes import Fork, Fresh, Process, can_fork, forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
@@ -51,20 +48,6 @@ class Task:
     function: Callable[[], float | None]
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-
-
-class Process(Protocol):
-    """The process of a job, for the pool. `sentinel` is what the pool's `wait` waits for."""
-
-    @property
-    def sentinel(self) -> Any: ...
-
-    @property
-    def exitcode(self) -> int | None: ...
-
-    def join(self) -> None: ...
-
-    def send_signal(self, number: int) -> None: ...
 
 
 class View(Protocol):
@@ -109,10 +92,18 @@ class Pool:
         self.running: list[tuple[Task, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
 
-    def run(self, tasks: Sequence[Task], enough: Callable[[Record], bool] = lambda record: False) -> None:
+    def run(
+        self,
+        tasks: Sequence[Task],
+        enough: Callable[[Record], bool] = lambda record: False,
+        more: Callable[[Record], Sequence[Task]] = lambda record: (),
+    ) -> None:
         """Run all tasks. One that fails or dies ends no other.
 
-        `enough` is asked again and again whether a running job has trained enough for now; then it saves and waits.
+        Args:
+            tasks: the first ones.
+            enough: asked again and again whether a running job has trained enough for now; then it saves and waits.
+            more: the tasks that follow the end of a job.
 
         Raises:
             Stopped: a signal asked for it; every running job has saved its state and ended.
@@ -128,7 +119,9 @@ class Pool:
                         request.repeat()  # for a job that began while the stop arrived
                     self._start_what_fits(waiting)
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
-                    self._collect(enough)
+                    ended = self._collect(enough)
+                    if not request.requested:
+                        waiting += [task for record in ended for task in more(record)]
                     self._cut(enough)
                     self.view.refresh()
             finally:
@@ -146,8 +139,9 @@ class Pool:
                 self.running.append((task, share, self.start(self.ledger, task, share)))
                 self.view.started(task.record)
 
-    def _collect(self, enough: Callable[[Record], bool]) -> None:
+    def _collect(self, enough: Callable[[Record], bool]) -> list[Record]:
         """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
+        ended = []
         for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
             task, share, process = entry
             process.join()
@@ -160,6 +154,8 @@ class Pool:
                 record = self.ledger.write(replace(record, state=State.waiting, exit_code=0, error=""))
             self.cut.discard(record.number)
             self.view.ended(record)
+            ended.append(record)
+        return ended
 
     def _cut(self, enough: Callable[[Record], bool]) -> None:
         """Have the jobs that have trained enough for now save their state and end."""
@@ -182,15 +178,6 @@ class Pool:
         """Send a signal to the jobs that run."""
         for _, _, process in self.running:
             process.send_signal(number)
-
-
-class Fork(ForkProcess):
-    """A fork of this process, to which a signal can be sent at any time."""
-
-    def send_signal(self, number: int) -> None:
-        if self.exitcode is None and self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
 
 
 def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
@@ -224,46 +211,22 @@ def _serve(parent: int, ledger: Ledger, task: Task, share: Share) -> None:
     leave(code)
 
 
-class Interpreter:
-    """The process of a task as a fresh interpreter with the job's command line, which takes seconds.
+def fresh(
+    ledger: Ledger, task: Task, share: Share, environment: Mapping[str, str] = os.environ, **options: Any
+) -> Fresh:
+    """The process of a task as a fresh interpreter with the job's command line, which does not outlive this one.
 
     For where this process cannot be forked: it has several threads, as libraries start them, or is no Linux.
     """
-
-    def __init__(self, ledger: Ledger, task: Task, share: Share) -> None:
-        self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
-        self.process = interpreter(ledger, task, {**os.environ, **share.environment}, pass_fds=[lives])
-        os.close(lives)
-        self.send_signal = self.process.send_signal
-
-    @property
-    def exitcode(self) -> int | None:
-        return self.process.poll()
-
-    def join(self) -> None:
-        self.process.wait()
-        os.close(self.sentinel)
-
-
-def interpreter(
-    ledger: Ledger, task: Task, environment: Mapping[str, str], **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter that runs a task, and does not outlive this process."""
+    words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
+    variables = {**environment, **share.environment, **task.environment, PARENT: str(os.getpid())}
     with output_of(ledger, task.record).open("a") as output:
-        return subprocess.Popen(
-            [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)],
-            env={**environment, **task.environment, PARENT: str(os.getpid())},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            **options,
-        )
+        return Fresh(words, variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options)
 
 
 def start(ledger: Ledger, task: Task, share: Share) -> Process:
     """Start the process of a task."""
-    alone = sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
-    return forked(ledger, task, share) if alone else Interpreter(ledger, task, share)
+    return forked(ledger, task, share) if can_fork() else fresh(ledger, task, share)
 
 
 def memory_of_job(ledger: Ledger, record: Record) -> int | None:

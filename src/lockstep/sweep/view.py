@@ -33,11 +33,12 @@ class Screen:
         self.ledger, self.begun = ledger, begun
         self.records = {record.number: record for record in records}
         self.running: list[int] = []
-        self.swept = swept_keys(records) or (ledger.identity().swept if ledger.exists else ())
+        self.swept = (ledger.identity().swept if ledger.exists else ()) or swept_keys(records)
         self.direction = ledger.identity().direction if ledger.exists else Direction.maximize
         self.began = time.monotonic()
         self.before = sum(record.state in (State.done, State.failed) for record in records)
         self.ended_now = 0
+        self.left = 0  # the jobs of a search that are not known yet
         # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
         self.live = Live(
             console=log.Terminal(highlight=False),
@@ -56,6 +57,7 @@ class Screen:
         self.live.stop()
 
     def started(self, record: Record) -> None:
+        self.records[record.number] = record
         self.running.append(record.number)
         if not self.live.is_started:
             self._print(f"{self._name(record)}  {self.begun}")
@@ -66,7 +68,7 @@ class Screen:
         self.ended_now += record.state in (State.done, State.failed)
         state = "paused" if record.state is State.waiting else record.state  # others may be better
         ending = f"{state}: {record.error}" if record.error else f"{state} {score(record)}".rstrip()
-        total = str(len(self.records))
+        total = str(len(self.records) + self.left)
         position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
@@ -104,7 +106,7 @@ class Screen:
         if best := best_of(self.records.values(), self.direction):
             columns.append(Column("best", score(best), f" (job {best.number})", 6, "green"))
         if self.ended_now:
-            left = len(self.records) - self.before - self.ended_now
+            left = len(self.records) + self.left - self.before - self.ended_now
             seconds = (time.monotonic() - self.began) / self.ended_now * left
             columns.append(Column("left", clock(seconds), "", ALWAYS))
         return fitting(columns, self.live.console.width)

@@ -1,0 +1,148 @@
+"""The trials of a search as jobs of a sweep: which to run next, and what the study is told of those that ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.errors import InputError
+from lockstep.core.safe_write import storing
+from lockstep.sweep.halving import evaluations
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.objectives import SCORE, values
+from lockstep.sweep.record import Record, State
+
+if TYPE_CHECKING:
+    import optuna
+    from optuna.distributions import BaseDistribution
+
+ENDED, ERROR = "ended", "error"  # attributes of a trial
+JOURNAL = "optuna.log"
+
+
+class Search:
+    """The trials of a study as jobs. Those with the same values are one job, which runs once in a sweep.
+
+    Args:
+        study: Optuna's.
+        space: what it may choose, by key.
+        fixed: the overrides of every job.
+        ledger: that of the sweep, which the study shares its folder with.
+        objectives: what the study is told of a job.
+        trials: how many there will be, over all calls.
+        at_once: how many are open at a time.
+        sampler: gives the sampler after a number of trials.
+        retries: whether jobs that failed in earlier calls run again.
+        prunes: whether the study ends jobs before their end.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: dict[str, BaseDistribution],
+        fixed: Sequence[str],
+        ledger: Ledger,
+        *,
+        objectives: Sequence[str],
+        trials: int,
+        at_once: int,
+        sampler: Callable[[int], optuna.samplers.BaseSampler],
+        retries: bool,
+        prunes: bool,
+    ) -> None:
+        self.study, self.space, self.fixed, self.ledger = study, space, fixed, ledger
+        self.objectives, self.trials, self.at_once = objectives, trials, at_once
+        self.sampler, self.retries, self.prunes = sampler, retries, prunes
+        self.open: dict[frozenset[str], list[optuna.Trial]] = {}  # the trials that have no end yet, by their jobs
+        self.of_this_call: set[frozenset[str]] = set()  # jobs
+        self.reported: set[tuple[int, int]] = set()
+
+    @property
+    def ended(self) -> int:
+        """The trials that have ended, over all calls."""
+        return sum(ENDED in trial.user_attrs for trial in self.study.trials)
+
+    @property
+    def left(self) -> int:
+        """The trials that nobody has asked for yet."""
+        return self.trials - self.ended - sum(map(len, self.open.values()))
+
+    def ask(self) -> list[list[str]]:
+        """The jobs for the free places.
+
+        Raises:
+            InputError: the study has another space.
+        """
+        jobs = []
+        while self.left > 0 and sum(map(len, self.open.values())) < self.at_once:
+            self.study.sampler = self.sampler(self.trials - self.left)
+            try:
+                trial = self.study.ask(self.space)
+            except ValueError as error:  # Optuna keeps the choices of a study
+                raise InputError(
+                    f"the study has another space ({error}); start anew with sweep.resume=new"
+                ) from error
+            job = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
+            key = frozenset(job)
+            self.open.setdefault(key, []).append(trial)
+            record = self._record(key)
+            if record is not None and self._is_known(key, record):
+                self.tell(job)
+            elif key not in self.of_this_call:
+                jobs.append(job)
+            self.of_this_call.add(key)
+        return jobs
+
+    def _record(self, key: frozenset[str]) -> Record | None:
+        records = self.ledger.records() if self.ledger.exists else []
+        return next((record for record in records if frozenset(record.overrides) == key), None)
+
+    def _is_known(self, key: frozenset[str], record: Record) -> bool:
+        """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
+        is_tried_again = self.retries and key not in self.of_this_call
+        return record.state in (State.done, State.pruned) or (record.state is State.failed and not is_tried_again)
+
+    def follow(self, record: Record | None = None) -> list[list[str]]:
+        """The jobs that follow one that has ended, or the first ones.
+
+        Raises:
+            StorageError: the disk is full.
+        """
+        with storing(self.ledger.folder / JOURNAL):
+            # The trials of others go on with the next line.
+            if record is not None and record.state in (State.done, State.failed, State.pruned):
+                self.tell(record.overrides, record.objective)
+            return self.ask()
+
+    def tell(self, job: Sequence[str], value: Any = None) -> None:
+        """Tell the study how a job ended: as its record says, or with this value."""
+        from optuna.trial import TrialState
+
+        key = frozenset(job)
+        record = self._record(key)
+        known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
+        if record is not None and (record.score is not None or [*self.objectives] != [SCORE]):
+            known = values(self.ledger, record, self.objectives)
+        for trial in self.open.pop(key):
+            trial.set_user_attr(ENDED, True)
+            if record is not None and record.state is State.pruned:
+                self.study.tell(trial, state=TrialState.PRUNED)
+            elif known:
+                self.study.tell(trial, known)
+            else:
+                reason = f"the job has no {' and '.join(self.objectives)}"
+                trial.set_user_attr(ERROR, (record and record.error) or reason)
+                self.study.tell(trial, state=TrialState.FAIL)
+
+    def has_enough(self, record: Record) -> bool:
+        """Whether a running job should be ended, because others are better."""
+
+        if not self.prunes:
+            return False
+        trial = self.open[frozenset(record.overrides)][0]
+        for share, score in evaluations(self.ledger, record):
+            if (step := (trial.number, round(1000 * share))) not in self.reported:
+                trial.report(score, step[1])
+                self.reported.add(step)
+        return bool(trial.should_prune())
