@@ -100,6 +100,17 @@ def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
     assert ruling.override is None
 
 
+def test_no_more_workers_are_advised_than_four_a_core() -> None:
+    ruling = verdict.verdict(evidence(shares={"data": 0.9, "forward": 0.1}, cores=2))
+    assert (ruling.override, ruling.gain) == ("loader.workers=8", 8.0)
+
+
+@pytest.mark.parametrize("part", ["evaluation", "checkpoint"])
+def test_what_happens_once_in_a_run_cannot_happen_less_often(part: str) -> None:
+    plan = replace(PLAN, eval_every=161, save_every=161)
+    assert not list(findings(evidence(plan=plan, shares={part: 0.5, "forward": 0.5})))
+
+
 def test_small_things_are_not_worth_a_word() -> None:
     shares = {"data": 0.04, "evaluation": 0.03, "communication": 0.04, "forward": 0.89}
     assert verdict.verdict(evidence(shares=shares, factors={"precision=bf16": 1.05})).override is None
