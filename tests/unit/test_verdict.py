@@ -186,6 +186,12 @@ def test_trials_measure_settings_in_turns_and_leave_everything_as_it_was(monkeyp
     assert tried(present, {"batch=32": twice}, device=CPU, seconds=0.0) == {}
 
 
+def test_settings_are_compared_by_images_and_not_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "timed", lambda step, device: 0.001)
+    present = Setting(job(), 4, torch.get_num_threads())
+    assert tried(present, {"batch=32": replace(present, examples=32)}, device=CPU, seconds=30) == {"batch=32": 8.0}
+
+
 def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     present = Setting(job(), 4, 1)
     usual = trials.dry_run_step
