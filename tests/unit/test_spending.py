@@ -90,15 +90,15 @@ def test_a_budget_in_money_needs_a_price(overrides: tuple[str, ...], remedy: str
 def test_a_run_stops_at_its_budget_and_goes_on_with_a_larger_one_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = ("model=linear", "steps=3000", "batch=50", "train.eval_every=100%", "checkpoint.every=100%")
+    job = ("model=linear", "steps=600", "batch=50", "train.eval_every=100%", "checkpoint.every=100%")
     monkeypatch.setattr(hardware.Monitor.__init__, "__kwdefaults__", {"sampled": lambda: None, "period": 0.01})
     whole = train_here(tmp_path / "whole", *job)
-    run = run_dir(tmp_path / "cut", *job, "budget.hours=1e-5")
-    with pytest.raises(Stopped, match=r"saved: budget\.hours=1e-05 is used up .*; a larger one lets the run go on"):
+    run = run_dir(tmp_path / "cut", *job, "budget.hours=1e-6")
+    with pytest.raises(Stopped, match=r"saved: budget\.hours=1e-06 is used up .*; a larger one lets the run go on"):
         experiment.run(load_job(run.config), run, World.solo())
-    assert 0 < json.loads(run.summary.read_text())["step"] < 3000
+    assert 0 < json.loads(run.summary.read_text())["step"] < 600
     spent = json.loads(run.summary.read_text())["spent"]["hours"]
-    assert spent >= 1e-5
+    assert spent >= 1e-6
     resumed = train_here(tmp_path / "cut", *job)
     assert resumed.weights.read_bytes() == whole.weights.read_bytes()
     assert json.loads(resumed.summary.read_text())["spent"]["hours"] > spent

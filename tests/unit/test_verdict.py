@@ -100,6 +100,17 @@ def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
     assert ruling.override is None
 
 
+def test_no_more_workers_are_advised_than_four_a_core() -> None:
+    ruling = verdict.verdict(evidence(shares={"data": 0.9, "forward": 0.1}, cores=2))
+    assert (ruling.override, ruling.gain) == ("loader.workers=8", 8.0)
+
+
+@pytest.mark.parametrize("part", ["evaluation", "checkpoint"])
+def test_what_happens_once_in_a_run_cannot_happen_less_often(part: str) -> None:
+    plan = replace(PLAN, eval_every=161, save_every=161)
+    assert not list(findings(evidence(plan=plan, shares={part: 0.5, "forward": 0.5})))
+
+
 def test_small_things_are_not_worth_a_word() -> None:
     shares = {"data": 0.04, "evaluation": 0.03, "communication": 0.04, "forward": 0.89}
     assert verdict.verdict(evidence(shares=shares, factors={"precision=bf16": 1.05})).override is None
@@ -173,6 +184,12 @@ def test_trials_measure_settings_in_turns_and_leave_everything_as_it_was(monkeyp
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == present.threads
     assert tried(present, {"batch=32": twice}, device=CPU, seconds=0.0) == {}
+
+
+def test_settings_are_compared_by_images_and_not_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "timed", lambda step, device: 0.001)
+    present = Setting(job(), 4, torch.get_num_threads())
+    assert tried(present, {"batch=32": replace(present, examples=32)}, device=CPU, seconds=30) == {"batch=32": 8.0}
 
 
 def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
