@@ -72,6 +72,21 @@ def test_the_gpu_benchmark_compares_lockstep_with_a_raw_loop(tmp_path: Path) -> 
     assert all(row["raw, img/s"] > 0 and row["lockstep, img/s"] > 0 for row in rows.values())
 
 
+def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:
+    json_path = tmp_path / "photos.json"
+    small = ("--models", "resnet10t", "--precisions", "fp32", "--batch", "2", "--files", "400", "--device", "cpu")
+    done = benchmark("photos", *small, "--every", "1", "--seconds", "1", "--repeats", "1", "--json", str(json_path))
+    assert done.code == 0, done.err
+    printed = " ".join(done.out.split())
+    assert "80 photos of" in printed
+    assert "500x375" in printed
+    assert "resnet10t, fp32: without timm: its train.py is not in its package" in printed
+    assert "resnet10t, fp32: without torchvision: its references are not in its package" in printed
+    report = json.loads(json_path.read_text())
+    assert report["img/s, batch 2, cpu"]["resnet10t, fp32"]["Lockstep"] > 0
+    assert report["img/s of a core, batch 2, cpu"]["resnet10t, fp32"]["Lockstep"] > 0
+
+
 def test_the_speed_benchmark_compares_lockstep_with_the_record(tmp_path: Path) -> None:
     json_path = tmp_path / "speedrun.json"
     small = ("--device", "cpu", "--fake", "80", "--batch", "40", "--epochs", "1", "--seeds", "0", "1")
