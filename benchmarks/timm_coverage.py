@@ -27,7 +27,7 @@ from measure import console, parser
 
 SIZES = (32, 64, 96, 128, 192, 224, 256, 384, 512)
 LIMIT_S = 600.0
-COUNTING_S = 15.0  # the most time for counting the parameters of a family's models
+COUNTING_S = 5.0  # the most time for counting the parameters of a family's models
 SMALL = (
     "test",
     "atto",

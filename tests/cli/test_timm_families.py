@@ -1,4 +1,4 @@
-"""Families of timm go the whole way: train, resume to the bit, export, predict. `timm_coverage.py` has all of them."""
+"""Families of timm go the whole way: train, resume to the bit, export, predict. `timm_coverage.py` has them all."""
 
 from __future__ import annotations
 
