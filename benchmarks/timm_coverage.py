@@ -25,7 +25,7 @@ from typing import Any
 
 from measure import console, parser
 
-SIZES = (32, 64, 96, 128, 192, 224, 256, 384, 512)
+SIZES = (32, 64, 96, 128, 192, 224)
 LIMIT_S = 600.0
 COUNTING_S = 5.0  # the most time for counting the parameters of a family's models
 SMALL = (
@@ -140,7 +140,10 @@ def cover(family: str) -> dict[str, Any]:
     log.console.quiet = True
     model, parameters = smallest(family)
     row: dict[str, Any] = {"family": family, "model": model, "parameters": parameters}
-    for size in SIZES:
+    import timm
+
+    usual = timm.get_pretrained_cfg(model)
+    for size in dict.fromkeys((*SIZES, max(usual.input_size[1:]) if usual else SIZES[-1])):
         row |= {"size": size, "failed": "", "error": ""}
         with tempfile.TemporaryDirectory(prefix="timm-coverage-") as folder:
             for name, stage in stages(model, size, Path(folder)):
