@@ -30,6 +30,25 @@ def test_counting_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_counting_leaves_a_module_that_two_parts_share_as_it_was() -> None:
+    class Sharing(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.shared(x)
+            return y
+
+    shared = nn.Linear(8, 8)
+    tied = nn.Linear(8, 8)
+    tied.weight = shared.weight
+    model = nn.Sequential(shared, Sharing(shared), Sharing(shared), tied)
+    assert training_flops(model, (8,)) == 3 * 4 * 2 * 64
+    assert not [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    assert tied.weight is shared.weight
+
+
 def test_a_model_that_decides_by_values_is_not_counted_and_stays_as_it_was() -> None:
     class Deciding(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,14 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from lockstep.config.timm_names import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
-from lockstep.core.model_mode import model_mode
+from lockstep.core.model_mode import forward_on_meta
 from lockstep.core.rules import Options, Text
 from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network, TimeLimit, TooSlowError
@@ -95,7 +94,10 @@ class Timm(Network):
                 **options,
             )
             if max(height, width) != self._usual_size() and not any(tensor.is_meta for tensor in model.parameters()):
-                _check_image_size(model, input_shape)
+                # A size that the model cannot take raises before training. A recurrent network, whose every position
+                # takes Python's time, takes any size.
+                with suppress(TooSlowError), TimeLimit():
+                    forward_on_meta(model, input_shape)
         except InputError:
             raise
         except Exception as error:  # timm's constructors and networks raise all kinds of errors
@@ -142,16 +144,6 @@ class Timm(Network):
     def _usual_size(self) -> int | None:
         """The side of the images that timm made the model for; None if timm does not say."""
         return max(self._cfg.input_size[1:]) if self._cfg is not None and self._cfg.input_size else None
-
-
-def _check_image_size(model: nn.Module, input_shape: tuple[int, int, int]) -> None:
-    """Run a model on a blank image of the meta device, so that a size that it cannot take raises before training."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
-    image = torch.empty((1, *input_shape), device="meta")
-    # A recurrent network, whose every position takes Python's time, takes any size.
-    with suppress(TooSlowError), TimeLimit(), model_mode(model, training=False), torch.no_grad():
-        torch.func.functional_call(model, shapes, (image,))
 
 
 def network_options(architecture: str) -> frozenset[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.core import log
-from lockstep.core.model_mode import model_mode
+from lockstep.core.model_mode import forward_on_meta
 
 # Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
 # sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of the
@@ -68,13 +68,10 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton
 
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}
-    example = torch.empty((1, *input_shape), device="meta", dtype=next(model.parameters()).dtype)
     counter = FlopCounterMode(display=False)
     try:
-        with model_mode(model, training=False), torch.no_grad(), counter:
-            torch.func.functional_call(model, shapes, (example,))
+        with counter:
+            forward_on_meta(model, input_shape)
     except Exception as error:  # a forward pass can raise anything, and this figure must not end a run
         log.logger.info("the operations of the model cannot be counted, so there is no perf/mfu_pct: %s", error)
         return 0.0
