@@ -93,9 +93,9 @@ def shards(axes: Axes) -> None:
 def gradients(axes: Axes) -> None:
     """The messages of one step: which bytes travel together."""
     parameters = gradients_of_resnet18()
-    first, rest = dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB
+    first, later = dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB
     buckets, _ = dist._compute_bucket_assignment_by_size(
-        [torch.empty_like(p, device="cpu") for p in parameters], [first, rest]
+        [torch.empty_like(p, device="cpu") for p in parameters], [first, later]
     )
     sizes = {
         "by hooks": [parameter.numel() * 4 for parameter in parameters],

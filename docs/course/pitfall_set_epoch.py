@@ -21,12 +21,12 @@ def batches(rank: int, announce: bool) -> list[list[int]]:
     numbers = TensorDataset(torch.arange(EXAMPLES))
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(numbers, shuffle=True)
     loader = DataLoader(numbers, batch_size=BATCH, sampler=sampler)
-    taken = []
+    in_order = []
     for epoch in range(EPOCHS):
         if announce:
             sampler.set_epoch(epoch)
-        taken += [batch.tolist() for (batch,) in loader]
-    return taken
+        in_order += [batch.tolist() for (batch,) in loader]
+    return in_order
 
 
 def repeated(rank: int) -> list[int]:

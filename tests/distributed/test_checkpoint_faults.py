@@ -206,14 +206,31 @@ def test_saving_goes_on_once_the_disk_is_well_again(
 
 
 @pytest.mark.parametrize("fault", [fill, lambda run: remount(run, "ro")], ids=["full", "read-only"])
-def test_a_run_that_cannot_save_trains_to_its_end_and_says_so(
-    small_disk: RunDir, fault: Callable[[RunDir], Any], capsys: pytest.CaptureFixture[str]
+def test_a_run_that_can_no_longer_save_trains_to_its_end_and_says_so(
+    small_disk: RunDir,
+    fault: Callable[[RunDir], Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fault(small_disk)
+    mark = checkpoint.mark_saved_or_not
+
+    def mark_and_fail(run_dir: RunDir) -> None:
+        mark(run_dir)
+        fault(run_dir)
+
+    monkeypatch.setattr(checkpoint, "mark_saved_or_not", mark_and_fail)
     with pytest.raises(StorageError, match="the last checkpoint could not be written to"):
         train_here(small_disk.path, "steps=6", "checkpoint.every=1")
     assert len(losses(small_disk)) == 6
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
+
+
+@pytest.mark.parametrize("fault", [fill, lambda run: remount(run, "ro")], ids=["full", "read-only"])
+def test_a_run_that_can_never_save_does_not_begin(small_disk: RunDir, fault: Callable[[RunDir], Any]) -> None:
+    fault(small_disk)
+    with pytest.raises(StorageError, match="none-yet cannot be written"):
+        train_here(small_disk.path, "steps=6", "checkpoint.every=1")
+    assert not small_disk.metrics.exists()
 
 
 JOB = (NARROW, "batch=300", "steps=60", "logger=[jsonl,tensorboard]", "checkpoint.every=4", "train.eval_every=3")

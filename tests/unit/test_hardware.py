@@ -424,3 +424,9 @@ def test_of_memory_the_largest_sample_counts(tmp_path: Path, machine: Machine) -
     sizes = iter([1e9, 3e9, 2e9])
     machine.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=next(sizes, 2e9))  # type: ignore[method-assign]
     assert watch(tmp_path, ["GPU-aa"], Recorder())["gpu_mem_gb"] == 3.0
+
+
+def test_a_rank_that_has_ended_already_is_not_sampled(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[os.getpid(), ended.pid]) == []

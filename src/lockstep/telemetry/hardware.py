@@ -175,7 +175,11 @@ class Monitor:
 
 def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[Gpus | Processes]:
     """What a monitor samples: the GPUs with these UUIDs, if NVML knows them, and the processes with these numbers."""
-    parts: list[Gpus | Processes] = [Processes(processes)]
+    parts: list[Gpus | Processes] = []
+    try:
+        parts.append(Processes(processes))
+    except psutil.Error as error:  # a rank of a run that has little left to do ends before main gets here
+        log.logger.info("the processes of the ranks are not sampled: %s", error)
     if not gpus:
         return parts
     try:
