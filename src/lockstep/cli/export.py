@@ -14,7 +14,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.model_card import ModelCard
 from lockstep.data.loading.prefetch import sample
 from lockstep.inference.evaluation import check_data
-from lockstep.inference.export import FORMATS, TOLERANCE, check_packages, export
+from lockstep.inference.export import FORMATS, SHARE, TOLERANCE, check_packages, export
 from lockstep.inference.images import files_in
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
@@ -54,7 +54,7 @@ def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, ou
     log.show(
         f"wrote {target}: {inputs} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "
         f"{len(stored)} images{origin} they differ by at most {difference:.1e} from the model's "
-        f"(allowed {TOLERANCE:g})"
+        f"(allowed {TOLERANCE:g}, or {SHARE:g} of the largest)"
     )
 
 
