@@ -64,7 +64,8 @@ def smallest(family: str) -> tuple[str, int]:
     import timm
     import torch
 
-    names = sorted(timm.list_models(module=family), key=lambda name: (not any(word in name for word in SMALL), name))
+    models = [name for name in timm.list_models(module=family) if not name.endswith("_enc")]  # those give no logits
+    names = sorted(models, key=lambda name: (not any(word in name for word in SMALL), name))
     sizes: dict[str, int] = {}
     end = time.monotonic() + COUNTING_S
     for name in names:

@@ -211,3 +211,11 @@ def test_a_time_limit_ends_a_loop_of_calls_of_torch_in_any_thread(monkeypatch: p
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(grad_enabled_after).result()
+
+
+@pytest.mark.parametrize("name", ["qwen3_vit_88m_enc", "gemma4_vit_167m_enc"])
+def test_an_encoder_of_timm_is_refused_with_a_whole_model(name: str) -> None:
+    with pytest.raises(
+        InputError, match=rf"^model={name} is the encoder .* Did you mean '{name.removesuffix('_enc')}"
+    ):
+        Timm(name=name).build(4, (3, 32, 32))
