@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +196,8 @@ def main() -> None:
     rows = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     left = [family for family in families if family not in {row["family"] for row in rows}]
     with ThreadPoolExecutor(arguments.processes) as pool, arguments.out.open("a") as out:
-        for row in pool.map(covered, left):
-            rows.append(row)
+        for done in as_completed([pool.submit(covered, family) for family in left]):
+            rows.append(row := done.result())
             out.write(json.dumps(row) + "\n")
             out.flush()
             console.print(
