@@ -86,6 +86,7 @@ def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(tmp_pa
         ((), {"ranks": 10_000}, "--ranks is 10000, expected from 2 to"),
         ((), {"repeats": 0}, "--repeat is 0, expected from 1 to 100"),
         ((), {"only": "fdsp"}, "--only: there is no rung 'fdsp' here; they are one-device, dataparallel, ddp"),
+        ((), {"scripts": [__file__, __file__]}, "two rungs are called test-ladder; give the file another name"),
         ((), {"scripts": ["no/such.py"]}, "--script is .*/no/such.py, expected a file of Python"),
         (("model=nosuch",), {}, "nosuch"),
     ],

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -142,7 +143,9 @@ def ladder(
         raise InputError(f"--ranks is {ranks}, expected from 2 to {most} on this machine: --ranks=2")
     if not 1 <= repeats <= MOST_REPEATS:
         raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
-    climbed = chosen([*rungs(job, ranks, files)], only)
+    climbed = chosen(all_rungs := [*rungs(job, ranks, files)], only)
+    if twice := [name for name, count in Counter(slug(rung.name) for rung in all_rungs).items() if count > 1]:
+        raise InputError(f"--script: two rungs are called {twice[0]}; give the file another name")
     identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=("ladder", *words))
     ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
     with closing(Lock()) as lock:
