@@ -39,7 +39,8 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "mine.py"
-    script.write_text(SCRIPT)
+    script.write_text("import beside_it\n" + SCRIPT)
+    (tmp_path / "beside_it.py").touch()
     job = (f"output_root={tmp_path}", "telemetry.interval=1")
     climb(*job, scripts=[script], only="ddp,ddp-torchrun,mine")
     out = capsys.readouterr().out
@@ -49,7 +50,7 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     assert "  DDP                   strategy=ddp launcher=spawn launcher.ranks=2\n" in out
     rows = [line.split() for line in out[out.index(" rung ") :].splitlines()]
     assert (rows[1][:2], rows[1][-2:]) == (["one", "device"], ["same", "0"])
-    assert (rows[4][:2], rows[4][-2:]) == (["mine", "120"], ["12.50", "4"])
+    assert (rows[4][:2], rows[4][-2:]) == (["mine", "120"], ["12.50", "5"])
     assert (folder / module.PICTURE).read_bytes().startswith(b"<?xml")
     assert RunDir(folder / records[2].folder).environment.is_file()
 

@@ -99,12 +99,15 @@ def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
 def running(command: list[str], *, capture: bool = False, is_ours: bool = True) -> Iterator[subprocess.Popen[str]]:
     """A running command. All its processes are killed at the end of the context; Lockstep's own with this process.
 
-    Its errors are kept for `communicate`, and with `capture` what it prints.
+    Its errors are kept for `communicate`. With `capture`, it is a script of the user: what it prints is kept too, and
+    it imports the modules beside it, which Lockstep's own processes do not.
     """
     with subprocess.Popen(
         command,
         # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
-        env={**os.environ, "HYDRA_FULL_ERROR": "0"} | ({PARENT: str(os.getpid())} if is_ours else {}),
+        env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
+        | {"HYDRA_FULL_ERROR": "0"}
+        | ({PARENT: str(os.getpid())} if is_ours else {}),
         stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
