@@ -17,6 +17,7 @@ from lockstep.training.trials import LONGEST_S, settings_to_try, tried
 from lockstep.training.verdict import Evidence, Finding, verdict
 
 TRIALS_SHARE = 0.02  # the most of the run's time that trials take
+LEAST_S = 0.1  # trials that may take less than this say nothing
 
 
 def explain(
@@ -36,9 +37,9 @@ def explain(
     """
     cores = host.cores()
     factors: dict[str, float] = {}
-    if job.strategy.whole_model and not job.model.compile:
+    room = min(LONGEST_S, TRIALS_SHARE * seconds)
+    if room >= LEAST_S and job.strategy.whole_model and not job.model.compile:
         present, others = settings_to_try(job, world, model, cores)
-        room = min(LONGEST_S, TRIALS_SHARE * seconds)
         factors = tried(present, others, device=world.device, seconds=room)
     evidence = Evidence(
         job=job,
