@@ -16,7 +16,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.training import trials, verdict
-from lockstep.training.checklist import checklist
+from lockstep.training.explain import checklist
 from lockstep.training.trials import Setting, agreed, settings_to_try, times_as_long, tried
 from lockstep.training.verdict import Evidence, findings
 

@@ -25,7 +25,7 @@ from lockstep.config.program_words import command_of_program
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs

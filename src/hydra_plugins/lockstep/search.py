@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE, directions
 from lockstep.sweep.record import Direction

@@ -23,8 +23,7 @@ from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
 from lockstep.job.resume import Resume, named_checkpoint
-from lockstep.job.run_folder import lock_run_folder
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.launcher import Slurm
 
 REASON_CHARACTERS = 300

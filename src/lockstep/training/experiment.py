@@ -23,8 +23,8 @@ from lockstep.telemetry.hardware import Monitor
 from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
-from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import (
+    build_loss,
     build_network_and_load_state,
     compile_network,
     interrupts_compiling,

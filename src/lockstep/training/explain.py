@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.runtime import host
-from lockstep.training.checklist import checklist
+from lockstep.strategy.sync_batchnorm import has_batchnorm
 from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.trials import LONGEST_S, settings_to_try, tried
-from lockstep.training.verdict import Evidence, Finding, verdict
+from lockstep.training.trials import LONGEST_S, has_convolutions, settings_to_try, takes_channels_last, tried
+from lockstep.training.verdict import WORK, WORTH, Evidence, Finding, amdahl, data_findings, verdict
 
 TRIALS_SHARE = 0.02  # the most of the run's time that trials take
+SMALL_BATCH = 16  # of a rank: batch norm counts over too few images
 
 
 def explain(
@@ -57,3 +59,73 @@ def explain(
         "verdict": {**asdict(best), "sentence": str(best)},
         "checklist": [asdict(item) for item in checklist(evidence)],
     }
+
+
+@dataclass(frozen=True)
+class Item:
+    """A point of the checklist: `done`, `worth trying` or `not applicable`, and why."""
+
+    item: str
+    state: str
+    reason: str
+    override: str | None = None
+
+
+def checklist(evidence: Evidence) -> Iterator[Item]:
+    """The points that tutorials on fast training go through."""
+    job, factors = evidence.job, evidence.factors
+
+    def by_trial(item: str, done: bool, override: str, otherwise: str) -> Item:
+        if done:
+            return Item(item, "done", override)
+        if override not in factors:
+            return Item(item, "worth trying", otherwise, override)
+        worth = amdahl(evidence.share(*WORK), factors[override])
+        state = "worth trying" if worth >= WORTH else "not applicable"
+        return Item(item, state, f"tried: {factors[override]:.2f}x in a step", override if worth >= WORTH else None)
+
+    supported = evidence.on_gpu or host.has_bfloat16()
+    if supported:
+        yield by_trial("mixed precision", job.precision.dtype is not torch.float32, "precision=bf16", "not tried")
+    else:
+        yield Item("mixed precision", "not applicable", "this processor has no instructions for bfloat16")
+    workers, waits = int(getattr(job.loader, "workers", 0)), evidence.share("data")
+    data = next(data_findings(evidence), None)
+    yield Item(
+        "workers and prefetch",
+        "done" if data is None else "worth trying",
+        f"{workers} workers, {100 * waits:.0f} % of the time waiting",
+        data.override if data is not None else None,
+    )
+    yield by_trial("a larger batch", False, f"batch={2 * evidence.plan.batch}", "not tried; it is another run")
+    if has_batchnorm(evidence.model):
+        synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
+        small = evidence.local_batch < SMALL_BATCH
+        yield Item(
+            "synchronised batch norm",
+            "done" if synced or not small else "worth trying",
+            f"{evidence.local_batch} images of a rank at a time",
+            None if synced or not small else "strategy.sync_batchnorm=true",
+        )
+    else:
+        yield Item("synchronised batch norm", "not applicable", "the model has no batch norm")
+    if takes_channels_last(job, evidence.model):
+        done = job.model.memory_format is torch.channels_last
+        yield by_trial("channels_last", done, "model.channels_last=true", "not tried")
+    else:
+        yield Item("channels_last", "not applicable", "the model has no convolutions")
+    if evidence.on_gpu and has_convolutions(evidence.model):
+        yield Item(
+            "cudnn.benchmark",
+            "done" if job.train.cudnn_benchmark else "worth trying",
+            "not the same bits every time",
+            None if job.train.cudnn_benchmark else "train.cudnn_benchmark=true",
+        )
+    else:
+        yield Item("cudnn.benchmark", "not applicable", "cuDNN is for convolutions on a GPU")
+    yield Item(
+        "torch.compile",
+        "done" if job.model.compile else "worth trying",
+        "takes about a minute at the first start",
+        None if job.model.compile else "model.compile=true",
+    )
