@@ -50,7 +50,7 @@ def _run_job(decide: Decide, invocation: Invocation) -> float | None:
     with meeting(launcher, invocation) as role:
         if not isinstance(role, Member):
             return _lead(decide, invocation, role)
-        role.run(worker.main)
+        role.run_attempts(worker.main)
     return None
 
 

@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from lockstep.config import components, hydra_policy
+from lockstep.config.commands import program_name
 from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, key_of, sentence, translate, unreadable
-from lockstep.config.program_words import program_name
 from lockstep.config.schema import CONF, Job
 from lockstep.core.errors import InputError
 

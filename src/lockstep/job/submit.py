@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config import components, messages
-from lockstep.config.commands import override, parsed
+from lockstep.config.commands import command_of_program, override, parsed
 from lockstep.config.invocation import Invocation
-from lockstep.config.program_words import command_of_program
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from lockstep import checkpoint
-from lockstep.config.commands import override, relative, typed
+from lockstep.config import yaml_io
+from lockstep.config.commands import override, program_words, relative, typed, words_of
 from lockstep.config.invocation import config_words
-from lockstep.config.program_words import program_words, words_of
 from lockstep.core import log
-from lockstep.core.plan import Plan
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
@@ -24,6 +23,7 @@ from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
+from lockstep.training.build_data import TrainingData
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
@@ -170,17 +170,14 @@ def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, flo
 
 
 def banner(
-    *,
     job: ResolvedJob,
     run_dir: RunDir,
     world: World,
-    plan: Plan,
-    overrides: Sequence[str],
+    data: TrainingData,
     network: Network,
-    examples: tuple[int, int],
-    loader_reason: str,
+    progress: Progress,
+    *,
     origin: str,
-    step: int,
     notes: Sequence[str],
     composed: Mapping[str, Any],
 ) -> None:
@@ -188,21 +185,21 @@ def banner(
 
     `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
     """
-    sizes = _auto_sizes(composed)
+    plan, sizes = data.plan, _auto_sizes(composed)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     rows = {
         "run": relative(run_dir.path),
-        "changed": " ".join(overrides) or "nothing, these are the defaults",
+        "changed": " ".join(yaml_io.load_list(run_dir.overrides)) or "nothing, these are the defaults",
         "model": ", ".join(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),
-        "data": f"{named(job.dataset, frozenset({'root'}) | sizes)}, {examples[0]:,} to train on, "
-        f"{examples[1]:,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
+        "data": f"{named(job.dataset, frozenset({'root'}) | sizes)}, {len(data.train):,} to train on, "
+        f"{len(data.val):,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
         f"{_input_reason(job, composed, sizes)}",
-        "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
+        "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {job.optimizer.lr:.3g}"
         f"{_rate_reason(job, composed)}, {named(job.schedule)}",
@@ -212,7 +209,7 @@ def banner(
         "keeps": _keeps(job, network),
     }
     if origin:
-        rows["from"] = f"{origin}, step {step:,}"
+        rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
     for note in notes:

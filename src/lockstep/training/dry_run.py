@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -13,6 +15,7 @@ from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.training.resolved_job import ResolvedJob
 
+T = TypeVar("T")
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
 FEW, LONG_S = 8, 1.0
 # The first step of a model includes its warm-up. If it took longer than this (seconds), a second one is not tried.
@@ -66,17 +69,14 @@ def training_rate(job: ResolvedJob, world: World) -> float | None:
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with torch.random.fork_rng(devices=[]):
         try:
-            seconds = _seconds(dry_run_step(job, world, tried), world)
-            if tried < examples and seconds * examples / tried < LONG_S:
-                tried, seconds = examples, _seconds(dry_run_step(job, world, examples), world)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+            seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, tried), world))
+            if seconds is not None and tried < examples and seconds * examples / tried < LONG_S:
+                tried = examples
+                seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, examples), world))
         finally:
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return tried / seconds
+    return None if seconds is None else tried / seconds
 
 
 def _seconds(step: Callable[[], None], world: World) -> float:
@@ -92,6 +92,17 @@ def timed(step: Callable[[], None], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def unless_out_of_memory(function: Callable[[], T]) -> T | None:
+    """The result of a function; None if memory has run out in it."""
+    try:
+        return function()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold the activations
+        return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from lockstep.core.plan import Plan
-from lockstep.core.world import World
 from lockstep.runtime import host
 from lockstep.strategy.sync_batchnorm import has_batchnorm
-from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trials import LONGEST_S, has_convolutions, settings_to_try, takes_channels_last, tried
 from lockstep.training.verdict import WORK, WORTH, Evidence, Finding, amdahl, data_findings, verdict
 
@@ -21,41 +17,19 @@ TRIALS_SHARE = 0.02  # the most of the run's time that trials take
 SMALL_BATCH = 16  # of a rank: batch norm counts over too few images
 
 
-def explain(
-    *,
-    job: ResolvedJob,
-    world: World,
-    plan: Plan,
-    model: nn.Module,
-    shares: Mapping[str, float],
-    hardware: Mapping[str, float],
-    mfu: float,
-    seconds: float,
-) -> tuple[Finding, dict[str, Any]]:
-    """The verdict on a run of so many seconds, and what its summary says of it.
+def explain(evidence: Evidence, seconds: float) -> tuple[Finding, dict[str, Any]]:
+    """The verdict on a run of so many seconds, and what its summary says of it. `evidence` has no trials yet.
 
     Tries other settings for at most a fiftieth of the time that the run took, on main alone: other ranks have ended.
     """
-    cores = host.cores()
-    factors: dict[str, float] = {}
+    job, world = evidence.job, evidence.world
     if job.strategy.whole_model and not job.model.compile:
-        present, others = settings_to_try(job, world, model, cores)
+        present, others = settings_to_try(job, world, evidence.model, evidence.cores)
         room = min(LONGEST_S, TRIALS_SHARE * seconds)
-        factors = tried(present, others, device=world.device, seconds=room)
-    evidence = Evidence(
-        job=job,
-        world=world,
-        plan=plan,
-        model=model,
-        shares=shares,
-        hardware=hardware,
-        mfu=mfu,
-        factors=factors,
-        cores=cores,
-    )
+        evidence = replace(evidence, factors=tried(present, others, device=world.device, seconds=room))
     best = verdict(evidence)
     return best, {
-        "time": {part: round(share, 4) for part, share in shares.items() if share},
+        "time": {part: round(share, 4) for part, share in evidence.shares.items() if share},
         "verdict": {**asdict(best), "sentence": str(best)},
         "checklist": [asdict(item) for item in checklist(evidence)],
     }

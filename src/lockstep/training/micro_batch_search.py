@@ -19,7 +19,7 @@ import torch
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.training.dry_run import dry_run_step, is_out_of_memory, timed
+from lockstep.training.dry_run import dry_run_step, timed, unless_out_of_memory
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -110,20 +110,19 @@ def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on `examples` blank examples fits into memory."""
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):
-        try:
+
+        def step() -> bool:
             reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
             dry_run_step(job, world, examples)()
             del reserved
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)
-            return False
+            return True
+
+        try:
+            return unless_out_of_memory(step) is not None
         finally:
             gc.collect()
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return True
 
 
 @contextmanager
@@ -186,10 +185,9 @@ def _seconds(job: ResolvedJob, world: World, examples: int) -> float | None:
     """The seconds of a step on a rank; None if it does not fit into memory."""
     if not fits(job, world, examples, held_gb=0.0):
         return None
-    try:
+
+    def median() -> float:
         step = dry_run_step(job, world, examples)
         return statistics.median(timed(step, world.device) for _ in range(STEPS))
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+
+    return unless_out_of_memory(median)

@@ -36,6 +36,7 @@ from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
 from lockstep.training.trials import times_as_long
+from lockstep.training.verdict import Evidence
 
 
 class NoRecord:
@@ -75,16 +76,13 @@ class RunRecord(NoRecord):
         self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
     ) -> None:
         banner.banner(
-            job=job,
-            run_dir=self.run_dir,
-            world=self.world,
-            plan=data.plan,
-            overrides=yaml_io.load_list(self.run_dir.overrides),
-            network=network,
-            examples=(len(data.train), len(data.val)),
-            loader_reason=data.loader_reason,
+            job,
+            self.run_dir,
+            self.world,
+            data,
+            network,
+            progress,
             origin=origin,
-            step=progress.step,
             notes=self._notes(job, data, network),
             composed=self._composed(),
         )
@@ -146,7 +144,7 @@ class RunRecord(NoRecord):
             of_gpu["gpu_memory"] = torch.cuda.max_memory_reserved(self.world.device)
         if gpu_time := telemetry.profile.gpu_time:
             of_gpu["gpu_time"] = {name: round(share, 4) for name, share in gpu_time.items()}
-        verdict, sight = explain(
+        evidence = Evidence(
             job=job,
             world=self.world,
             plan=trainer.plan,
@@ -154,8 +152,8 @@ class RunRecord(NoRecord):
             shares=shares,
             hardware=hardware,
             mfu=100 * figures["img_per_s"] * network.flops / network.peak if network.peak else 0.0,
-            seconds=seconds,
         )
+        verdict, sight = explain(evidence, seconds)
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,

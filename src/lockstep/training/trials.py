@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.core.world import World
 from lockstep.precision import BF16, FP32
 from lockstep.runtime import host
-from lockstep.training.dry_run import FEW, dry_run_step, is_out_of_memory, timed
+from lockstep.training.dry_run import FEW, dry_run_step, timed, unless_out_of_memory
 from lockstep.training.resolved_job import ResolvedJob
 
 LONGEST_S = 1.0  # the most that all trials of a moment may take
@@ -109,15 +109,14 @@ def times_as_long(job: ResolvedJob, world: World) -> float | None:
 
 def _warmed_up(setting: Setting, device: torch.device) -> Callable[[], None] | None:
     """A function that does one step of a setting, which was called once; None if it does not fit into memory."""
-    torch.set_num_threads(setting.threads)
-    try:
+
+    def warmed_up() -> Callable[[], None]:
         step = dry_run_step(setting.job, World.solo(device), setting.examples)
         step()
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-    return step
+        return step
+
+    torch.set_num_threads(setting.threads)
+    return unless_out_of_memory(warmed_up)
 
 
 def _seconds(step: Callable[[], None], threads: int, device: torch.device) -> float:
