@@ -49,38 +49,35 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     """The points that tutorials on fast training go through."""
     job, factors = evidence.job, evidence.factors
 
+    def point(item: str, done: bool, reason: str, override: str | None) -> Item:
+        if done:
+            return Item(item, "done", reason)
+        return Item(item, "worth trying", reason, override)
+
     def by_trial(item: str, done: bool, override: str, otherwise: str) -> Item:
         if done:
             return Item(item, "done", override)
         if override not in factors:
             return Item(item, "worth trying", otherwise, override)
-        worth = amdahl(evidence.share(*WORK), factors[override])
-        state = "worth trying" if worth >= WORTH else "not applicable"
-        return Item(item, state, f"tried: {factors[override]:.2f}x in a step", override if worth >= WORTH else None)
+        reason = f"tried: {factors[override]:.2f}x in a step"
+        if amdahl(evidence.share(*WORK), factors[override]) < WORTH:
+            return Item(item, "not applicable", reason)
+        return Item(item, "worth trying", reason, override)
 
-    supported = evidence.on_gpu or host.has_bfloat16()
-    if supported:
+    if evidence.on_gpu or host.has_bfloat16():
         yield by_trial("mixed precision", job.precision.dtype is not torch.float32, "precision=bf16", "not tried")
     else:
         yield Item("mixed precision", "not applicable", "this processor has no instructions for bfloat16")
     workers, waits = int(getattr(job.loader, "workers", 0)), evidence.share("data")
+    seen = f"{workers} workers, {100 * waits:.0f} % of the time waiting"
     data = next(data_findings(evidence), None)
-    yield Item(
-        "workers and prefetch",
-        "done" if data is None else "worth trying",
-        f"{workers} workers, {100 * waits:.0f} % of the time waiting",
-        data.override if data is not None else None,
-    )
+    yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
     yield by_trial("a larger batch", False, f"batch={2 * evidence.plan.batch}", "not tried; it is another run")
     if has_batchnorm(evidence.model):
         synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
-        small = evidence.local_batch < SMALL_BATCH
-        yield Item(
-            "synchronised batch norm",
-            "done" if synced or not small else "worth trying",
-            f"{evidence.local_batch} images of a rank at a time",
-            None if synced or not small else "strategy.sync_batchnorm=true",
-        )
+        done = synced or evidence.local_batch >= SMALL_BATCH
+        seen = f"{evidence.local_batch} images of a rank at a time"
+        yield point("synchronised batch norm", done, seen, "strategy.sync_batchnorm=true")
     else:
         yield Item("synchronised batch norm", "not applicable", "the model has no batch norm")
     if takes_channels_last(job, evidence.model):
@@ -89,17 +86,9 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     else:
         yield Item("channels_last", "not applicable", "the model has no convolutions")
     if evidence.on_gpu and has_convolutions(evidence.model):
-        yield Item(
-            "cudnn.benchmark",
-            "done" if job.train.cudnn_benchmark else "worth trying",
-            "not the same bits every time",
-            None if job.train.cudnn_benchmark else "train.cudnn_benchmark=true",
-        )
+        seen = "not the same bits every time"
+        yield point("cudnn.benchmark", job.train.cudnn_benchmark, seen, "train.cudnn_benchmark=true")
     else:
         yield Item("cudnn.benchmark", "not applicable", "cuDNN is for convolutions on a GPU")
-    yield Item(
-        "torch.compile",
-        "done" if job.model.compile else "worth trying",
-        "takes about a minute at the first start",
-        None if job.model.compile else "model.compile=true",
-    )
+    compiled = "takes about a minute at the first start"
+    yield point("torch.compile", job.model.compile, compiled, "model.compile=true")
