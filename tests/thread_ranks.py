@@ -39,7 +39,8 @@ class ThreadRanks:
         self.barrier = threading.Barrier(size, timeout=LONGEST_S)
         self.tensors: list[Any] = [torch.empty(0)] * size
         self.own = threading.local()
-        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "broadcast_object_list", "gather_object"):
+        objects = ("all_gather_object", "broadcast_object_list", "gather_object")
+        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", *objects):
             monkeypatch.setattr(dist, name, getattr(self, name))
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
@@ -88,6 +89,9 @@ class ThreadRanks:
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         tensor.detach().copy_(self.gathered(tensor)[src])
+
+    def all_gather_object(self, values: list[Any], value: Any, group: Any) -> None:
+        values[:] = self.objects(value)
 
     def gather_object(self, value: Any, values: list[Any] | None, dst: int, group: Any) -> None:
         objects = self.objects(value)

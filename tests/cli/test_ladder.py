@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ import pytest
 from helpers import resolved
 from lockstep.cli import ladder as module
 from lockstep.cli.ladder import Rung, chosen, ladder, rungs, sentence_in
-from lockstep.cli.ladder_table import row_of, show
+from lockstep.cli.ladder_table import is_measured, row_of, show
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import State
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.record import State, born
+from processes import wait_for
 
 JOB = ("model=linear", "dataset=fake", "dataset.examples=64", "dataset.size=8", "batch=32", "steps=4", "name=tiny")
 SCRIPT = """# A script of a user.
@@ -65,8 +69,7 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     again = [(folder / record.folder / "summary.json").stat().st_mtime_ns for record in records]
     assert [old == new for old, new in zip(done, again, strict=True)] == [True, False, True, True]
     assert not (folder / records[1].folder / "leftover").exists()
-    text = capsys.readouterr().out
-    rows_of_json = json.loads(text[text.index("[\n") :])
+    rows_of_json = json.loads(capsys.readouterr().out)
     assert [row["rung"] for row in rows_of_json] == ["one device", "DDP", "DDP, torchrun", "mine"]
     assert rows_of_json[1]["difference"] < 1e-5
 
@@ -88,7 +91,11 @@ def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(tmp_pa
         ((), {"repeats": 0}, "--repeat is 0, expected from 1 to 100"),
         ((), {"only": "fdsp"}, "--only: there is no rung 'fdsp' here; they are one-device, dataparallel, ddp"),
         ((), {"scripts": [__file__, __file__]}, "two rungs are called test-ladder; give the file another name"),
-        ((), {"scripts": ["no/such.py"]}, "--script is .*/no/such.py, expected a file of Python"),
+        ((), {"scripts": ["no/such.py"]}, "no/such.py is missing"),
+        ((), {"scripts": ["/"]}, "/ is a folder, expected a plain file"),
+        (("logger=tensorboard",), {}, "logger=tensorboard is what the rungs"),
+        (("++repro=strict",), {}, "repro=strict is what the rungs"),
+        (("launcher@x=1",), {}, "a config group takes the name of one of its options"),
         (("model=nosuch",), {}, "nosuch"),
     ],
 )
@@ -136,6 +143,90 @@ def test_the_first_rung_is_always_there() -> None:
 )
 def test_a_rung_that_fails_is_left_out_with_its_sentence(err: str, sentence: str) -> None:
     assert sentence_in(err) == sentence
+
+
+GOOD = json.dumps({"img_per_s": 120.0, "top1": 12.5})
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (f"print('more', flush=True); print({GOOD!r})", ""),
+        ("raise SystemExit('no data')", "no data"),
+        ("raise SystemExit(3)", "it ended with exit code 3"),
+        ("raise SystemExit(75)", "it ended with exit code 75"),
+        ("import os; os.kill(os.getpid(), 9)", "it ended with signal 9 (Killed)"),
+        ("import sys; sys.stderr.buffer.write(b'\\xff\\xfe bad'); sys.exit(1)", "bad"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\xfe')", "its last line is"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("def (", "SyntaxError: invalid syntax"),
+        ("", "its last line is '', expected"),
+        ("print('{')", "its last line is '{', expected"),
+        ("print('[' * 100_000)", "its last line is '[[["),
+        ("print('[1]')", "its last line is '[1]'"),
+        *(
+            (f"""print('{{"img_per_s": {rate}, "top1": {top1}}}')""", "its last line is")
+            for rate, top1 in (("NaN", 1), (1, "NaN"), ("1e999", 1), (0, 1), (-1, 1), (1, 101), (1, -1), (10**400, 1))
+        ),
+    ],
+)
+def test_a_script_may_do_anything(tmp_path: Path, code: str, says: str) -> None:
+    (tmp_path / "my script.py").write_text(code)
+    ledger = Ledger(tmp_path / "ladder")
+    ledger.create(Identity(base={}, swept=(), words=("ladder",)))
+    rung = Rung("mine", script=tmp_path / "my script.py")
+    (record,) = ledger.enter([(["rung=mine"], "mine")])
+    ended = module.run(ledger, rung, record, [sys.executable, str(rung.script)])
+    assert ended.state is (State.failed if says else State.done)
+    assert says in ended.error
+    assert is_measured(RunDir(ledger.folder / record.folder)) is not bool(says)
+
+
+def test_a_script_ends_with_a_ladder_that_is_killed(tmp_path: Path) -> None:
+    """The script writes its number into a file and sleeps; SIGKILL of the command above it must end it."""
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    above = f"""
+import sys
+from lockstep.cli.prove_run import running
+with running([sys.executable, "-c", {code!r}], capture=True) as process:
+    process.communicate()
+"""
+    with subprocess.Popen([sys.executable, "-c", above]) as ladder_process:
+        wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text().endswith(" "))
+        script = int((tmp_path / "pid").read_text())
+        assert born(script)
+        ladder_process.kill()
+    wait_for(lambda: not born(script))
+
+
+def test_a_changed_script_and_a_removed_run_are_measured_again(tmp_path: Path) -> None:
+    old, new = (Rung("mine", script=tmp_path, code=code) for code in (b"1", b"2"))
+    assert module._key(old, 0) != module._key(new, 0)
+    assert module._key(old, 0) == module._key(replace(old), 0)
+    assert is_measured(finished(tmp_path / "a", 100, {}))
+    assert not is_measured(RunDir(tmp_path / "removed"))
+    for text in ("{", "[]", "{}", '{"img_per_s": "x"}'):
+        (tmp_path / "a" / "summary.json").write_text(text)
+        assert not is_measured(RunDir(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (8, 8)])
+def test_a_ladder_has_the_ranks_of_the_gpus(monkeypatch: pytest.MonkeyPatch, gpus: int, ranks: int) -> None:
+    class Planned(Exception):
+        pass
+
+    def planned(job: object, number: int, scripts: object) -> None:
+        assert number == ranks
+        raise Planned
+
+    monkeypatch.setattr(module, "job_of", lambda words: SimpleNamespace(device="cuda"))
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(module, "rungs", planned)
+    options: dict[str, Any] = {"repeats": 1, "only": None, "scripts": [], "form": "table"}
+    with pytest.raises(Planned):
+        ladder(JOB, ranks=None, **options)
+    with pytest.raises(InputError, match=f"--ranks is {gpus + 1}, expected from 1 to {gpus} on this machine"):
+        ladder(JOB, ranks=gpus + 1, **options)
 
 
 def finished(folder: Path, rate: float, losses: dict[int, float], **facts: object) -> RunDir:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,37 @@ def test_forked_ranks_give_the_run_of_fresh_ones(reference: Path, tmp_path: Path
     code, err = ended(start(folder, *FRESH, f"steps={STEPS}", "launcher=spawn"))
     assert code == 0, err
     assert_same(folder, reference)
+
+
+def test_a_fork_leaves_what_its_parent_has_to_remove_at_its_end() -> None:
+    script = """
+        import os, tempfile
+        from lockstep.launcher.processes import Fork
+        from lockstep.runtime.signals import leave
+        folder = tempfile.TemporaryDirectory()
+        fork = Fork(target=leave, args=(0,))
+        fork.start()
+        fork.join()
+        print(fork.exitcode, os.path.isdir(folder.name))
+    """
+    assert command(sys.executable, "-c", textwrap.dedent(script)).out == "0 True\n"
+
+
+def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
+    script = """
+        import sys
+        import lockstep
+        from lockstep.job.prepare import import_for_ranks, job_of
+        words = sys.argv[1:]
+        import_for_ranks(job_of(words))
+        before = set(sys.modules)
+        lockstep.train(words)
+        new = set(sys.modules) - before
+        print(sorted(name for name in new if name.startswith(("lockstep", "tensorboard"))))
+    """
+    words = ("device=cpu", "steps=1", "telemetry.report=never", f"output_root={tmp_path}")
+    done = command(sys.executable, "-c", textwrap.dedent(script), *words)
+    assert done.out.endswith("\n[]\n"), done.err or done.out
 
 
 def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference: Path, tmp_path: Path) -> None:

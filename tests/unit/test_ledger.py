@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -421,6 +422,93 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
         checked_direction("up")
 
 
+def evaluated(ledger: Ledger, record: Record, *scores: float) -> None:
+    """Write what a job has logged: one evaluation after each of its steps so far, of four."""
+    folder = ledger.folder / record.folder
+    folder.mkdir()
+    (folder / "summary.json").write_text('{"steps": 4}')
+    lines = [json.dumps({"step": step, "acc/val_top1": score}) for step, score in enumerate(scores, start=1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("direction", "expected"),
+    [(Direction.maximize, [2.0, 5.0, 5.0, None]), (Direction.minimize, [2.0, 2.0, 1.0, None])],
+)
+def test_the_score_of_a_round_is_the_best_one_until_its_end(
+    tmp_path: Path, direction: Direction, expected: list[float | None]
+) -> None:
+    ledger = Ledger(tmp_path)
+    evaluated(ledger, job(0), 2.0, 5.0, 1.0)
+    assert [halving.score(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
+
+
+@pytest.mark.parametrize(("jobs", "factor", "pruned"), [(3, 2, [0]), (5, 2, [0, 1, 2]), (7, 3, [0, 1, 2, 3])])
+def test_of_an_odd_number_of_jobs_the_larger_part_goes_on(
+    tmp_path: Path, jobs: int, factor: int, pruned: list[int]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(jobs)])
+    for record in records:
+        evaluated(ledger, record, *[float(record.number)] * 3)
+    waiting = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
+    pool: Any = SimpleNamespace(ledger=ledger, run=lambda tasks, enough: None)
+    halving.run(pool, records, waiting, factor)
+    assert [record.number for record in ledger.records() if record.state is State.pruned] == pruned
+
+
+class EndedPool:
+    """A pool whose jobs end as they are told, without a record of their own, and note the signals that they get."""
+
+    def __init__(self, *codes: int, most: int | None = None, stops: bool = False) -> None:
+        self.ledger, self.codes, self.stops = FakeLedger(), codes, stops
+        self.processes: dict[int, FakeProcess] = {}
+        self.signals: list[tuple[int, int]] = []
+        self.tasks = [Task(job(number), Needs(), lambda: None, ()) for number in range(len(codes))]
+        self.pool = Pool(self.ledger, Devices([], 99), Blank(), most=most, start=self.start, wait=self.wait)
+
+    def start(self, _: Ledger, task: Task, share: Share) -> FakeProcess:
+        number = task.record.number
+        process = self.processes[number] = FakeProcess(number, share)
+        process.send_signal = lambda sent: self.signals.append((number, sent))  # type: ignore[method-assign]
+        self.ledger.start(task.record)
+        return process
+
+    def wait(self, sentinels: list[int], seconds: float) -> None:
+        if self.stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        for number in sentinels:
+            self.processes[number].exitcode = self.codes[number]
+
+    def states(self) -> list[str]:
+        return [self.ledger.read(task.record).state for task in self.tasks]
+
+
+def test_the_code_of_a_job_without_a_record_says_how_it_ended() -> None:
+    ended = EndedPool(0, 75, 70, -9)
+    ended.pool.run(ended.tasks)
+    assert ended.states() == [State.done, State.stopped, State.failed, State.failed]
+    assert "was killed (SIGKILL)" in ended.ledger.read(job(3)).error
+
+
+def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() -> None:
+    stopped = EndedPool(75, 75, 0, 0, most=2, stops=True)
+    with pytest.raises(Stopped, match="the same line goes on"):
+        stopped.pool.run(stopped.tasks)
+    assert {number for number, _ in stopped.signals} == {0, 1} == {*stopped.processes}
+    assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
+
+
+def test_a_job_that_has_trained_enough_is_asked_once_to_end_and_waits_again() -> None:
+    cut, passes = EndedPool(75), iter(range(9))
+    cut.pool.wait = lambda sentinels, seconds: cut.wait(sentinels, seconds) if next(passes) == 3 else None
+    answers = iter([False, True])
+    cut.pool.run(cut.tasks, enough=lambda record: next(answers, False))
+    assert cut.signals == [(0, signal.SIGTERM)]
+    assert cut.states() == [State.waiting]
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     tmp_path: Path, direction: Direction, capsys: pytest.CaptureFixture[str]
@@ -429,11 +517,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     ledger.create(dataclasses.replace(ONE, direction=direction))
     records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(4)])
     for record in records:
-        folder = tmp_path / record.folder
-        folder.mkdir()
-        (folder / "summary.json").write_text('{"steps": 4}')
-        lines = [f'{{"step": {step}, "acc/val_top1": {-record.number * step}}}' for step in range(1, 4)]
-        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        evaluated(ledger, record, *(float(-record.number * step) for step in range(1, 4)))
     records = [ledger.end(record, State.stopped, exit_code=74, error="full") for record in records]  # by a full disk
     ran: list[list[int]] = []
 

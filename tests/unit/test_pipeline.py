@@ -10,8 +10,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
+from lockstep.data.loading.shards import Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
+from lockstep.data.transforms.mixup import Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 
 pytestmark = pytest.mark.numerics
@@ -105,6 +107,22 @@ def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
     assert len({tuple(image.flatten().tolist()) for image in here}) > 4
     assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 1))
     assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cutout": 8}, {"mix": Mix(classes=10, mixup=1.0, cutmix=0.0)}, {"mix": Mix(classes=10, mixup=0.0, cutmix=1.0)}],
+)
+def test_cutout_and_mixing_are_other_ones_in_each_epoch_and_for_each_seed(options: dict[str, Any]) -> None:
+    def seen(epoch: int, seed: int = 0) -> Tensor:
+        batch, indices = images(9, 3, 32, 32), torch.arange(9)
+        chosen = pipeline(CIFAR10(), seed=seed, **options)
+        augmented = train(chosen, batch, indices, epoch)
+        return chosen.mixed(Shard(1, epoch, augmented, indices, indices, 8, 0, 1, True))[0]
+
+    assert torch.equal(seen(3), seen(3))
+    for other in (seen(4), seen(3, seed=1)):
+        assert all((here != there).any() for here, there in zip(seen(3)[:8], other[:8], strict=True))
 
 
 def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:

@@ -48,6 +48,8 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
     second = spending(tmp_path)
     second.began -= 3600
     assert second.so_far() == pytest.approx({"hours": 1.5, "gpu_hours": 3.0, "kwh": 4.0, "usd": 9.0}, rel=1e-3)
+    second.end("completed")
+    assert RunDir(tmp_path).spent() == pytest.approx({**second.so_far(), "joules_per_image": 2880}, rel=1e-3)
 
 
 @pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"usd": 2.9}])

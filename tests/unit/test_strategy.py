@@ -12,6 +12,8 @@ import timm
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from helpers import ROOT
 from lockstep.config import components
@@ -193,6 +195,23 @@ def test_the_last_micro_batch_leaves_the_sum_of_all(strategy: DDP) -> None:
     replica = strategy.replicate(model, plan(micro_batches=2), (torch.zeros(2, 2),))
     take_two_micro_batches(strategy, replica)
     assert model.bias.grad.tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("_group")
+def test_ddp_communicates_for_the_last_micro_batch_only() -> None:
+    replica = DDP().replicate(nn.Linear(2, 2), plan(micro_batches=3), (torch.zeros(2, 2),))
+    assert isinstance(replica, DistributedDataParallel)
+    sent: list[bool] = []
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations
+        sent.append(last)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    replica.register_comm_hook(None, hook)
+    for last in (False, False, True):
+        with DDP().accumulate(replica, last):
+            replica(torch.ones(1, 2)).sum().backward()
+    assert sent == [True]
 
 
 @pytest.mark.usefixtures("_group")

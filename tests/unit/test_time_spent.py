@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers import train_here
 from lockstep.core.plan import Plan
-from lockstep.telemetry.clock import TrainingClock
+from lockstep.telemetry.clock import Seconds, TrainingClock
 from lockstep.telemetry.time_left import TimeLeft
 from lockstep.telemetry.time_spent import TimeSpent
 
@@ -93,6 +93,29 @@ def test_waits_and_interruptions_are_timed_as_they_are() -> None:
     assert {part: share for part, share in times.shares(0.0).items() if share} == pytest.approx(
         {"data": 2 / 6, "augmentation": 1 / 6, "step": 1 / 6, "evaluation": 2 / 6}, abs=0.06
     )
+
+
+def test_the_parts_of_a_step_divide_the_time_that_is_neither_a_wait_nor_a_pause() -> None:
+    times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
+    step(times, nn.Linear(3, 4), micro_batches=1, reduction=0.0)
+    times.clock.start()
+    times.clock.total, times.loaded = Seconds(busy=10e4, waited=6e4), 5e4
+    times.clock.paused_for["evaluation"] = 10e4
+    shares = times.shares(0.0)
+    assert {part: shares.pop(part) for part in ("data", "augmentation", "evaluation", "checkpoint")} == pytest.approx(
+        {"data": 0.25, "augmentation": 0.05, "evaluation": 0.5, "checkpoint": 0.0}, abs=1e-3
+    )
+    assert sum(shares.values()) == pytest.approx(0.2, abs=1e-3)
+    times.loaded = 7e4  # workers may read for longer than anybody waits
+    assert times.shares(0.0)["data"] == pytest.approx(0.3, abs=1e-3)
+
+
+def test_a_timed_step_counts_once_however_often_the_shares_are_looked_at() -> None:
+    times = TimeSpent(nn.Linear(3, 4), CPU, reduces=True, period=1)
+    for reduction in (0.0, 0.0, 12 * UNIT):
+        step(times, nn.Linear(3, 4), micro_batches=1, reduction=reduction)
+        looks = [times.shares(0.0)["communication"] for _ in range(3)]
+        assert looks == pytest.approx(looks[:1] * 3)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def trainer_of(
             inputs=lambda images, micro: (images,),
             set_keys=lambda micro: None,
             optimizer=optimizer,
-            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            scaler=options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
             ema=ema,
         ),
         loss=SummedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
@@ -213,6 +213,31 @@ def test_steps_of_uneven_ranks_and_micro_batches_are_those_of_the_mean_loss_of_t
         assert_equal(trainer.network.model, expected)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_loss_scaler_changes_neither_a_step_nor_what_is_clipped(micro_batches: int) -> None:
+    expected, norms = plain_loop(4, 0.05)
+    options = {"clip_norm": 0.05, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}
+    trainer = trainer_of(network(), World.solo(), micro_batches=micro_batches, **options)
+    assert updated(trainer) == pytest.approx(norms, rel=1e-12)
+    assert_equal(trainer.network.model, expected)
+
+
+def test_an_overflow_skips_its_step_and_halves_the_loss_scale_which_grows_again() -> None:
+    model, before = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    trainer = trainer_of(model, World.solo(), scaler=scaler)
+    overflow = model[3].weight.register_hook(lambda gradient: gradient * torch.inf)
+    scales = []
+    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+        trainer.update(shard, measures_norm=False)
+        scales.append(scaler.get_scale())
+        if shard.step == 1:
+            assert_equal(model, before)
+            overflow.remove()
+    assert scales == [512.0, 512.0, 1024.0, 1024.0]
+    assert not torch.equal(model[3].weight, before[3].weight)
+
+
 def fitted(trainer: Trainer) -> tuple[list[Any], int, bool]:
     """What a rank did, the last step that it saved, and whether it was stopped."""
     try:
@@ -251,6 +276,20 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_at_the_same_step(
 
     events = [*(("log", step, 0.5) for step in (1, 2, 3)), ("save", 3, False)]
     assert ranks.run(run) == [(events, 3, True)] * 3
+
+
+@pytest.mark.parametrize("asker", range(3))
+def test_all_ranks_stop_at_the_end_of_a_round_that_one_knows_of(asker: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+
+    def run(world: World) -> tuple[list[Any], int, bool]:
+        stop = StopRequest()
+        stop.rung_end = 0.25 if world.rank == asker else float("inf")
+        every = {"log_every": 100, "save_every": 100, "eval_every": 2}  # of eight steps the second is its end
+        options = {"strategy": AllReduce(), "steps": 8, "every": every, "stop": stop}
+        return fitted(trainer_of(models[world.rank], world, **options))
+
+    assert ranks.run(run) == [([("eval", 2, True), ("save", 2, True)], 2, True)] * 3
 
 
 def test_a_stop_after_the_last_evaluation_changes_nothing() -> None:

@@ -100,6 +100,19 @@ def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
     assert ruling.override is None
 
 
+def test_the_ranks_of_a_machine_share_its_cores() -> None:
+    world = World(rank=0, local_rank=0, size=8, local_size=4, device=torch.device("cpu"))
+    facts = evidence(world=world, shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.6})
+    assert "lockstep pack" in verdict.verdict(facts).sentence, "a rank has 2 cores, and 0.1 of them are idle"
+    facts = evidence(world=world, shares={"data": 0.9, "forward": 0.1})
+    assert verdict.verdict(facts).override == "loader.workers=8", "four for each of its cores"
+    (more_threads,) = findings(evidence(world=replace(world, local_size=8)))
+    assert (more_threads.sentence, more_threads.override) == (
+        "2 threads of a rank share 1 core",
+        "launcher.threads=1",
+    )
+
+
 def test_no_more_workers_are_advised_than_four_a_core() -> None:
     ruling = verdict.verdict(evidence(shares={"data": 0.9, "forward": 0.1}, cores=2))
     assert (ruling.override, ruling.gain) == ("loader.workers=8", 8.0)

@@ -6,9 +6,11 @@ of a sweep (`lockstep.sweep.ledger`). A rung that was cut is measured again from
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,12 +21,12 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.compare import show_rows
-from lockstep.cli.ladder_table import picture, row_of, show
+from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import running
 from lockstep.config.commands import override, relative, typed
 from lockstep.config.messages import key_of
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, Stopped
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
@@ -35,16 +37,26 @@ from lockstep.strategy.sync_batchnorm import has_batchnorm
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record, State
+from lockstep.telemetry.charts import cut
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob
 
 DEFAULT = ("experiment=mnist_tutorial",)
-# What the rungs set themselves.
-OF_RUNGS = ("strategy", "launcher", "launcher.ranks", "launcher.nodes", "hydra.run.dir", "resume")
 # Every run writes its figures, and nothing else that takes time.
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
+# What the rungs set themselves, with all that is below `strategy` and `logger`.
+OF_RUNGS = {
+    "strategy",
+    "launcher",
+    "launcher.ranks",
+    "launcher.nodes",
+    "hydra.run.dir",
+    "resume",
+    *map(key_of, COMMON),
+}
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
+MOST_RATE = 1e9  # images per second that a script may tell
 
 
 @dataclass(frozen=True)
@@ -56,12 +68,14 @@ class Rung:
         words: its overrides.
         launcher: what starts Lockstep.
         script: the user's own script, which is run instead.
+        code: the content of the script.
     """
 
     name: str
     words: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
     script: Path | None = None
+    code: bytes = b""
 
     @property
     def change(self) -> str:
@@ -80,10 +94,8 @@ class Rung:
     @property
     def lines(self) -> int:
         """The lines of code that a user writes for it."""
-        if self.script is None:
-            return 0
-        lines = map(str.strip, safe_read.read_text(self.script).splitlines())
-        return sum(bool(line) and not line.startswith("#") for line in lines)
+        lines = map(bytes.strip, self.code.splitlines())
+        return sum(bool(line) and not line.startswith(b"#") for line in lines)
 
     def command(self, overrides: Sequence[str], job: ResolvedJob, folder: Path) -> list[str]:
         """The command that runs the rung in a folder."""
@@ -97,7 +109,11 @@ class Rung:
 
 
 def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Rung]:
-    """The rungs of a job, in the order of the tutorials."""
+    """The rungs of a job, in the order of the tutorials.
+
+    Raises:
+        InputError: a script cannot be read.
+    """
     many = ("launcher=spawn", f"launcher.ranks={ranks}")
     yield Rung("one device", ("strategy=single", "launcher.ranks=1"))
     yield Rung("DataParallel", ("strategy=dp", "launcher.ranks=1"))
@@ -117,7 +133,7 @@ def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Run
     ):
         yield Rung(name, (f"strategy={strategy}", *many))
     for script in scripts:
-        yield Rung(script.stem, script=script)
+        yield Rung(script.stem, script=script, code=safe_read.read_bytes(script, links=True))
 
 
 def ladder(
@@ -131,28 +147,33 @@ def ladder(
     """
     words = tuple(overrides) or DEFAULT
     for word in words:
-        if key_of(word) in OF_RUNGS or key_of(word).startswith("strategy."):
+        if key_of(word) in OF_RUNGS or key_of(word).startswith(("strategy.", "logger.")):
             raise InputError(f"{word} is what the rungs of a ladder set themselves; leave it out")
     files = [Path(script).absolute() for script in scripts]
-    if missing := [file for file in files if not file.is_file()]:
-        raise InputError(f"--script is {missing[0]}, expected a file of Python")
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
-    most = max(2, torch.cuda.device_count() if job.device == "cuda" else host.cores())
-    ranks = ranks if ranks is not None else most if job.device == "cuda" else 2
-    if not 2 <= ranks <= most:
-        raise InputError(f"--ranks is {ranks}, expected from 2 to {most} on this machine: --ranks=2")
+    gpus = torch.cuda.device_count() if job.device == "cuda" else 0
+    least, most = (1, gpus) if gpus else (2, max(2, host.cores()))
+    ranks = ranks if ranks is not None else gpus or 2
+    if not least <= ranks <= most:
+        raise InputError(f"--ranks is {ranks}, expected from {least} to {most} on this machine: --ranks={most}")
     if not 1 <= repeats <= MOST_REPEATS:
         raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
     climbed = chosen(all_rungs := [*rungs(job, ranks, files)], only)
     if twice := [name for name, count in Counter(slug(rung.name) for rung in all_rungs).items() if count > 1]:
         raise InputError(f"--script: two rungs are called {twice[0]}; give the file another name")
-    identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=("ladder", *words))
+    options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]
+    line = ("ladder", *words, *options, *[f"--only={only}"] * bool(only))
+    identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line)
     ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
+    if form == "table":
+        log.show(f"{len(climbed)} rungs, {repeats} times each: {ledger.folder}")
+        for rung in climbed:
+            log.show(f"  {cut(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
     with closing(Lock()) as lock:
         ledger.create(identity)
         lock.take(ledger.folder / "lock", user="ladder", remedy="output_root=FOLDER")
         climb(ledger, climbed, repeats, words, job)
-    rows = _rows(ledger, climbed, repeats, ranks if job.device == "cuda" else None)
+    rows = _rows(ledger, climbed, repeats, ranks if gpus else None)
     write_atomic(ledger.folder / PICTURE, picture(rows))
     if form != "table":
         show_rows([{key: value for key, value in row.items() if key != "losses"} for row in rows], form)
@@ -162,7 +183,7 @@ def ladder(
 
 
 def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
-    """The first rung, and those that `--only` names, by their strategies or names.
+    """The first rung, and those that `--only` names.
 
     Raises:
         InputError: there is no such rung.
@@ -185,26 +206,25 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
     """Run the rungs that are not done, one at a time and in turns.
 
     Raises:
-        InputError: the first rung does not run.
+        LockstepError: the first rung does not run.
         Stopped: a rung was stopped.
     """
     turns = [(turn, rung) for turn in range(repeats) for rung in climbed]
     records = ledger.enter((_key(rung, turn), slug(rung.name)) for turn, rung in turns)
-    log.show(f"{len(climbed)} rungs, {repeats} times each: {ledger.folder}")
     with progress("climbing", len(records)) as advance:
-        for (turn, rung), record in zip(turns, records, strict=True):
-            if turn == 0:
-                log.show(f"  {rung.name:<22}{rung.change}")
-            if record.state is not State.done:
+        for (_, rung), record in zip(turns, records, strict=True):
+            if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
                 record = run(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
             if record.state is State.failed and rung is climbed[0]:
-                raise InputError(record.error)
+                kinds = {kind.exit_code: kind for kind in (InputError, StorageError)}
+                raise kinds.get(record.exit_code, LockstepError)(record.error)
             advance(1)
 
 
 def _key(rung: Rung, turn: int) -> tuple[str, ...]:
-    """What tells a run of a ladder from the others."""
-    return f"rung={slug(rung.name)}", f"repeat={turn}", f"change={rung.change}"
+    """What tells a run of a ladder from the others. A script that was changed is another rung."""
+    code = (f"code={hashlib.sha256(rung.code).hexdigest()[:8]}",) if rung.script else ()
+    return f"rung={slug(rung.name)}", f"repeat={turn}", f"change={rung.change}", *code
 
 
 def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
@@ -216,17 +236,20 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     folder = ledger.folder / record.folder
     shutil.rmtree(folder, ignore_errors=True)
     record = ledger.start(record)
-    is_ours = rung.script is None and not rung.launcher
-    with running(command, capture=rung.script is not None, is_ours=is_ours) as process:
+    with running(command, capture=rung.script is not None) as process:
         out, err = process.communicate()
-    said = sentence_in(err) or f"exit code {process.returncode}"
-    if process.returncode == Stopped.exit_code:
-        ledger.end(record, State.stopped, exit_code=process.returncode, error=said)
+    code = process.returncode
+    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+    said = sentence_in(err) or f"it ended with {how}"
+    if rung.script is None and code == Stopped.exit_code:
+        ledger.end(record, State.stopped, exit_code=code, error=said)
         raise Stopped("the ladder was stopped; the same line goes on with the rungs that are left")
-    if process.returncode:
-        ledger.end(record, State.failed, exit_code=process.returncode, error=said)
+    if code:
+        ledger.end(record, State.failed, exit_code=code, error=said)
     elif rung.script is not None and (figures := _figures_said(out)) is None:
-        ledger.end(record, State.failed, error=f"{rung.script} printed no line of JSON with img_per_s and top1")
+        last = (out.strip().splitlines() or [""])[-1][:80]
+        said = f"its last line is {last!r}, expected one such as " + '{"img_per_s": 900.0, "top1": 98.4}'
+        ledger.end(record, State.failed, error=said)
     else:
         if rung.script is not None:
             write_atomic(RunDir.at(folder).summary, json.dumps({"status": "completed", **(figures or {})}))
@@ -242,12 +265,13 @@ def sentence_in(err: str) -> str:
 
 
 def _figures_said(out: str) -> dict[str, float] | None:
-    """The figures in the last line that a script has printed."""
+    """The figures in the last line that a script has printed; None if it has none, or they cannot be true."""
     try:
         facts = json.loads(out.strip().splitlines()[-1])
-        return {"img_per_s": float(facts["img_per_s"]), "objective": float(facts["top1"])}
-    except (ValueError, LookupError, TypeError):
+        rate, top1 = float(facts["img_per_s"]), float(facts["top1"])
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return None
+    return {"img_per_s": rate, "objective": top1} if 0 < rate <= MOST_RATE and 0 <= top1 <= 100 else None
 
 
 def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | None) -> list[Row]:

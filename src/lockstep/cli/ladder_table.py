@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from rich.table import Column, Table
 
 from lockstep.cli.compare import show_table
 from lockstep.core import log
+from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import is_number
 from lockstep.sweep.compare import Row
 from lockstep.telemetry.charts import COLOURS, cut, svg
 from lockstep.telemetry.sinks import read_figures
@@ -22,6 +25,15 @@ NOTE = (
     "from the first rung's, in the job's number format (`lockstep prove` compares in float64); code: the lines that "
     "a user writes"
 )
+
+WIDEST = 20  # characters of a rung's name
+
+
+def is_measured(run_dir: RunDir) -> bool:
+    """Whether the figures of a run are there: a folder may have been removed or damaged since."""
+    with suppress(InputError):
+        return is_number(run_dir.read_summary().get("img_per_s"))
+    return False
 
 
 def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
@@ -84,7 +96,7 @@ def show(rows: Sequence[Row]) -> None:
         if row["img_per_s"] is None:
             continue
         shown.add_row(
-            row["rung"],
+            cut(row["rung"], WIDEST),
             text(row["img_per_s"], ",.0f") + text(row["spread"], " ,.0f").replace(" ", " ±", 1),
             text(row["speed_up"], ".2f"),
             text(row["efficiency"], ".0%"),

@@ -19,7 +19,14 @@ from torch import Tensor
 from lockstep.checkpoint import MODEL, latest_valid
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.run_dir import RunDir
-from lockstep.runtime.signals import PARENT
+
+# Becomes a command that the kernel ends with process `argv[1]`.
+TIED = """
+import os, sys
+from lockstep.runtime.signals import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -96,25 +103,25 @@ def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
 
 
 @contextmanager
-def running(command: list[str], *, capture: bool = False, is_ours: bool = True) -> Iterator[subprocess.Popen[str]]:
-    """A running command. All its processes are killed at the end of the context; Lockstep's own with this process.
+def running(command: list[str], *, capture: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A running command. All its processes are killed at the end of the context, and it ends with this process.
 
     Its errors are kept for `communicate`. With `capture`, it is a script of the user: what it prints is kept too, and
     it imports the modules beside it, which Lockstep's own processes do not.
     """
     with subprocess.Popen(
-        command,
+        [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
         # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
         env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
-        | {"HYDRA_FULL_ERROR": "0"}
-        | ({PARENT: str(os.getpid())} if is_ours else {}),
+        | {"HYDRA_FULL_ERROR": "0"},
         stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         start_new_session=True,
     ) as process:
         try:
             yield process
         finally:
-            if process.poll() is None:
+            if process.returncode is None:  # nobody has waited for it: its number is still its own
                 os.killpg(process.pid, signal.SIGKILL)

@@ -158,8 +158,7 @@ def _typed(cls: type[Any], values: Mapping[str, Any], block: str = "") -> Any:
     """The keys of a job that are in no block, or those of a block such as `train`."""
     cache_key = (cls, repr(values))
     if cache_key not in _BUILT:
-        typed: Any = OmegaConf.merge(schema(), {block: values} if block else values)
-        typed = typed[block] if block else typed
+        typed: Any = OmegaConf.merge(schema()[block] if block else schema(), values)
         _check_fields(cls, typed, f"{block}." if block else "")
         _BUILT[cache_key] = OmegaConf.to_object(typed)
     return _BUILT[cache_key]

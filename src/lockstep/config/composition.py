@@ -15,13 +15,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 
-from lockstep.config import components, hydra_policy
+from lockstep.config import components, hydra_policy, messages
 from lockstep.config.commands import program_name
 from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, sentence, translate, unreadable
 from lockstep.config.schema import CONF, Job
@@ -111,10 +110,8 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; remove it")
     try:
         return compose(configs.name, overrides=[*configs.searchpath, *stored, *overrides], return_hydra_config=False)
-    except HydraException as error:
-        raise translate(error) or error from error
-    except UNEXPECTED as error:
-        raise unreadable(error) from error
+    except Exception as error:
+        raise translate(error) or messages.translate_before_job(error) or error from error
 
 
 @contextmanager
@@ -136,8 +133,8 @@ def composed(overrides: list[str]) -> dict[str, Any]:
             check_word(word)
         try:
             config = compose("config", overrides=overrides, return_hydra_config=True)
-        except HydraException as error:
-            raise translate(error) or error from error
+        except Exception as error:
+            raise translate(error) or messages.translate_before_job(error) or error from error
         if config.hydra.mode == RunMode.MULTIRUN:
             raise InputError(
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"

@@ -36,6 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def unknown(self, words: list[str]) -> NoReturn:
         """Raise InputError for flags that the command does not have, and words that it does not take."""
+        words = [word for word in words if word.startswith("-")] or words
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         hint = did_you_mean(words[0], flags) if words[0].startswith("-") else ""
         hint = hint or f" `{self.prog} --help` shows its arguments."

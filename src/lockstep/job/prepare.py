@@ -32,6 +32,7 @@ from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, check_resumable, decide_resume
 from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.job.validate import check_job, check_memory
+from lockstep.runtime import environment
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.freezing import freeze_until
 from lockstep.training.resolved_job import ResolvedJob
@@ -142,7 +143,10 @@ def _check_data(dataset: Source) -> None:
 
 
 def import_for_ranks(job: Job) -> None:
-    """Import what each rank would import, before the ranks are forked from this process."""
+    """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
+    from lockstep.job import launch  # noqa: F401  # late, because only a rank needs all of it
+
+    environment.own_source()
     parts = (job.model, job.strategy, *job.logger.values())
     modules = {name for part in parts for name in getattr(part, "imports", ())}
     modules |= {"torch._dynamo"} if job.model.compile else set()

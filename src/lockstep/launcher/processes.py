@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -45,6 +46,10 @@ class Process(Protocol):
 
 class Fork(ForkProcess):
     """A fork of this process, which takes milliseconds: everything is imported already."""
+
+    def run(self) -> None:
+        atexit._clear()  # what the parent has to do at its end, such as removing its temporary folders, is not ours
+        super().run()
 
     def send_signal(self, number: int) -> None:
         if self.exitcode is None and self.pid is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -49,7 +50,7 @@ def facts(world: World) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "driver": _driver(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        **source_state(Path(__file__).parent),
+        **own_source(),
     }
 
 
@@ -70,6 +71,12 @@ def _driver() -> str | None:
     except pynvml.NVMLError:
         return None
     return driver
+
+
+@functools.cache
+def own_source() -> dict[str, str | bool]:
+    """The state of this package's source. Asked once: forks of this process run the code that it has loaded."""
+    return source_state(Path(__file__).parent)
 
 
 def source_state(package: Path) -> dict[str, str | bool]:

@@ -52,6 +52,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
+    program = ["lockstep"] if identity.words[:1] == ("ladder",) else ["lockstep", "train", "-m"]
     return {
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
@@ -72,7 +73,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
             )
             for record in sorted(records, key=lambda record: _place(record, identity.direction))
         ],
-        "command": typed(["lockstep", "train", "-m", *identity.words]),
+        "command": typed([*program, *identity.words]),
     }
 
 

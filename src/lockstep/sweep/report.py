@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,9 +39,9 @@ def _refuse_as_rank() -> None:
         raise AssertionError("a refusal ends every rank")
 
 
-def _remove_folders(owner: int, folder: Path, new_folders: list[Path]) -> None:
+def _remove_folders(folder: Path, new_folders: list[Path]) -> None:
     """Remove the `new_folders` of a sweep that was refused before its first job."""
-    if os.getpid() != owner or any((folder / "jobs").glob("*.json")):
+    if any((folder / "jobs").glob("*.json")):
         return
     with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
         for name in ("multirun.yaml", "sweep.json"):
@@ -59,7 +58,7 @@ class Report(Callback):
         _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        atexit.register(_remove_folders, os.getpid(), folder, new_folders)
+        atexit.register(_remove_folders, folder, new_folders)
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
             choose_folder(config)
 

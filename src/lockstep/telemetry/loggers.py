@@ -33,7 +33,11 @@ class TensorBoard:
 
     histograms: bool = False
 
-    imports: ClassVar[tuple[str, ...]] = ("torch.utils.tensorboard",)
+    imports: ClassVar[tuple[str, ...]] = (
+        "torch.utils.tensorboard",
+        "tensorboard.plugins.hparams.metadata",
+        "PIL.PngImagePlugin",
+    )
 
     def build(self, run: RunInfo) -> Observer:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.

@@ -14,6 +14,7 @@ from lockstep.training.trials import LONGEST_S, has_convolutions, settings_to_tr
 from lockstep.training.verdict import WORK, WORTH, Evidence, Finding, amdahl, data_findings, verdict
 
 TRIALS_SHARE = 0.02  # the most of the run's time that trials take
+LEAST_S = 0.1  # trials that may take less than this say nothing
 SMALL_BATCH = 16  # of a rank: batch norm counts over too few images
 
 
@@ -23,9 +24,9 @@ def explain(evidence: Evidence, seconds: float) -> tuple[Finding, dict[str, Any]
     Tries other settings for at most a fiftieth of the time that the run took, on main alone: other ranks have ended.
     """
     job, world = evidence.job, evidence.world
-    if job.strategy.whole_model and not job.model.compile:
+    room = min(LONGEST_S, TRIALS_SHARE * seconds)
+    if room >= LEAST_S and job.strategy.whole_model and not job.model.compile:
         present, others = settings_to_try(job, world, evidence.model, evidence.cores)
-        room = min(LONGEST_S, TRIALS_SHARE * seconds)
         evidence = replace(evidence, factors=tried(present, others, device=world.device, seconds=room))
     best = verdict(evidence)
     return best, {

@@ -1,0 +1,216 @@
+"""Puts plausible bugs into a copy of the source, one at a time, and runs the quick tests that should find each.
+
+    python benchmarks/reliability/mutants.py --json mutants.json
+
+The same tests run without a bug first, because a red suite would find everything. Exits with 1 if a bug is not found,
+or if the line that it changes does not occur exactly once: the table then has to follow the source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("benchmarks", "conf", "docs", "pyproject.toml", "src", "tests", "train.py")
+PATIENCE_S = 600
+RED = 1  # pytest's exit code if tests have failed; the others say that they did not run
+
+console = Console(highlight=False, width=160)
+
+# A file of src/lockstep, what the bug breaks, and the files of tests/unit that should find it; then the lines as they
+# are, and with the bug. The first line may begin anywhere in a line of the file, and the last one end anywhere.
+TABLE = r"""
+training/trainer.py: the mean of the ranks' means, though their shards are uneven [trainer]
+- self.strategy.grad_divisor(self.world) / shard.count
++ 1 / max(1, len(shard.labels))
+training/trainer.py: a gradient is clipped while it still has the scale of float16 [trainer]
+-         network.scaler.unscale_(network.optimizer)
+-         grad_norm = None
++         grad_norm = None
+training/trainer.py: the loss scale never changes after an overflow [trainer]
+- network.scaler.update()
++ pass
+optim/optimizers.py: each parameter's gradient is clipped by its own norm [optim]
+-     nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
++     for parameter in model.parameters():
++         nn.utils.clip_grad_norm_(parameter, largest)
+strategy/base.py: DDP communicates for all micro-batches but the last one [strategy]
+- NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
++ replica.no_sync() if last and isinstance(replica, DistributedDataParallel) else NO_CONTEXT
+data/loading/sampler.py: every epoch has the order of the first one [sampler]
+- if order is None or epoch != order_epoch:
++ if order is None:
+stochastic/keys.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
+- micro.indices[: len(micro.labels)], FORWARD)
++ torch.arange(len(micro.labels), device=micro.indices.device), FORWARD)
+data/pipeline.py: augmentation depends on an example's place in what is read together [pipeline]
+- SampleRNG(self.seed, epoch, indices)
++ SampleRNG(self.seed, epoch, torch.arange(len(indices), device=indices.device))
+data/pipeline.py: cutout is at the same place in every epoch [pipeline]
+- keys = sample_keys(self.seed, epoch, indices, CUTOUT)
++ keys = sample_keys(self.seed, 0, indices, CUTOUT)
+strategy/sync_batchnorm.py: every rank's mean counts alike, however few examples it has [batchnorm]
+- shares = counts / count.clamp(min=1)
++ shares = torch.full_like(counts, 1 / len(counts))
+checkpoint/reading.py: after a resume the average of the weights starts again [checkpoint]
+- ema.n_averaged.fill_(loaded.state["ema_updates"])
++ pass
+training/trainer.py: a resume takes the last step again [trainer]
+- self.loader.train(after=self.progress.step)
++ self.loader.train(after=max(0, self.progress.step - 1))
+training/trainer.py: the schedule is a step behind [trainer]
+- self.schedule.factor(shard.step, self.plan)
++ self.schedule.factor(self.progress.step, self.plan)
+training/fingerprint.py: a resume may change how often each class is drawn [fingerprint]
+-         "sampling": job.train.sampling,
+-         "seed"
++         "seed"
+training/evaluate.py: the mean of the blocks' means, though the last block is short [evaluate]
+- summed += losses.sum()
++ summed += losses.mean() * loader.eval_batch
+checkpoint/validation.py: the optimizer's state is not hashed before it is used [checkpoint]
+- if digest != expected:
++ if digest != expected and name != STATE:
+checkpoint/removal.py: the worst checkpoint stays in the place of the best one [checkpoint]
+- key=lambda path: -scores[path]
++ key=lambda path: scores[path]
+training/trainer.py: replicas are not compared when a checkpoint is saved between log points [trainer]
+- if not self.plan.due("log", self.progress.step):
++ if self.plan.due("log", self.progress.step):
+core/rules.py: a bound that is not in its range is allowed [fields]
+- value > self.low if self.low_open else value >= self.low
++ value >= self.low
+training/trainer.py: only the ranks that know of a round of a halving stop at its end [trainer]
+- return self.world.any(step / self.plan.total_steps >= self.stop.rung_end)
++ return step / self.plan.total_steps >= self.stop.rung_end
+telemetry/time_spent.py: the parts of a step divide a time that has the wait for data in it [time_spent]
+- steps * seconds / timed for part
++ total.busy * seconds / timed for part
+telemetry/spending.py: the energy of an image is that of the last part of the run [spending]
+- JOULES_PER_KWH * spent["kwh"] / (self.monitor.step()
++ JOULES_PER_KWH * (self._kwh() or 0.0) / (self.monitor.step()
+training/micro_batch_search.py: the rate of a larger batch is divided instead of multiplied [largest_batch]
+- _usual_rate(job, largest) / _usual_rate(job, present)
++ _usual_rate(job, present) / _usual_rate(job, largest)
+training/micro_batch_search.py: each rank takes the number of micro-batches that it needs itself [largest_batch]
+- return max(needed)
++ return needed[world.rank]
+training/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
+- cores = evidence.cores / evidence.world.local_size
++ cores = evidence.cores
+sweep/halving.py: an evaluation at the very end of a round is not one of it [ledger]
+- if done >= share:
++ if done > share:
+sweep/halving.py: the last score of a round counts instead of the best one [ledger]
+- return max(values, key=direction.gain)
++ return values[-1]
+sweep/pool.py: a sweep that is stopped starts the jobs that waited [ledger]
+-                         waiting.clear()
+-                         request
++                         request
+sweep/ledger.py: the job that ended last is named the best one [ledger]
+- self.mark_best([ended, *(present[1:] if present else ())])
++ self.mark_best([ended])
+sweep/pool.py: a retry runs the jobs that are done too [ledger]
+- if record.state is not State.done and not record.runs_here]
++ if (retry or record.state is not State.done) and not record.runs_here]
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug: the file, what it breaks, the test files that should find it, the text as it is, and with the bug."""
+
+    file: str
+    breaks: str
+    tests: tuple[str, ...]
+    text: str
+    bug: str
+
+    @classmethod
+    def of(cls, block: str) -> Mutant:
+        """The mutant that a block of the table describes."""
+        head, *lines = block.splitlines()
+        match = re.fullmatch(r"(\S+): (.+) \[(.+)\]", head)
+        assert match is not None, head
+        text, bug = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+        tests = tuple(f"tests/unit/test_{name}.py" for name in match[3].split())
+        return cls(f"src/lockstep/{match[1]}", match[2], tests, text, bug)
+
+
+def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Run test files of a copy until one fails; the exit code of pytest, and the failed test or the last line."""
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = (sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *tests)
+    done = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    failed = re.search(r"^(?:FAILED|ERROR) tests/unit/(.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else (done.stdout + done.stderr).strip().rpartition("\n")[2]
+
+
+def found_by(mutant: Mutant, copy: Path) -> str:
+    """The first test that finds a bug in a copy of the checkout; empty if none does. The copy is as before then."""
+    file = copy / mutant.file
+    text = file.read_text()
+    if (times := text.count(mutant.text)) != 1:
+        sys.exit(f"{mutant.breaks}: its text occurs {times} times in {mutant.file}, expected once:\n{mutant.text}")
+    file.write_text(text.replace(mutant.text, mutant.bug))
+    try:
+        code, test = run_tests(copy, mutant.tests)
+    finally:
+        file.write_text(text)
+    if code not in (0, RED):
+        sys.exit(f"{mutant.breaks}: the tests do not run with this bug ({test})")
+    return test if code == RED else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="bugs whose file or description contains this")
+    parser.add_argument("--json", type=Path, help="where the table goes")
+    arguments = parser.parse_args()
+    mutants = [Mutant.of(block) for block in re.split(r"\n(?=\S+: )", TABLE.strip())]
+    chosen = [mutant for mutant in mutants if arguments.only in f"{mutant.file} {mutant.breaks}"]
+    table = Table("file", "bug", "found by", "s")
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutants-") as folder:
+        for name in COPIED:
+            path, target = ROOT / name, Path(folder) / name
+            if path.is_dir():
+                shutil.copytree(path, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copyfile(path, target)
+        code, last = run_tests(Path(folder), tuple(sorted({test for mutant in chosen for test in mutant.tests})))
+        if code != 0:
+            sys.exit(f"the tests fail without a bug: {last}")
+        console.print(f"without a bug: {last}")
+        for mutant in chosen:
+            began = time.monotonic()
+            test = found_by(mutant, Path(folder))
+            rows.append({"file": mutant.file, "bug": mutant.breaks, "test": test, "s": time.monotonic() - began})
+            console.print(f"{mutant.breaks}: {test or 'NOT FOUND'}", soft_wrap=True)
+            table.add_row(mutant.file[4:], mutant.breaks, test or "NOT FOUND", f"{rows[-1]['s']:.0f}")
+    console.print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    missed = sum(not row["test"] for row in rows)
+    console.print(f"{len(rows) - missed} of {len(rows)} bugs were found")
+    sys.exit(missed > 0)
+
+
+if __name__ == "__main__":
+    main()
