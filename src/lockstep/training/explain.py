@@ -10,7 +10,7 @@ import torch
 
 from lockstep.runtime import host
 from lockstep.strategy.sync_batchnorm import has_batchnorm
-from lockstep.training.trials import LONGEST_S, has_convolutions, settings_to_try, takes_channels_last, tried
+from lockstep.training.dry_run import TRIALS_S, has_convolutions, settings_to_try, takes_channels_last, tried
 from lockstep.training.verdict import WORK, WORTH, Evidence, Finding, amdahl, data_findings, verdict
 
 TRIALS_SHARE = 0.02  # the most of the run's time that trials take
@@ -24,7 +24,7 @@ def explain(evidence: Evidence, seconds: float) -> tuple[Finding, dict[str, Any]
     Tries other settings for at most a fiftieth of the time that the run took, on main alone: other ranks have ended.
     """
     job, world = evidence.job, evidence.world
-    room = min(LONGEST_S, TRIALS_SHARE * seconds)
+    room = min(TRIALS_S, TRIALS_SHARE * seconds)
     if room >= LEAST_S and job.strategy.whole_model and not job.model.compile:
         present, others = settings_to_try(job, world, evidence.model, evidence.cores)
         evidence = replace(evidence, factors=tried(present, others, device=world.device, seconds=room))

@@ -30,12 +30,12 @@ from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
+from lockstep.training.dry_run import times_as_long
 from lockstep.training.explain import explain
 from lockstep.training.micro_batch_search import advice_on_batch
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
-from lockstep.training.trials import times_as_long
 from lockstep.training.verdict import Evidence
 
 

@@ -1,7 +1,7 @@
 """What limits the speed of a run, and what to change: the verdict, and the checklist of the tutorials.
 
 Every gain is that of the whole run. It follows from a part's share of the time by Amdahl's law; how much faster the
-part itself becomes was tried where a trial is short (`lockstep.training.trials`).
+part itself becomes was tried where a trial is short (`lockstep.training.dry_run`).
 """
 
 from __future__ import annotations
