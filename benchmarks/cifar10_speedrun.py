@@ -39,7 +39,7 @@ from lockstep.data.loading.prefetch import sample
 from lockstep.job import resolve
 from lockstep.models.whitenet import WhiteNet
 from lockstep.training import experiment
-from lockstep.training.progress import Progress
+from lockstep.training.network import Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
 from measure import Figures, Rows, Stopwatch, console, parser, show, write

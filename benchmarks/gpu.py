@@ -35,7 +35,7 @@ from lockstep.core.world import World
 from lockstep.job import resolve
 from lockstep.models import Timm
 from lockstep.telemetry.flops import peak_flops, training_flops
-from lockstep.training import experiment, micro_batch_search
+from lockstep.training import dry_run, experiment
 from lockstep.training.resolved_job import ResolvedJob
 from measure import Figures, Rows, console, in_turns, parser, show, write
 from runs import prepared
@@ -142,7 +142,7 @@ def row(arguments: argparse.Namespace, overrides: list[str]) -> Figures:
     try:
         rates = in_turns(cases, arguments.repeats)
     except (RuntimeError, LockstepError) as error:
-        if not micro_batch_search.is_out_of_memory(error):
+        if not dry_run.is_out_of_memory(error):
             raise
         return {}
     figures = {"raw, img/s": rates["raw"], "lockstep, img/s": rates["lockstep"], **gigabytes}

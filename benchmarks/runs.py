@@ -18,5 +18,5 @@ def prepared(folder: Path, overrides: list[str]) -> tuple[ResolvedJob, RunDir]:
     job = resolve(components.build_job(composition.composed(words)), sweep=False)
     run = RunDir.at(folder)
     run.config.write_text(yaml_io.dump(components.plain(job)))
-    run.overrides.write_text(yaml_io.dump_list(words))
+    run.overrides.write_text(yaml_io.dump(words))
     return job, run

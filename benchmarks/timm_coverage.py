@@ -88,7 +88,7 @@ def stages(model: str, size: int, folder: Path) -> Iterator[tuple[str, Callable[
 
     import lockstep
     from lockstep.checkpoint import MODEL, latest_valid
-    from lockstep.cli.export import export_model
+    from lockstep.cli import export as exporting
     from lockstep.core.errors import Stopped
     from lockstep.core.run_dir import RunDir
     from lockstep.core.world import World
@@ -122,7 +122,7 @@ def stages(model: str, size: int, folder: Path) -> Iterator[tuple[str, Callable[
         assert not different, f"{len(different)} tensors differ, the first is {different[0]}"
 
     def export() -> None:
-        export_model(str(folder / "whole"), [], kind="torch", pixels="uint8", out=None)
+        exporting.export(str(folder / "whole"), [], kind="torch", pixels="uint8", out=None)
 
     def predict() -> None:
         predictor = lockstep.load(folder / "whole", device="cpu")

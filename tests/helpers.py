@@ -93,7 +93,7 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     job = composed(*words)
     run.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
     (run.hydra / "config.yaml").write_text(yaml_io.dump(job))
-    run.overrides.write_text(yaml_io.dump_list(words))
+    run.overrides.write_text(yaml_io.dump(words))
     return run
 
 

@@ -53,8 +53,7 @@ from lockstep.core.world import World
 from lockstep.job import prepare
 from lockstep.job.launch import launch
 from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import job_lock
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock, job_lock
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment

@@ -26,9 +26,9 @@ from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job import prepare
-from lockstep.job.machine_limits import check_data_memory, check_memory
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
+from lockstep.job.validate import check_data_memory, check_memory
 from lockstep.models import Timm
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.resolved_job import load_job
@@ -816,7 +816,7 @@ def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_
     first = ("name=test", "steps=3", *chosen, f"output_root={tmp_path}")
     run = prepared(*first)
     run.overrides.write_text(
-        yaml_io.dump_list([override for override in yaml_io.load_list(run.overrides) if override not in lost])
+        yaml_io.dump([override for override in yaml_io.load_list(run.overrides) if override not in lost])
     )
     before = tree(run.path)
     if not sentence:

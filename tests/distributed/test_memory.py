@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers import ROOT, Done, built, command, losses, train, train_here
 from lockstep.core.world import World
-from lockstep.training import micro_batch_search
+from lockstep.training import dry_run, micro_batch_search
 
 pytestmark = pytest.mark.slow
 
@@ -129,4 +129,4 @@ def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
     ],
 )
 def test_running_out_of_memory_is_told_from_other_errors(error: Exception, out: bool) -> None:
-    assert micro_batch_search.is_out_of_memory(error) is out
+    assert dry_run.is_out_of_memory(error) is out

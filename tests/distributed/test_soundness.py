@@ -24,7 +24,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.data.loading.shards import Shard
 from lockstep.precision import BF16
 from lockstep.telemetry import straggler
-from lockstep.training import crash_dump
+from lockstep.training import run_record
 from lockstep.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
 @contextmanager
 def injected(name: str) -> Iterator[None]:
     """Every step of the trainers in this process begins with the fault, and keeping a bad one takes main a while."""
-    whole, keep = Trainer.step, crash_dump.keep
+    whole, keep = Trainer.step, run_record.keep_bad_step
 
     def step(self: Trainer, shard: Shard) -> dict[str, Any]:
         FAULTS[name](self, shard)
@@ -106,11 +106,11 @@ def injected(name: str) -> Iterator[None]:
         time.sleep(0.5)
         keep(error, trainer, weights, run)
 
-    Trainer.step, crash_dump.keep = step, slow_keep
+    Trainer.step, run_record.keep_bad_step = step, slow_keep
     try:
         yield
     finally:
-        Trainer.step, crash_dump.keep = whole, keep
+        Trainer.step, run_record.keep_bad_step = whole, keep
 
 
 @contextmanager

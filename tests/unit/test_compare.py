@@ -61,7 +61,7 @@ def run(folder: Path, *words: str, status: str = "completed", score: Any = None,
         else:
             config[key] = value
     run_dir.composed.write_text(yaml_io.dump(config))
-    run_dir.overrides.write_text(yaml_io.dump_list([*words]))
+    run_dir.overrides.write_text(yaml_io.dump([*words]))
     (run_dir.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     run_dir.environment.write_text(json.dumps({"git": "a1", "packages": {"torch": "2.15.0"}, "threads": 1, **env}))
     run_dir.start_summary(run="r", started=1.0)

@@ -10,9 +10,8 @@ import torch
 from helpers import resolved
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
-from lockstep.training import largest_batch, micro_batch_search
-from lockstep.training.largest_batch import advice_on_batch
-from lockstep.training.micro_batch_search import choose_micro_batches
+from lockstep.training import micro_batch_search
+from lockstep.training.micro_batch_search import advice_on_batch, choose_micro_batches
 from thread_ranks import ThreadRanks
 
 # A global batch of 64 is 22 examples on the largest of three shards.
@@ -42,9 +41,9 @@ def test_the_largest_batch_is_advised_with_its_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = resolved("batch=64", f"optimizer={optimizer}", "optimizer.lr=0.2", "device=cpu", "launcher.ranks=1")
-    monkeypatch.setattr(largest_batch, "fits", lambda job, world, examples, held_gb: examples <= room)
-    monkeypatch.setattr(largest_batch, "dry_run_step", lambda job, world, examples: examples)
-    monkeypatch.setattr(largest_batch, "timed", lambda examples, device: step_s * examples)
+    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held_gb: examples <= room)
+    monkeypatch.setattr(micro_batch_search, "dry_run_step", lambda job, world, examples: examples)
+    monkeypatch.setattr(micro_batch_search, "timed", lambda examples, device: step_s * examples)
     lr = 0.2 * (largest / 64) ** power
     present_rate, rate = 64 / (22 * step_s), largest / (-(-largest // 3) * step_s)
     assert advice_on_batch(job, WORLD, examples) == (
@@ -54,7 +53,7 @@ def test_the_largest_batch_is_advised_with_its_rate(
 
 
 def test_where_no_larger_batch_fits_none_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(largest_batch, "fits", lambda job, world, examples, held_gb: examples <= 22)
+    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held_gb: examples <= 22)
     job = resolved("model=linear", "batch=64", "device=cpu", "launcher.ranks=1")
     assert advice_on_batch(job, WORLD, PLENTY) == "batch=auto is 64: the next one does not fit into memory"
 

@@ -37,7 +37,7 @@ def test_a_machine_with_the_number_of_another_is_refused_and_main_is_told(
     store.set(CLAIMED.format(3, 1), json.dumps(owner))
     meeting = Meeting(host="127.0.0.1", port=store.port, least=2, most=2, timeout=5)
     with pytest.raises(InputError, match="node_rank=1, which another machine has"):
-        Member(meeting, node_rank=1, overrides=[]).run(never_started)
+        Member(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
     assert store.get(REFUSED).decode().startswith(f"machine {socket.gethostname()}: ")
     assert (store.add(JOINED.format(3), 0), store.add(READ, 0)) == (0, 1)
 

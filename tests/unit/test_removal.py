@@ -20,7 +20,7 @@ from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.load import load
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.optim.state_size import state_bytes

@@ -18,7 +18,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.preparation import Preparation
+from lockstep.job.prepare import Preparation
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.core.errors import InputError
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
 
 HOLDER = """
 import os, pathlib, sys, time
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 Lock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
 os.write(1, f"{child}\\n".encode())  # both report their start; fork returns 0 in the child

@@ -197,13 +197,13 @@ def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     path.write_text(yaml_io.dump(config))
     assert yaml_io.load(path) == config
     for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
-        path.write_text(yaml_io.dump_list(overrides))
+        path.write_text(yaml_io.dump(overrides))
         assert yaml_io.load_list(path) == overrides
 
 
 def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    content = yaml_io.dump_list(["steps=3", "optimizer.lr=0.1"]).encode()
+    content = yaml_io.dump(["steps=3", "optimizer.lr=0.1"]).encode()
     for at in range(content.index(b"\n") + 1, len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(InputError, match=r"does not match the sha256 in its first line|is not UTF-8"):

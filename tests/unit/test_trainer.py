@@ -31,8 +31,7 @@ from lockstep.optim.schedule import Constant
 from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
-from lockstep.training.network import Network
-from lockstep.training.progress import Progress
+from lockstep.training.network import Network, Progress
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 

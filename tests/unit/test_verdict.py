@@ -15,9 +15,9 @@ from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
-from lockstep.training import trials, verdict
-from lockstep.training.checklist import checklist
-from lockstep.training.trials import Setting, agreed, settings_to_try, times_as_long, tried
+from lockstep.training import dry_run, verdict
+from lockstep.training.dry_run import Setting, agreed, settings_to_try, times_as_long, tried
+from lockstep.training.explain import checklist
 from lockstep.training.verdict import Evidence, findings
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
@@ -200,21 +200,21 @@ def test_trials_measure_settings_in_turns_and_leave_everything_as_it_was(monkeyp
 
 
 def test_settings_are_compared_by_images_and_not_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "timed", lambda step, device: 0.001)
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: 0.001)
     present = Setting(job(), 4, torch.get_num_threads())
     assert tried(present, {"batch=32": replace(present, examples=32)}, device=CPU, seconds=30) == {"batch=32": 8.0}
 
 
 def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     present = Setting(job(), 4, 1)
-    usual = trials.dry_run_step
+    usual = dry_run.dry_run_step
 
     def short_of_memory(job: Job, world: World, examples: int) -> Any:
         if examples > 4:
             raise torch.OutOfMemoryError("out of memory")
         return usual(job, world, examples)
 
-    monkeypatch.setattr(trials, "dry_run_step", short_of_memory)
+    monkeypatch.setattr(dry_run, "dry_run_step", short_of_memory)
     assert tried(present, {"batch=8": replace(present, examples=8)}, device=CPU, seconds=30) == {}
 
 

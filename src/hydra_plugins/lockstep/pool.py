@@ -21,11 +21,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config.program_words import command_of_program
+from lockstep.config.commands import command_of_program
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs

@@ -7,7 +7,6 @@ node is lost, Ray starts its tasks elsewhere, and each goes on from its job's la
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 
 from hydra_plugins.lockstep import pool
-from lockstep.core.errors import InputError, Stopped
+from lockstep.core.errors import InputError, Stopped, check_installed
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, output_of
@@ -49,11 +48,7 @@ class RayLauncher(pool.PoolLauncher):
         self.address, self.retries = address, retries
 
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
-        if importlib.util.find_spec("ray") is None:
-            raise InputError(
-                "hydra/launcher=ray needs the package ray, which is not installed; install it with pip install "
-                "'lockstep[ray]'"
-            )
+        check_installed("ray", "hydra/launcher=ray")
         import ray
 
         try:

@@ -8,7 +8,6 @@ The study is a file in the folder of the sweep, so that the same line goes on wi
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -25,8 +24,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError
-from lockstep.job.run_lock import Lock
+from lockstep.core.errors import InputError, check_installed
+from lockstep.job.run_folder import Lock
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE, directions
 from lockstep.sweep.record import Direction
@@ -117,11 +116,7 @@ class OptunaSweeper(Sweeper):
 
     def _check(self) -> None:
         """Refuse wrong settings, and those that the launcher cannot keep."""
-        if importlib.util.find_spec("optuna") is None:
-            raise InputError(
-                "hydra/sweeper=optuna needs the package optuna, which is not installed; install it with pip install "
-                "'lockstep[optuna]'"
-            )
+        check_installed("optuna", "hydra/sweeper=optuna")
         for key, known in (("sampler", SAMPLERS), ("pruner", PRUNERS), ("direction", [*Direction])):
             if self.study[key] not in known:
                 raise InputError(f"hydra.sweeper.{key} is {self.study[key]!r}, expected one of {', '.join(known)}")

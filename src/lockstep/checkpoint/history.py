@@ -16,8 +16,7 @@ from pathlib import Path
 from lockstep.checkpoint.reading import LoadedCheckpoint, read, whole_weights
 from lockstep.checkpoint.validation import find_corruption, has_state
 from lockstep.config import yaml_io
-from lockstep.config.commands import override, typed
-from lockstep.config.program_words import program_words
+from lockstep.config.commands import override, program_words, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir

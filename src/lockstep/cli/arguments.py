@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from lockstep.cli.parser import Parser
 from lockstep.config.commands import typed
+from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
@@ -78,6 +78,12 @@ def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute [a GPU if there is one]")
 
 
+def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str) -> None:
+    """The arguments of a command of which there can be any number, before and after its options."""
+    command.add_argument(name, nargs="*", metavar=metavar, help=description)
+    command.set_defaults(rest=name)
+
+
 def _evaluate(commands: Any) -> None:
     evaluate = commands.add_parser(
         "evaluate",
@@ -86,8 +92,7 @@ def _evaluate(commands: Any) -> None:
         "class, calibration. Writes evaluation.json and predictions.csv.",
     )
     _model(evaluate)
-    evaluate.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="other data: dataset.path=FOLDER")
-    evaluate.set_defaults(rest="overrides")
+    _rest(evaluate, "overrides", "OVERRIDE", "other data: dataset.path=FOLDER")
     evaluate.add_argument("--split", choices=("val", "train"), default="val", help="which examples [val]")
     evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run folder, or the current one]")
 
@@ -115,8 +120,7 @@ def _export(commands: Any) -> None:
         "compared with its original on real images, and not written if a logit differs by more than 1e-4.",
     )
     export.add_argument("path", metavar="RUN", help=RUN)
-    export.add_argument("images", nargs="*", metavar="FILE", help="images to compare on [the run's evaluation split]")
-    export.set_defaults(rest="images")
+    _rest(export, "images", "FILE", "images to compare on [the run's evaluation split]")
     export.add_argument(
         "--format", dest="kind", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]"
     )
@@ -132,8 +136,7 @@ def _doctor(commands: Any) -> None:
         "repeated images, the batch, the disk, the memory of a real step, the time. Writes nothing. The exit code is "
         "2 if a run would not start.",
     )
-    doctor.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
-    doctor.set_defaults(rest="overrides")
+    _rest(doctor, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     doctor.add_argument("-m", "--multirun", action="store_true", help="the line is one of a sweep")
     doctor.add_argument("--all", dest="everything", action="store_true", help="look at all images [for 30 seconds]")
     doctor.add_argument("--json", dest="form", action="store_const", const="json", default="table", help="as JSON")
@@ -147,8 +150,7 @@ def _show(commands: Any) -> None:
         "column for each epoch, the normalisation undone, the classes under the images. The pixels are those of "
         "`lockstep train`.",
     )
-    show.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: dataset=cifar10")
-    show.set_defaults(rest="overrides")
+    _rest(show, "overrides", "OVERRIDE", "as for `lockstep train`: dataset=cifar10")
     show.add_argument("--images", type=int, default=6, metavar="N", help="how many images, from the first step [6]")
     show.add_argument("--epochs", type=int, default=6, metavar="N", help="in how many epochs [6]")
     show.add_argument("--out", metavar="FILE", help="the picture [show.png in the current folder]")
@@ -162,8 +164,7 @@ def _lr_find(commands: Any) -> None:
         "and write the loss over the rate as a picture. No run folder is made. Suggested is a tenth of the rate at "
         "which the loss is lowest (Smith 2017, the learning rate range test).",
     )
-    find.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
-    find.set_defaults(rest="overrides")
+    _rest(find, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     find.add_argument("--steps", type=int, default=100, help="the most steps; it ends when the loss explodes [100]")
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
@@ -246,8 +247,7 @@ def _prove(commands: Any) -> None:
         "four, kill some of the runs and resume them, and compare losses, weights and samples. The exit code is 0 if "
         "all agree, 70 if one does not, 2 if the config does not fit.",
     )
-    prove.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train`: model=resnet18")
-    prove.set_defaults(rest="overrides")
+    _rest(prove, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     prove.add_argument("--steps", type=int, default=20, help="steps of each run [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
     prove.add_argument(
@@ -263,8 +263,7 @@ def _ladder(commands: Any) -> None:
         "precision, Accelerate, ZeRO, FSDP and as a pipeline, and show what each brings here. The same line goes on "
         "where it was stopped.",
     )
-    ladder.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for `lockstep train` [MNIST]")
-    ladder.set_defaults(rest="overrides")
+    _rest(ladder, "overrides", "OVERRIDE", "as for `lockstep train` [MNIST]")
     ladder.add_argument("--ranks", type=int, metavar="N", help="ranks of the rungs with several [GPUs, or CPU cores]")
     ladder.add_argument("--repeat", dest="repeats", type=int, default=3, metavar="N", help="turns [3]")
     ladder.add_argument("--only", metavar="RUNG,RUNG", help="the rungs besides the first: ddp,fsdp [all]")

@@ -11,7 +11,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.runs import existing, run_folders

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import check_installed
 from lockstep.inference.load import load
 from lockstep.runtime.signals import listen
 
@@ -16,10 +14,7 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     Raises:
         InputError: the weights cannot be loaded, the port is in use, or the server is not installed.
     """
-    if importlib.util.find_spec("uvicorn") is None:
-        raise InputError(
-            "lockstep demo needs the package uvicorn, which is not installed: pip install 'lockstep[demo]'"
-        )
+    check_installed("uvicorn", "lockstep demo", extra="demo")
     from lockstep.inference.demo import DemoServer
 
     server = DemoServer(load(path, device=device), port)

@@ -169,14 +169,11 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Pa
     """
     values = composition.composed(list(overrides))
     with composition.composing():
-        invocation = replace(Invocation.current(), sweep=sweep)
-        resume = decide_resume(values, invocation)
+        resume = decide_resume(values, replace(Invocation.current(), sweep=sweep))
         elsewhere = components.build("launcher", resume.launcher).submits
         if elsewhere:
             launcher = replace(components.build_option("launcher", "auto"), ranks=1)
             here = {"launcher": launcher, "strategy": components.build_option("strategy", "auto")}
             nodes = {group: components.node(option) for group, option in here.items()}
             resume = replace(resume, values={**resume.values, **nodes})
-        resumed = resume.checkpoint()
-        job = checked_job(resume.values, resume.overrides, invocation.configs, resumed=resumed)
-        return job, resume.folder, resumed, elsewhere
+        return checked_job(resume), resume.folder, resume.checkpoint, elsewhere

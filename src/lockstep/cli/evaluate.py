@@ -6,13 +6,17 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from rich.table import Column, Table
 
-from lockstep.cli.run_data import data_of, take_threads
+from lockstep.config import components, composition, yaml_io
+from lockstep.config.invocation import ConfigFiles
+from lockstep.config.messages import key_of
 from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
 from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
@@ -20,8 +24,10 @@ from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
+from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
+KEYS = ("dataset", "data_root")  # what an override may change
 SHOWN = 10  # the largest number of classes in the table
 
 
@@ -92,3 +98,40 @@ def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
         result = [evaluation.names[predicted], f"{probability:.6g}"] if whole else ["", ""]
         line = csv_row([split.name(index), evaluation.names[label], *result])
         yield f"{line}\n".encode()
+
+
+def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
+    """The data of a run, changed by the overrides; without a run, the data of the overrides.
+
+    A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
+
+    Raises:
+        InputError: an override changes another key, or is wrong; or there is neither a run nor `dataset=`.
+    """
+    for override in overrides:
+        if key_of(override).partition(".")[0] not in KEYS:
+            raise InputError(
+                f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
+            )
+    if run is not None and not overrides:
+        run_data: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
+        return run_data
+    has_dataset = any(key_of(override) == "dataset" for override in overrides)
+    if run is None and not has_dataset:
+        raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
+    keys = ("data_root",) if has_dataset else (*KEYS, "experiment")
+    stored = yaml_io.load_list(run.overrides) if run is not None else []
+    stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
+    with composition.composing():
+        config = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())
+        values = composition.to_dict(config)
+    source: Source = components.build("dataset", values["dataset"])
+    source.prepare()
+    return source
+
+
+def take_threads(run: RunDir) -> None:
+    """Compute with the number of threads of the run: the last bits of a sum depend on it."""
+    threads = components.build("launcher", yaml_io.load(run.config).get("launcher")).threads
+    if isinstance(threads, int):
+        torch.set_num_threads(min(threads, cores()))

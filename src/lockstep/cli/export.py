@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.cli.run_data import data_of
+from lockstep.cli.evaluate import data_of
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import ModelCard
 from lockstep.data.loading.prefetch import sample
 from lockstep.inference.evaluation import check_data
-from lockstep.inference.export import FORMATS, SHARE, TOLERANCE, check_packages, export
+from lockstep.inference.export import FORMATS, SHARE, TOLERANCE, check_packages
+from lockstep.inference.export import export as write_export
 from lockstep.inference.images import files_in
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
@@ -24,7 +25,7 @@ from lockstep.telemetry.progress import progress
 COMPARED = 64  # images on which the exported model is compared with its original
 
 
-def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str | None) -> None:
+def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str | None) -> None:
     """Export a model, compare it with its original, and show how much their logits differ.
 
     Args:
@@ -48,7 +49,7 @@ def export_model(path: str, images: Sequence[str], *, kind: str, pixels: str, ou
     predictor = load(file, device="cpu", precision=FP32())
     stored, origin = _images(predictor, file, images)
     with progress("exporting"):
-        difference = export(predictor, stored, target, kind=kind, floats=pixels == "float")
+        difference = write_export(predictor, stored, target, kind=kind, floats=pixels == "float")
     shape = "x".join(map(str, predictor.card.image_shape))
     inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
     log.show(

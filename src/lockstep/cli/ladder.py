@@ -30,7 +30,7 @@ from lockstep.core.errors import InputError, LockstepError, Stopped, StorageErro
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
 from lockstep.strategy.sync_batchnorm import has_batchnorm

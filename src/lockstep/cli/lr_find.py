@@ -1,10 +1,13 @@
-"""`lockstep lr-find`: the learning rate range test of a job, with a picture and a suggestion."""
+"""`lockstep lr-find`: the learning rate range test of a job, with a picture and a suggestion.
+
+Smith 2017, "Cyclical Learning Rates for Training Neural Networks".
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,16 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
+from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.charts import svg
 from lockstep.telemetry.progress import progress
-from lockstep.training.parts import build_parts
-from lockstep.training.range_test import EXPLODED, RangeTest, range_test
+from lockstep.training.parts import Parts, build_parts
 
 MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"
+SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
+EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
+SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
 def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None) -> None:
@@ -50,6 +56,58 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     )
     log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {job.optimizer.lr:g})")
     log.show(f"wrote {file}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest:
+    """The loss of each step while the rate rises.
+
+    Fields:
+        rates: the learning rate of each step.
+        losses: the exponential average of the loss at each step, without the bias towards the start.
+    """
+
+    rates: list[float]
+    losses: list[float]
+
+    @property
+    def lowest(self) -> int:
+        """The step with the lowest loss, counted from 0."""
+        return min(range(len(self.losses)), key=self.losses.__getitem__)
+
+    @property
+    def suggestion(self) -> float:
+        """A learning rate to train with, of two digits."""
+        return float(f"{SHARE * self.rates[self.lowest]:.1e}")
+
+
+def range_test(parts: Parts, low: float, high: float, advance: Callable[[int], None]) -> RangeTest:
+    """Train a job in parts to the end of its plan, while its rate rises from `low` to `high` by a constant factor.
+
+    Ends early if the loss explodes or is not finite. `advance` is called after each step, with 1.
+
+    Raises:
+        InputError: the loss falls at no rate, so there is no suggestion.
+    """
+    total = parts.plan.total_steps
+    test, average = RangeTest(rates=[], losses=[]), 0.0
+    parts.model.train()
+    for shard in parts.pipeline.train(parts.loader.train(after=0)):
+        rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
+        parts.freezing.freeze_for(shard.step)
+        set_learning_rate(parts.optimizer, rate)
+        average = SMOOTHING * average + (1 - SMOOTHING) * parts.update(shard)
+        smoothed = average / (1 - SMOOTHING**shard.step)
+        if not math.isfinite(smoothed) or (test.losses and smoothed > EXPLODED * min(test.losses)):
+            break
+        test.rates.append(rate)
+        test.losses.append(smoothed)
+        advance(1)
+    if len(test.losses) < 2 or test.lowest == 0:
+        raise InputError(
+            f"lr-find: the loss falls at no rate from {low:g} to {high:g}; use a lower --low, or more --steps"
+        )
+    return test
 
 
 def picture(test: RangeTest) -> bytes:

@@ -12,24 +12,11 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import signals
 
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
-# The module and the function of each command besides `train`. The function takes the command's options as arguments.
-COMMANDS = {
-    "new": ("new", "new"),
-    "prove": ("prove", "prove"),
-    "ladder": ("ladder", "ladder"),
-    "doctor": ("doctor", "doctor"),
-    "show": ("show", "show"),
-    "lr-find": ("lr_find", "lr_find"),
-    "pack": ("pack", "pack_or_check"),
-    "evaluate": ("evaluate", "evaluate"),
-    "predict": ("predict", "predict"),
-    "export": ("export", "export_model"),
-    "demo": ("demo", "demo"),
-    "runs": ("runs", "runs"),
-    "compare": ("compare", "compare"),
-    "report": ("report", "report"),
-    "clean": ("clean", "clean"),
-}
+# Each has a module with a function of its name, which takes the options of the command as arguments.
+COMMANDS = (
+    *("new", "prove", "ladder", "doctor", "show", "lr-find", "pack", "evaluate", "predict", "export", "demo"),
+    *("runs", "compare", "report", "clean"),
+)
 
 
 def main() -> None:
@@ -58,15 +45,15 @@ def train() -> None:
 
 
 def complete() -> None:
-    """Print the completions of the last word of the shell's line."""
+    """Print the completions of the shell's line: commands, or the words of `train`. The shell itself knows files."""
     line = os.environ.get("COMP_LINE", "")
     query = next((word for word in sys.argv if word.startswith("query=")), "")
     if not query or re.match(r"\S*lockstep\s+train\s", line):
         train()
-        return
-    from lockstep.config.completion import command_words, write
+    elif len(words := line.split(" ")) == 2:
+        from lockstep.config.completion import write
 
-    write(command_words(["train", *COMMANDS], line), query.partition("=")[2])
+        write([command for command in ("train", *COMMANDS) if command.startswith(words[1])], query.partition("=")[2])
 
 
 def run() -> None:
@@ -76,7 +63,7 @@ def run() -> None:
     with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors():
         options = arguments()
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
-        module, function = COMMANDS[options.command]
-        if function != "new":
+        name = options.command.replace("-", "_")
+        if name != "new":
             configure_native_threads()  # these import torch
-        getattr(importlib.import_module(f"lockstep.cli.{module}"), function)(**values)
+        getattr(importlib.import_module(f"lockstep.cli.{name}"), name)(**values)

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from lockstep.config.commands import override, typed
 from lockstep.core import log
@@ -16,6 +15,7 @@ from lockstep.data import packing
 from lockstep.data.datasets.files import USUAL_STORED
 from lockstep.data.datasets.folder import Folder
 from lockstep.runtime.host import cores
+from lockstep.telemetry.progress import progress
 
 # Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.
 WORDS = {
@@ -32,33 +32,27 @@ WORDS = {
 }
 
 
-def pack_or_check(
+def pack(
     source: str | None,
     target: str | None,
     *,
-    size: int | None,
-    skip: int | None,
-    val_share: float | None,
-    check: str | None,
+    size: int | None = None,
+    skip: int | None = None,
+    val_share: float | None = None,
+    check: str | None = None,
 ) -> None:
-    """Pack `source` to `target`, or check the packed data set `check`; `lockstep.cli.arguments` allows only one."""
-    if check is not None:
-        check_packed(check)
-    else:
-        assert source is not None
-        assert target is not None
-        pack(source, target, size=256 if size is None else size, skip=skip or 0, val_share=val_share)
+    """Pack the class folders of `source`, as images of side `size`, into the new folder `target`; or check `check`.
 
-
-def pack(source: str, target: str, *, size: int, skip: int, val_share: float | None = None) -> None:
-    """Pack the class folders of `source`, as images of side `size`, into the new folder `target`.
-
-    `skip` and `val_share` are the keys of `dataset=folder`.
+    `skip` and `val_share` are the keys of `dataset=folder`. `lockstep.cli.arguments` allows one of both actions.
 
     Raises:
         InputError: the source does not exist, too many of its images are broken, or `target` exists.
         StorageError: `target` cannot be written.
     """
+    if source is None or target is None:
+        check_packed(str(check))
+        return
+    size, skip = USUAL_STORED if size is None else size, skip or 0
     for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}):
         for key, argument in (("decode_size", "--size"), ("skip", "--skip"), ("val_share", "--val-share")):
             problem = problem.replace(key, argument)
@@ -70,11 +64,8 @@ def pack(source: str, target: str, *, size: int, skip: int, val_share: float | N
         images = len(folder.train()) + len(folder.eval())
         for note in folder.notes():
             log.warn(note)
-        with _bar() as bar:
-            task = bar.add_task("packing", total=images)
-            broken = packing.pack(
-                folder, Path(target).absolute(), threads=cores(), advanced=lambda n: bar.advance(task, n)
-            )
+        with progress("packing", images) as advance:
+            broken = packing.pack(folder, Path(target).absolute(), threads=cores(), advanced=advance)
     except InputError as error:
         sentence = str(error)
         for key_text, argument in WORDS.items():
@@ -95,14 +86,6 @@ def check_packed(target: str) -> None:
     """
     folder = Path(target).absolute()
     size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
-    with _bar() as bar:
-        task = bar.add_task("checking", total=size)
-        packing.check(folder, lambda n: bar.advance(task, n))
+    with progress("checking", size) as advance:
+        packing.check(folder, advance)
     log.say(f"{target} is whole: every file matches its sha256")
-
-
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("left"))
-    return Progress(
-        *columns, TimeRemainingColumn(), console=log.console, transient=True, disable=not log.console.is_terminal
-    )

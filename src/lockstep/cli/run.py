@@ -44,13 +44,13 @@ def _run_job(decide: Decide, invocation: Invocation) -> float | None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
     from lockstep.job import worker  # these need torch
-    from lockstep.job.meeting import meeting
+    from lockstep.job.launch import meeting
     from lockstep.launcher import Member
 
     with meeting(launcher, invocation) as role:
         if not isinstance(role, Member):
             return _lead(decide, invocation, role)
-        role.run(worker.main)
+        role.run_attempts(worker.main)
     return None
 
 

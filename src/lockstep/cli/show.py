@@ -11,16 +11,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lockstep.config import composition
-from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.data.pipeline import Pipeline
-from lockstep.job.prepare import checked_job
-from lockstep.job.resume import decide_resume
+from lockstep.job.prepare import job_of
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -43,11 +40,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
     file = Path("show.png" if out is None else out)
     if file.is_dir() or not file.parent.is_dir():
         raise InputError(f"--out is {file}, expected a file in a folder that exists")
-    values = composition.composed([*overrides, "launcher.ranks=1"])
-    with composition.composing():
-        invocation = Invocation.current()
-        resume = decide_resume(values, invocation)
-        job = checked_job(resume.values, resume.overrides, invocation.configs, resumed=resume.checkpoint())
+    job = job_of([*overrides, "launcher.ranks=1"])
     cells = cells_of(job, images, epochs)
     classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))
     drawn = io.BytesIO()

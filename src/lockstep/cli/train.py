@@ -15,10 +15,9 @@ import hydra
 from omegaconf import DictConfig
 
 from lockstep.config import completion, composition, extensions
-from lockstep.config.commands import quoted_path
+from lockstep.config.commands import quoted_path, started_as
 from lockstep.config.flags import check_flags
 from lockstep.config.hydra_policy import TRUSTED
-from lockstep.config.program_words import started_as
 from lockstep.config.schema import CONF
 from lockstep.core.launched import without_local_rank
 from lockstep.core.slurm import adopt_srun

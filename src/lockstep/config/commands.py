@@ -1,8 +1,9 @@
-"""Commands in messages to the user, quoted so that the user can paste them into a shell."""
+"""The command that the user typed, and commands in messages, quoted so that the user can paste them into a shell."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hydra.errors import HydraException
 # The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
 RUNS = ("resume", "init_from")
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
+# The words before the overrides of the user's command.
+_WORDS = ["lockstep", "train"]
 
 
 def typed(words: Iterable[object]) -> str:
@@ -59,3 +62,32 @@ def relative(path: Path) -> Path:
     """A path as the user would type it from the current folder."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def started_as(program: str) -> None:
+    """Set the command from `sys.argv[0]` of this process: `python train.py` or `lockstep train`."""
+    name = Path(program).name
+    if name.endswith(".py") and name != "__main__.py":
+        _WORDS[:] = ["python", name]
+
+
+def program_words() -> list[str]:
+    """The two words before the overrides of the user's command."""
+    return [*_WORDS]
+
+
+def program_name() -> str:
+    """The two words before the overrides, as one text."""
+    return " ".join(_WORDS)
+
+
+def command_of_program() -> list[str]:
+    """The words that start this program in a fresh interpreter."""
+    if Path(sys.argv[0]).suffix == ".py" and Path(sys.argv[0]).name != "__main__.py":
+        return [sys.executable, str(Path(sys.argv[0]).absolute())]
+    return [sys.executable, "-m", "lockstep", "train"]
+
+
+def words_of(command: str) -> list[str]:
+    """The two words before the overrides of `command`, the command of a run."""
+    return shlex.split(command)[:2]

@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from lockstep.config import components, hydra_policy, messages
-from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, key_of, sentence, translate, unreadable
-from lockstep.config.program_words import program_name
+from lockstep.config.commands import program_name
+from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, sentence, translate, unreadable
 from lockstep.config.schema import CONF, Job
 from lockstep.core.errors import InputError
 
@@ -108,9 +108,8 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
         check_word(text)
         if hydra_policy.is_of_hydra(text):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; remove it")
-    added = [text for text in overrides if key_of(text) != "resume"]
     try:
-        return compose(configs.name, overrides=[*configs.searchpath, *stored, *added], return_hydra_config=False)
+        return compose(configs.name, overrides=[*configs.searchpath, *stored, *overrides], return_hydra_config=False)
     except Exception as error:
         raise translate(error) or messages.translate_before_job(error) or error from error
 

@@ -100,7 +100,7 @@ def active() -> tuple[Extension, ...]:
             option.
     """
     named = []
-    for package, parent in _named_by_program().items():
+    for package, parent in json.loads(os.environ.get(VARIABLE, "{}")).items():
         if importlib.util.find_spec(package) is None:  # a rank lacks the import path of the program
             sys.path.append(parent)
         named.append(_locate(package, "named by the program"))
@@ -137,18 +137,6 @@ def locate(group: str, module: str, name: str) -> type | None:
 def shown() -> str:
     """The active extensions for use in a sentence."""
     return ", ".join(f"{extension.package} ({extension.origin})" for extension in active()) or "none"
-
-
-def _named_by_program() -> dict[str, str]:
-    """The packages that the program has named for its ranks, each with its parent folder."""
-    text = os.environ.get(VARIABLE, "{}")
-    try:
-        named = json.loads(text)
-    except ValueError:
-        named = None
-    if not isinstance(named, dict) or not all(isinstance(folder, str) for folder in named.values()):
-        raise InputError(f"the environment has {VARIABLE}={text!r}, which only a program of ours may set; unset it")
-    return named
 
 
 def _installed() -> list[Extension]:

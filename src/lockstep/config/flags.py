@@ -1,25 +1,63 @@
-"""Refuses flags that the training command does not have, with what to type instead."""
+"""The flags of commands: a parser whose errors say what to type, and the flags of the training command."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lockstep.config import other_words
+from lockstep.config.commands import program_name
 from lockstep.config.messages import note
-from lockstep.config.program_words import program_name
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, did_you_mean
 
-# What Hydra's flags with a value take.
-FLAG_VALUES = {
-    "--cfg": "job hydra all",
-    "--info": "all config defaults defaults-tree plugins searchpath",
-    "--package": "optimizer",
-    "--config-name": "config",
-    "--config-dir": "FOLDER",
-    "--config-path": "FOLDER",
-}
+# argparse's messages, and ours for them: what was typed, what is expected, what to type.
+MESSAGES = (
+    (r"the following arguments are required: (.*)", "expected {0}: {usage}"),
+    (r"argument (\S+): expected (?:one argument|at least one argument)", "{0} has no value: {0} {example}"),
+    (r"argument (\S+): invalid int value: '(.*)'", "{0} is '{1}', expected a whole number: {0} {example}"),
+    (r"argument (\S+): invalid float value: '(.*)'", "{0} is '{1}', expected a number: {0} {example}"),
+    (r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)", "{0} is '{1}', expected {2}: {0} {example}"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are sentences of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise InputError with what to type instead."""
+        for pattern, template in MESSAGES:
+            if match := re.match(pattern, message):
+                flag, *values = (group.replace("', '", " or ").strip("'") for group in match.groups())
+                flag = flag.partition("/")[0]  # Hydra's flags have short forms
+                raise InputError(template.format(flag, *values, usage=self._usage(), example=self._example(flag)))
+        raise InputError(f"{self._name}{message}; `{self.prog} --help` shows the arguments")
+
+    def unknown(self, words: list[str]) -> NoReturn:
+        """Raise InputError for flags that the command does not have, and words that it does not take."""
+        words = [word for word in words if word.startswith("-")] or words
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        hint = did_you_mean(words[0], flags) if words[0].startswith("-") else ""
+        hint = hint or f" `{self.prog} --help` shows its arguments."
+        raise InputError(f"{self._name}{' '.join(words)} is nothing that it takes.{hint}")
+
+    @property
+    def _name(self) -> str:
+        """The command in front of a sentence, which begins with the program."""
+        return f"{self.prog.partition(' ')[2]}: ".lstrip(": ")
+
+    def _usage(self) -> str:
+        """The command with its required arguments."""
+        required = [str(action.metavar) for action in self._actions if not action.option_strings and action.required]
+        return " ".join([self.prog, *required])
+
+    def _example(self, flag: str) -> str:
+        """A value that a flag takes: its default, its first choice, or what the help calls it; empty for no flag."""
+        for action in self._actions:
+            if flag in action.option_strings:
+                return str(action.default or next(iter(action.choices or ()), action.metavar or "VALUE"))
+        return ""
 
 
 def check_flags(words: Sequence[str]) -> None:
@@ -30,9 +68,7 @@ def check_flags(words: Sequence[str]) -> None:
     """
     from hydra.main import get_args_parser
 
-    parser = get_args_parser()
-    parser.error = _refuse_flag  # type: ignore[method-assign]
-    flags, rest = parser.parse_known_args(list(words))
+    flags, rest = Parser(parents=[get_args_parser()], add_help=False).parse_known_args(list(words))
     if flags.experimental_rerun is not None:
         raise InputError(
             f"--experimental-rerun: {flags.experimental_rerun!r} may have a pickle or settings of Hydra "
@@ -53,12 +89,3 @@ def check_flags(words: Sequence[str]) -> None:
         f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "
         f"KEY=VALUE{note(shown_keys)}: {shown_keys}"
     )
-
-
-def _refuse_flag(message: str) -> NoReturn:
-    """Raise InputError for a flag of Hydra without its value, or with a wrong one."""
-    match = re.match(r"argument (--[\w-]+)\S*: (?:invalid choice: ('.*?') )?", message)
-    flag = match[1] if match else "a flag"
-    problem = f"is {match[2]}" if match and match[2] else "has no value"
-    value = FLAG_VALUES.get(flag, "VALUE")
-    raise InputError(f"{flag} {problem}, expected {value.replace(' ', ' or ')}: {flag} {value.split()[0]}")

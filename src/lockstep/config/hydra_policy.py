@@ -17,14 +17,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import yaml
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigSource
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -85,7 +82,7 @@ def is_of_hydra(override: str) -> bool:
     return _is_of_hydra(OverridesParser.create().parse_override(override))
 
 
-class CheckedLoader(ConfigLoader):
+class CheckedLoader:
     """A loader that returns another loader's config only if all its values below `hydra` are allowed."""
 
     def __init__(self, loader: Any) -> None:
@@ -94,23 +91,11 @@ class CheckedLoader(ConfigLoader):
         for source in loader.get_search_path().get_path():
             _check_source(source.provider, source.path)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
     def get_mode(self, config_name: str | None, overrides: list[str]) -> Any:
         return self.loader.get_mode(config_name, overrides, self.loader.parse_overrides(config_name, overrides))
-
-    def get_search_path(self) -> ConfigSearchPath:
-        return self.loader.get_search_path()
-
-    def get_sources(self) -> list[ConfigSource]:
-        return self.loader.get_sources()
-
-    def list_groups(self, parent_name: str) -> list[str]:
-        return self.loader.list_groups(parent_name)
-
-    def get_group_options(self, *args: Any, **keywords: Any) -> list[str]:
-        return self.loader.get_group_options(*args, **keywords)
-
-    def compute_defaults_list(self, *args: Any, **keywords: Any) -> Any:
-        return self.loader.compute_defaults_list(*args, **keywords)
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], *args: Any, **keywords: Any

@@ -11,9 +11,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from lockstep.config.commands import typed
+from lockstep.config.commands import program_words, typed
 from lockstep.config.messages import key_of
-from lockstep.config.program_words import program_words
 from lockstep.core.errors import InputError
 
 

@@ -21,12 +21,9 @@ from omegaconf.errors import (
 )
 
 from lockstep.config import other_words
-from lockstep.config.commands import override, parsed, typed
+from lockstep.config.commands import override, parsed, program_name, program_words, typed
 from lockstep.config.options import options_of, options_with
-from lockstep.config.path_words import suggest_overrides
-from lockstep.config.program_words import program_name, program_words
-from lockstep.config.schema import CONF, GROUPS, Job
-from lockstep.config.timm_names import is_timm_model
+from lockstep.config.schema import GROUPS, Job
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
@@ -80,7 +77,11 @@ def translate(error: BaseException) -> LockstepError | None:
         return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
         group, sign, path = error.override.partition("=")
-        if suggestion := suggest_overrides(group, path) if sign else suggest_overrides("", group):
+        if (
+            suggestion := other_words.suggest_overrides(group, path)
+            if sign
+            else other_words.suggest_overrides("", group)
+        ):
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         if not sign and (proposal := _joined(error.override)):
@@ -102,9 +103,8 @@ def translate(error: BaseException) -> LockstepError | None:
         if isinstance(cause, OmegaConfBaseException):
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
-        origins = _origins(match[3].split(",")) if match[2] == "model" else ""
         return InputError(
-            f"{match[1]} names several values{origins}; `{typed([*program_words(), '-m', match[1]])}` runs a sweep "
+            f"{match[1]} names several values; `{typed([*program_words(), '-m', match[1]])}` runs a sweep "
             f"over them, and a list is written {typed([f'{match[2]}=[{match[3]}]'])}"
         )
     if isinstance(error, HydraException):
@@ -175,7 +175,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     listing = f" It is one of {', '.join(own)}{more}." if own else ""
     named_elsewhere = other_words.ours_of(group, name)
     suggestion = (
-        suggest_overrides(group, name)
+        other_words.suggest_overrides(group, name)
         or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
         or did_you_mean(name, options)
         or listing
@@ -221,15 +221,6 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         if match := re.match(pattern, message):
             return f"{key} {template.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
-
-
-def _origins(models: list[str]) -> str:
-    """A remark on models of one name family of which some are timm's and others Lockstep's own; else empty."""
-    own = [name for name in models if (CONF / "model" / f"{name}.yaml").is_file()]
-    of_timm = [name for name in models if name not in own and is_timm_model(name)]
-    if not own or not of_timm:
-        return ""
-    return f" ({', '.join(own)} of Lockstep's own, {', '.join(of_timm)} of timm)"
 
 
 def _items(value: Any, default: Node | None) -> str:

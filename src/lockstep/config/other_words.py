@@ -1,32 +1,20 @@
-"""Words of timm, Lightning, torchvision, Accelerate, torchrun and the Trainer of Hugging Face, and ours for them."""
+"""What a user meant who typed a word of another program, or a path in place of an option or of KEY=VALUE.
+
+The words are those of timm, Lightning, torchvision, Accelerate, torchrun and the Trainer of Hugging Face.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 
 from lockstep.config.commands import override, parsed, typed
-from lockstep.config.schema import (
-    CONF,
-    GROUPS,
-    BudgetBlock,
-    CheckpointBlock,
-    CostBlock,
-    InputBlock,
-    Job,
-    TelemetryBlock,
-    TrainBlock,
-)
+from lockstep.config.schema import BLOCKS, CONF, GROUPS, Job
 from lockstep.config.timm_names import is_timm_model
+from lockstep.core.run_dir import MANIFEST, RunDir
 
-BLOCKS = {
-    "train": TrainBlock,
-    "input": InputBlock,
-    "checkpoint": CheckpointBlock,
-    "telemetry": TelemetryBlock,
-    "cost": CostBlock,
-    "budget": BudgetBlock,
-}
 # Our overrides, and the last part of the other programs' keys and flags, with underscores. `{}` is the user's value;
 # an override without it stands for a switch that is on. The name of a group alone stands for one of its options.
 KEYS: Mapping[str, str] = {
@@ -118,6 +106,11 @@ VALUES: Mapping[str, str] = {
     "augment=randaugment": "ra rand rand_augment",
 }
 OFF = ("false", "0", "no", "off", "none")
+WEIGHTS = ".safetensors"
+TABLES = (".csv", ".tsv")
+SHARDS = ".tar"
+# Files that the package `datasets` writes into a saved data set.
+HF_FILES = ("dataset_dict.json", "state.json")
 
 
 def ours(name: str, value: str | None = None) -> str:
@@ -164,3 +157,41 @@ def _own(last: str) -> str:
     return next(
         (f"{block}.{last}={{}}" for block, cls in BLOCKS.items() if last in {field.name for field in fields(cls)}), ""
     )
+
+
+def suggest_overrides(group: str, word: str) -> str:
+    """` Did you mean ...?` with overrides for a path after `GROUP=`, or for a path alone (`group` is empty).
+
+    Empty if the word does not look like a path, or no override fits the path.
+    """
+    path = Path(os.path.expanduser(word))  # noqa: PTH111, raises nothing
+    try:
+        exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
+    except (OSError, ValueError):  # the path is too long, or has a NUL byte
+        return ""
+    weights, listed = path.suffix == WEIGHTS, path.suffix in (*TABLES, SHARDS)
+    overrides: list[str] = []
+    if weights or is_run:
+        start_override = override("resume" if is_run and not group else "init_from", word)
+        overrides = {"": [start_override], "model": ["model=NAME", start_override]}.get(group, [])
+    elif (group == "dataset" and (is_folder or listed or (os.sep in word and not exists))) or (
+        not group and exists and (is_folder or listed)
+    ):
+        overrides = _data_set_at(path, word)
+    return f" Did you mean {typed(overrides)}?" if overrides else ""
+
+
+def _data_set_at(path: Path, word: str) -> list[str]:
+    """The overrides that choose the data set at a path."""
+    name = "folder"
+    if path.suffix in TABLES:
+        name = "csv"
+    elif path.suffix == SHARDS:
+        name, word = "webdataset", str(Path(word).parent)
+    elif (path / MANIFEST).exists():
+        name = "packed"
+    elif any((path / file).exists() for file in HF_FILES):
+        name = "hf"
+    elif path.is_dir() and next(path.glob(f"*{SHARDS}"), None):
+        name = "webdataset"
+    return [f"dataset={name}", override("dataset.path", word)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,10 @@ class _Dumper(_DUMPER):
         return True
 
 
-def _text(plain: Any) -> str:
+def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
+    """A plain config, or overrides, as YAML with its sha256."""
+    plain = dict(plain) if isinstance(plain, Mapping) else list(plain)
     return with_checksum(yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
-
-
-def dump(job: Mapping[str, Any]) -> str:
-    """A plain config as YAML, with its sha256."""
-    return _text(dict(job))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -40,11 +37,6 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):
         raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")
     return loaded
-
-
-def dump_list(items: list[str]) -> str:
-    """A list of strings as YAML, with its sha256."""
-    return _text(items)
 
 
 def load_list(path: Path) -> list[str]:

@@ -6,6 +6,7 @@ A broken invariant of our own code is an `assert`, not one of these exceptions.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -145,3 +146,18 @@ def escaped(text: str, keep: str = "\n\t") -> str:
         character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def check_installed(package: str, user: str, extra: str = "") -> None:
+    """Refuse `user`, an option or a command, if the package that it needs is not installed.
+
+    `extra` is the extra of Lockstep that has the package; by default it has the package's name.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"{user} needs the package {package}, which is not installed; install it with pip install "
+            f"'lockstep[{extra or package}]'"
+        )

@@ -15,8 +15,8 @@ from lockstep.core.finding import Finding, Level
 from lockstep.core.process_group import Backend
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
+from lockstep.job.prepare import check_plan
 from lockstep.job.resume import check_resumable
-from lockstep.job.validate import check_plan
 from lockstep.models.nets import sketch
 from lockstep.runtime.host import GB, amount, cores, free_memory
 from lockstep.strategy import Single

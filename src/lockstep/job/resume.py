@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import composition, extensions, messages, yaml_io
-from lockstep.config.invocation import Invocation
+from lockstep.config.invocation import ConfigFiles, Invocation
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
@@ -39,6 +40,7 @@ class Resume:
         overrides: the overrides that give `values`.
         run: the folder of the run that `resume=` names; None if it names a checkpoint or nothing.
         folder: the folder of the job, which this run has or the command names; None for a new one.
+        configs: the config files that the command names.
         may_fetch: whether missing data may be downloaded. Not to a folder that only the run folder names, because
             somebody else may have written the run folder.
     """
@@ -47,6 +49,7 @@ class Resume:
     overrides: tuple[str, ...]
     run: Path | None
     folder: Path | None
+    configs: ConfigFiles
     may_fetch: bool = True
 
     @property
@@ -61,6 +64,7 @@ class Resume:
             raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
         return node
 
+    @cached_property
     def checkpoint(self) -> Path | None:
         """The checkpoint to continue from: the newest one of the folder, or the one that `resume=` names.
 
@@ -92,7 +96,9 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
             "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
         )
     if run is None:
-        return Resume(values=values, overrides=invocation.overrides, run=None, folder=named)
+        return Resume(
+            values=values, overrides=invocation.overrides, run=None, folder=named, configs=invocation.configs
+        )
     own, overrides = _values_of_run(RunDir(run), invocation)
     data_root = own["dataset"].get("root") if isinstance(own["dataset"], Mapping) else None
     return Resume(
@@ -101,6 +107,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         overrides=overrides,
         run=run,
         folder=run,
+        configs=invocation.configs,
         may_fetch=data_root in (None, values["data_root"]),
     )
 

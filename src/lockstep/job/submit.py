@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.config import components, messages
-from lockstep.config.commands import override, parsed
+from lockstep.config.commands import command_of_program, override, parsed
 from lockstep.config.invocation import Invocation
-from lockstep.config.program_words import command_of_program
 from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
@@ -23,8 +22,7 @@ from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
 from lockstep.job.resume import Resume, named_checkpoint
-from lockstep.job.run_folder import lock_run_folder
-from lockstep.job.run_lock import Lock
+from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.launcher import Slurm
 
 REASON_CHARACTERS = 300

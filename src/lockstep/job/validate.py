@@ -2,27 +2,32 @@
 
 `lockstep.core.fields` checks each value by itself. This module checks values together: a key that has no effect
 because of another key, and parts that do not fit each other. An option that has no effect on this machine only (such
-as an option for GPUs on a machine without one) is not a mistake: the same job must run on any machine.
+as an option for GPUs on a machine without one) is not a mistake: the same job must run on any machine. What a job
+needs of processes, threads and memory is a lower bound: a job that is refused certainly does not fit.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from lockstep import checkpoint
-from lockstep.core.data_protocols import BoxAugment, Source
-from lockstep.core.errors import InputError
+from lockstep.core.data_protocols import BoxAugment
+from lockstep.core.errors import InputError, check_installed
+from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
-from lockstep.job.machine_limits import check_data_memory, check_memory, check_threads
-from lockstep.models.nets import CompileMode
-from lockstep.training.fingerprint import plan_of
-from lockstep.training.freezing import freeze_until
+from lockstep.models.nets import CompileMode, check_size, sketch
+from lockstep.runtime.host import available_memory, check_room, cores
 from lockstep.training.resolved_job import ResolvedJob
+
+# The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.
+RANKS, RANKS_A_CORE = 64, 4
+THREADS, THREADS_A_CORE = 1024, 16
+FLOAT32 = 4  # bytes
+LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
 
 
 def check_effects(job: ResolvedJob) -> None:
@@ -72,12 +77,8 @@ def check_packages(job: ResolvedJob) -> None:
         InputError: a package is missing.
     """
     for name, logger in job.logger.items():
-        package = getattr(logger, "package", None)
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise InputError(
-                f"logger={name} needs the package {package}, which is not installed; install it with pip install "
-                f"'lockstep[{package}]', or leave the logger out"
-            )
+        if (package := getattr(logger, "package", None)) is not None:
+            check_installed(package, f"logger={name}")
 
 
 def check_folders(job: ResolvedJob) -> None:
@@ -199,47 +200,68 @@ def _check_graph(job: ResolvedJob) -> None:
         raise InputError(*problems)
 
 
-def check_run(job: ResolvedJob, *, starts: bool, fetch: bool) -> Plan:
-    """The plan of a job whose data exists and fits it. `starts` is whether the job starts from its initial weights.
-
-    Missing data is downloaded if `fetch` is set. It must not be set if only the run folder names the data's folder,
-    because somebody else may have written the run folder.
+def check_threads(job: ResolvedJob) -> None:
+    """Refuse more processes or threads than a system can start, because it would kill a program that starts them.
 
     Raises:
-        InputError: it does not fit.
+        InputError: there are too many.
     """
-    if job.init_from is not None and starts:
-        checkpoint.weights_file(Path(job.init_from))
-    if fetch:
-        job.dataset.prepare()
-    else:
-        _check_data(job.dataset)
-    plan = check_plan(job)
-    if starts:
-        job.model.prepare()
-    return plan
-
-
-def check_plan(job: ResolvedJob) -> Plan:
-    """The plan of a job whose data is there, and which fits it and the memory.
-
-    Raises:
-        InputError: it does not fit.
-    """
-    plan = plan_of(job, len(job.dataset.train()))
-    check_memory(job, plan)
-    freeze_until(job, plan)  # raises if the duration does not fit
-    for step in (1, plan.total_steps):
-        job.schedule.factor(step, plan)  # raises if one of its durations does not fit
-    return plan
-
-
-def _check_data(dataset: Source) -> None:
-    """Check that both splits can be read."""
-    try:
-        dataset.train()
-        dataset.eval()
-    except InputError as error:
+    ranks, threads = job.launcher.ranks, job.launcher.threads
+    workers = job.loader.workers
+    if is_launched():
+        ranks = local_size(ranks)
+    elif job.device == "cpu" and ranks > (most := max(RANKS, RANKS_A_CORE * cores())):
         raise InputError(
-            f"{error}; a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
-        ) from error
+            f"launcher.ranks is {ranks}, but this machine has {cores()} CPU cores, expected at most {most} ranks: "
+            "launcher.ranks=2"
+        )
+    total = ranks * (threads + (0 if workers == "auto" else int(workers)))
+    if total > (most := max(THREADS, THREADS_A_CORE * cores())):
+        raise InputError(
+            f"launcher.threads is {threads} and loader.workers is {workers}, which on {ranks} ranks are {total:,} "
+            f"threads, expected at most {most:,} on a machine of {cores()} CPU cores; use launcher.threads=auto "
+            "loader.workers=auto"
+        )
+
+
+def check_data_memory(job: ResolvedJob) -> None:
+    """Refuse a data set that makes more images than fit into memory.
+
+    Raises:
+        InputError: the images do not fit.
+    """
+    if size := job.dataset.generated_bytes:
+        name, examples = type(job.dataset).__name__.lower(), getattr(job.dataset, "examples", 1)
+        fitting = max(1, int(examples * available_memory() / 2 / size))
+        check_room(f"the images of dataset={name}", size, f"dataset.examples={fitting}")
+
+
+def check_memory(job: ResolvedJob, plan: Plan) -> None:
+    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message.
+
+    Raises:
+        InputError: something does not fit.
+    """
+    # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
+    usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
+    on_cpu = job.device == "cpu"
+    if not usual or getattr(job.model, "options", None):
+        copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
+        check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
+    for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
+        check_room(purpose, size, remedy)
+
+
+def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
+    """The parts of a job that need memory on this machine: a name, the bytes, and a remedy."""
+    pixels = math.prod(job.dataset.input_shape)
+    micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
+    batch = math.ceil(plan.batch / micro_batches)
+    smaller = "a smaller dataset.input_size"
+    yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
+    block = min(job.train.eval_batch, plan.examples)
+    yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
+    if job.loader.workers not in (0, "auto"):
+        ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
+        bytes_ahead = ahead * math.prod(job.dataset.image_shape)
+        yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"

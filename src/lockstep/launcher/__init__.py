@@ -1,15 +1,13 @@
 """The launchers, which start the ranks of one job.
 
 A launcher gets an entry point and a run folder, and does not know what the ranks do. (`hydra/launcher=` is a
-different
-thing: it decides how the jobs of a sweep are run.)
+different thing: it decides how the jobs of a sweep are run.)
 """
 
 from lockstep.launcher.attach import create_on_main
 from lockstep.launcher.base import Auto, Inline
 from lockstep.launcher.elastic import Elastic
-from lockstep.launcher.machines import Machines
-from lockstep.launcher.member import Member
+from lockstep.launcher.roles import Machines, Member
 from lockstep.launcher.slurm import Slurm
 from lockstep.launcher.spawn import Spawn
 

@@ -15,8 +15,7 @@ from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
 from lockstep.launcher.agent import Meeting
-from lockstep.launcher.machines import Machines
-from lockstep.launcher.member import Member
+from lockstep.launcher.roles import Machines, Member
 from lockstep.launcher.spawn import Spawn
 
 MOST_NODES = 4096

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
+import psutil
 import torch
 
 from lockstep.core.errors import InputError
@@ -47,16 +47,8 @@ def free_memory(world: World) -> float:
 
 
 def available_memory() -> float:
-    """The bytes of host memory available without swapping; half of the host's memory if the system does not tell."""
-    try:
-        # Not the free pages: a machine that has run for a while has few of them, because the file cache takes the
-        # rest.
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    if match is not None:
-        return 1024.0 * int(match[1])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    """The bytes of host memory available without swapping: also what the file cache takes."""
+    return float(psutil.virtual_memory().available)
 
 
 def check_room(purpose: str, size: float, remedy: str) -> None:

@@ -5,7 +5,6 @@ So a run is the same as with `ddp`: Accelerate does not cut a batch, pad a shard
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, check_installed
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer
 from lockstep.core.world import World
@@ -43,11 +42,7 @@ class Accelerate(Distributed):
     find_unused_parameters: bool = False
 
     def check(self, ranks: int, device: str) -> None:
-        if importlib.util.find_spec("accelerate") is None:
-            raise InputError(
-                "strategy=accelerate needs the package accelerate, which is not installed; install it with pip "
-                "install 'lockstep[accelerate]', or use strategy=ddp"
-            )
+        check_installed("accelerate", "strategy=accelerate")
         for name, (neutral, override) in LAUNCH_SETTINGS.items():
             value = os.environ.get(name, "")
             if value.lower() not in neutral:

@@ -15,10 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import M, Optimizer, Precision
+from lockstep.core.update_scope import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
 
 NO_CONTEXT = nullcontext()
+# What a rank steps under a strategy of this `widest` scope, and the optimizers that look at no more.
+STEPPED = {
+    UpdateScope.element: ("a part of each parameter", "adamw, adam or sgd"),
+    UpdateScope.parameter: ("some of the parameters", "adamw, adam, sgd or muon"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,8 @@ class Single:
     """Whether each rank has the whole model."""
     no_scaler: ClassVar[str] = ""
     """Why the strategy cannot work with a loss scaler; empty if it can."""
+    widest: ClassVar[UpdateScope] = UpdateScope.model
+    """The widest scope of an optimizer whose state the strategy can divide over the ranks."""
     fixed_order: ClassVar[bool] = False
     """Whether gradients are added in the same order on any number of ranks."""
     adapts: ClassVar[bool] = False
@@ -49,13 +57,20 @@ class Single:
         return model
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        name, scope = type(self).__name__.lower(), getattr(optimizer, "scope", UpdateScope.model)
+        if scope > self.widest:
+            seen = {UpdateScope.parameter: "whole parameters", UpdateScope.model: "all parameters together"}[scope]
+            cut, others = STEPPED[self.widest]
+            raise InputError(
+                f"optimizer={type(optimizer).__name__.lower()} looks at {seen}, but under strategy={name} a rank has "
+                f"{cut}; use optimizer={others}, or strategy=ddp"
+            )
         if precision.needs_loss_scaler and self.no_scaler:
             raise InputError(
                 f"precision={type(precision).__name__.lower()} has a loss scaler, {self.no_scaler}; "
                 "use precision=bf16, or strategy=ddp"
             )
         if micro_batches == "auto" and not self.whole_model:
-            name = type(self).__name__.lower()
             raise InputError(
                 f"train.micro_batches=auto tries the whole model on each rank, and strategy={name} is for models "
                 "that need not fit there; use a number, such as train.micro_batches=8"

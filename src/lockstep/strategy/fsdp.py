@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision
-from lockstep.core.update_scope import UpdateScope, refuse_wider
+from lockstep.core.update_scope import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed
 
@@ -37,14 +37,12 @@ class FSDP(Distributed):
     cpu_offload: bool = False
     low_precision: bool = False
     whole_model: ClassVar[bool] = False
+    widest: ClassVar[UpdateScope] = UpdateScope.element
     no_scaler: ClassVar[str] = (
         "which looks for overflows in whole gradients, but strategy=fsdp cuts them over the ranks"
     )
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
-        refuse_wider(
-            optimizer, UpdateScope.element, "fsdp", remedy="use optimizer=adamw, adam or sgd, or strategy=ddp"
-        )
         super().check_parts(optimizer, precision, micro_batches)
         if self.low_precision and precision.dtype is precision.storage:
             raise InputError(

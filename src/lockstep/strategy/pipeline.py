@@ -20,7 +20,7 @@ from lockstep.core.fields import ranged, ruled
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import M, Optimizer, Precision
 from lockstep.core.rules import Text
-from lockstep.core.update_scope import UpdateScope, refuse_wider
+from lockstep.core.update_scope import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Single, share_weights
 from lockstep.strategy.cutting import cut
@@ -51,6 +51,7 @@ class Pipeline(Single):
     schedule: PassOrder = PassOrder["1f1b"]
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False
+    widest: ClassVar[UpdateScope] = UpdateScope.parameter
     no_scaler: ClassVar[str] = "and under strategy=pipeline each stage would skip other steps"
 
     def ranks(self, gpus: int) -> int:
@@ -67,11 +68,6 @@ class Pipeline(Single):
                 f"strategy.cuts is [{','.join(self.cuts)}], which makes {len(self.cuts) + 1} stages, but there are "
                 f"{ranks} ranks with one each; use launcher.ranks={len(self.cuts) + 1}, or leave out strategy.cuts"
             )
-
-    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
-        remedy = "use optimizer=adamw, adam, sgd or muon, or strategy=ddp"
-        refuse_wider(optimizer, UpdateScope.parameter, "pipeline", remedy=remedy)
-        super().check_parts(optimizer, precision, micro_batches)
 
     def check_compile(self, ranks: int, device: str) -> None:
         if ranks > 1:

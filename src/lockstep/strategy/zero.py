@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.core.protocols import Optimizer, Precision
-from lockstep.core.update_scope import UpdateScope, refuse_wider
+from lockstep.core.protocols import Optimizer
+from lockstep.core.update_scope import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import by_dtype, copy_back, flattened
 from lockstep.strategy.ddp import DDP
@@ -29,9 +29,7 @@ class ZeRO(DDP):
     The state of a parameter is on one rank, which steps the parameter and sends it to the others.
     """
 
-    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
-        remedy = "use optimizer=adamw, adam, sgd or muon, or strategy=ddp"
-        refuse_wider(optimizer, UpdateScope.parameter, "zero", remedy=remedy)
+    widest: ClassVar[UpdateScope] = UpdateScope.parameter
 
     def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
         whole = optimizer.build(model)

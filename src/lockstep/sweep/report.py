@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lockstep.config.program_words import program_name
+from lockstep.config.commands import program_name
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, started_by

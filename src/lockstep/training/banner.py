@@ -10,25 +10,23 @@ import torch
 from torch import nn
 
 from lockstep import checkpoint
-from lockstep.config.commands import override, relative, typed
+from lockstep.config import yaml_io
+from lockstep.config.commands import override, program_words, relative, typed, words_of
 from lockstep.config.invocation import config_words
-from lockstep.config.program_words import program_words, words_of
 from lockstep.core import log
-from lockstep.core.plan import Plan
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
-from lockstep.data.datasets.files import SIZES, crops_files
+from lockstep.data.datasets.files import AUTO, SIZES, crops_files
 from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
+from lockstep.training.build_data import TrainingData
 from lockstep.training.fingerprint import named, train_longer
-from lockstep.training.network import Network
-from lockstep.training.progress import Progress
+from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.usual import Usual
 
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
 # factor, because `amount` may round down.
@@ -106,6 +104,40 @@ def _other_interpolation(job: ResolvedJob) -> str:
     return f" (resized {own} on the device, evaluated {evaluated}; dataset.crop_from=file resizes both alike)"
 
 
+def _auto_sizes(composed: Mapping[str, Any]) -> frozenset[str]:
+    """The sizes of the data set that the user left to `auto`."""
+    return frozenset(name for name in SIZES if _setting(composed, "dataset", name) == AUTO)
+
+
+def _rate_reason(job: ResolvedJob, composed: Mapping[str, Any]) -> str:
+    """The text behind a learning rate that was `auto`: that it is the usual one."""
+    if _setting(composed, "optimizer", "lr") != AUTO:
+        return ""
+    return f" (usual at batch {job.batch}" + " for trained weights" * job.starts_trained + ")"
+
+
+def _input_reason(job: ResolvedJob, composed: Mapping[str, Any], auto_sizes: frozenset[str]) -> str:
+    """The text behind the shape of the input: which of its settings were chosen, and why."""
+    source = job.dataset
+    if job.starts_trained:
+        words = [
+            "size" * ("input_size" in auto_sizes),
+            "crop" * ("crop" in auto_sizes),
+            "mean and std" * all(_setting(composed, "input", key) is None for key in ("mean", "std")),
+            job.input.interpolation * (_setting(composed, "input", "interpolation") == AUTO),
+        ]
+        origin = "as the weights were trained"
+    else:
+        words = ["size" * ("input_size" in auto_sizes and source.input_shape != source.image_shape)]
+        origin = f"usual for dataset={type(source).__name__.lower()}"
+    chosen = ", ".join(word for word in words if word)
+    return f" ({chosen} {origin})" if chosen else ""
+
+
+def _setting(composed: Mapping[str, Any], group: str, key: str) -> Any:
+    return (composed.get(group) or {}).get(key)
+
+
 def _keeps(job: ResolvedJob, network: Network) -> str:
     """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
     saved, state, total = sizes_of_checkpoints(job, network.model)
@@ -138,17 +170,14 @@ def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, flo
 
 
 def banner(
-    *,
     job: ResolvedJob,
     run_dir: RunDir,
     world: World,
-    plan: Plan,
-    overrides: Sequence[str],
+    data: TrainingData,
     network: Network,
-    examples: tuple[int, int],
-    loader_reason: str,
+    progress: Progress,
+    *,
     origin: str,
-    step: int,
     notes: Sequence[str],
     composed: Mapping[str, Any],
 ) -> None:
@@ -156,31 +185,31 @@ def banner(
 
     `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
     """
-    usual = Usual(job, composed)
+    plan, sizes = data.plan, _auto_sizes(composed)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     rows = {
         "run": relative(run_dir.path),
-        "changed": " ".join(overrides) or "nothing, these are the defaults",
+        "changed": " ".join(yaml_io.load_list(run_dir.overrides)) or "nothing, these are the defaults",
         "model": ", ".join(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),
-        "data": f"{named(job.dataset, frozenset({'root'}) | usual.sizes)}, {examples[0]:,} to train on, "
-        f"{examples[1]:,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
-        f"{usual.input_reason}",
-        "input": f"{job.loader} ({loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
+        "data": f"{named(job.dataset, frozenset({'root'}) | sizes)}, {len(data.train):,} to train on, "
+        f"{len(data.val):,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
+        f"{_input_reason(job, composed, sizes)}",
+        "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {job.optimizer.lr:.3g}"
-        f"{usual.rate_reason}, {named(job.schedule)}",
+        f"{_rate_reason(job, composed)}, {named(job.schedule)}",
         "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
         "keeps": _keeps(job, network),
     }
     if origin:
-        rows["from"] = f"{origin}, step {step:,}"
+        rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
     for note in notes:

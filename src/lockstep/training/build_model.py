@@ -1,4 +1,4 @@
-"""Builds the model of a run with its optimizer, and loads the checkpoint that the run starts from."""
+"""Builds the model of a run with its optimizer and its loss, and loads the checkpoint that the run starts from."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
+from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.losses import SummedLoss
 from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.training.build_data import TrainingData
 from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
-from lockstep.training.network import Network
-from lockstep.training.progress import Progress
+from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
+
+TRIED = 3  # examples that the loss is tried on
 
 
 def without_start(job: ResolvedJob) -> ResolvedJob:
@@ -144,3 +148,26 @@ def restore(
         scaler=network.scaler,
     )
     return Progress(**progress), str(loaded.path)
+
+
+def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> SummedLoss:
+    """The loss of a job on its device.
+
+    Raises:
+        InputError: the loss has parameters, which nothing would train, or does not give one number per example.
+    """
+    classes = job.dataset.classes
+    module = job.loss.build(classes, data.train.labels).to(world.device)
+    name = type(job.loss).__name__
+    if next(module.parameters(), None) is not None:
+        raise InputError(f"the loss {name} has parameters, which no optimizer trains; make them buffers or constants")
+    logits = torch.zeros((TRIED, classes), device=world.device, dtype=job.precision.sums)
+    labels = torch.arange(TRIED, device=world.device) % classes
+    targets = labels if data.pipeline.mix is None else torch.eye(classes, device=world.device)[labels].to(logits)
+    shape = tuple(module(logits, targets).shape)
+    if shape != (TRIED,):
+        raise InputError(
+            f"the loss {name} gives a tensor of shape {shape} for {TRIED} examples, expected ({TRIED},), a number "
+            'for each; a loss of torch.nn does so with reduction="none"'
+        )
+    return SummedLoss(module, tolerates_broken=max(data.train.skip, data.val.skip) > 0)

@@ -26,8 +26,7 @@ from lockstep.telemetry.time_left import TimeLeft
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.network import Network
-from lockstep.training.progress import Progress
+from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 
 # A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.

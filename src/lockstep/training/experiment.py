@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TypedDict
 
 import torch
 
@@ -23,16 +22,17 @@ from lockstep.telemetry.hardware import Monitor
 from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
-from lockstep.training.build_loss import build_loss
 from lockstep.training.build_model import (
+    build_loss,
     build_network_and_load_state,
     compile_network,
     interrupts_compiling,
     restore,
 )
 from lockstep.training.build_observers import build_observers
+from lockstep.training.dry_run import is_out_of_memory
+from lockstep.training.fingerprint import card_of
 from lockstep.training.graph_trainer import GraphTrainer
-from lockstep.training.model_card import card_of
 from lockstep.training.predictions import CollectedPredictions
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.run_record import NoRecord, run_record
@@ -74,6 +74,7 @@ def run(
     record.write_start(job, data.plan, progress, run=checkpointer.run)
     telemetry, monitor = build_observers(job, run_dir, world, data, network, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
+    scores, predictions = build_judges(job, data, world, telemetry.observer)
     trainer = trainer_class(job, world)(
         world=world,
         plan=data.plan,
@@ -85,7 +86,8 @@ def run(
         schedule=job.schedule,
         loader=loader,
         pipeline=data.pipeline,
-        **build_judges(job, data, world, telemetry.observer),
+        scores=scores,
+        predictions=predictions,
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
@@ -104,22 +106,15 @@ def trainer_class(job: ResolvedJob, world: World) -> type[Trainer]:
     return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
 
 
-class Judges(TypedDict):
-    """What an evaluation fills besides loss and accuracy."""
-
-    scores: NoScores
-    predictions: CollectedPredictions
-
-
-def build_judges(job: ResolvedJob, data: TrainingData, world: World, observer: Observer) -> Judges:
-    """The scores of an evaluation, and the predictions of which `observer` is told."""
+def build_judges(
+    job: ResolvedJob, data: TrainingData, world: World, observer: Observer
+) -> tuple[NoScores, CollectedPredictions]:
+    """What an evaluation fills besides loss and accuracy: scores, and the predictions of which `observer` is told."""
     source, kind = job.dataset, probabilities_of(job.loss)
-    return {
-        "scores": build_scores(job.metric, source.classes, source.class_names, world, kind),
-        "predictions": CollectedPredictions(
-            source.class_names, source.classes, world, kind=kind, sample_name=data.val.name, observer=observer
-        ),
-    }
+    names = source.class_names
+    return build_scores(job.metric, source.classes, names, world, kind), CollectedPredictions(
+        names, source.classes, world, kind=kind, sample_name=data.val.name, observer=observer
+    )
 
 
 def build_checkpointer(
@@ -183,6 +178,6 @@ def explaining(job: ResolvedJob, run_dir: RunDir, world: World, trainer: Trainer
         world.barrier()
         raise
     except (RuntimeError, MemoryError) as error:
-        if micro_batch_search.is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise micro_batch_search.oom_advice(error, job, world, trainer.progress.step + 1) from None
         raise

@@ -1,14 +1,17 @@
-"""Finds a number of micro-batches that fits into memory by trying, and sets how the C library keeps freed memory."""
+"""Finds by trying which batches and micro-batches fit into memory, and sets how the C library keeps freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import math
+import statistics
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +19,7 @@ import torch
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.training.dry_run import dry_run_step, is_out_of_memory
+from lockstep.training.dry_run import dry_run_step, timed, unless_out_of_memory
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -25,6 +28,9 @@ MARGIN = 1.2
 # glibc's numbers for two options of `mallopt` (malloc.h), and their defaults.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 TRIM, MAPPINGS = 128 * 1024, 65536
+# Batches are tried up to this long a step and this long in all (seconds).
+LONGEST_STEP_S, LONGEST_S = 2.0, 10.0
+STEPS = 3  # are timed of each batch
 
 
 def keep_freed_memory(world: World, *, keep: bool) -> None:
@@ -104,20 +110,19 @@ def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on `examples` blank examples fits into memory."""
     # Fork the generator: this throw-away model must not advance the state of the run's.
     with _bounded(world), torch.random.fork_rng(devices=[]):
-        try:
+
+        def step() -> bool:
             reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
             dry_run_step(job, world, examples)()
             del reserved
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            traceback.clear_frames(error.__traceback__)
-            return False
+            return True
+
+        try:
+            return unless_out_of_memory(step) is not None
         finally:
             gc.collect()
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
-    return True
 
 
 @contextmanager
@@ -137,3 +142,52 @@ def _bounded(world: World) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def advice_on_batch(job: ResolvedJob, world: World, examples: int) -> str:
+    """A sentence for `batch=auto`: the present and the largest batch that fits, with images per second and rate.
+
+    Batches are doubled while they fit on a rank and their steps are short, up to all `examples` of an epoch. They are
+    tried on main alone.
+    """
+    end = time.perf_counter() + LONGEST_S
+    present = batch = job.batch
+    rates: dict[int, float] = {}
+    with torch.random.fork_rng(devices=[]):  # a throw-away model must not advance the state of the run's
+        while True:
+            seconds = _seconds(job, world, math.ceil(batch / world.size))
+            if seconds is None:
+                limit = "the next one does not fit into memory"
+                break
+            rates[batch] = batch / seconds
+            if 2 * batch > examples:
+                limit = "an epoch has no more examples"
+                break
+            if 2 * seconds > LONGEST_STEP_S or time.perf_counter() > end:
+                limit = "larger ones were not tried, because their steps are long"
+                break
+            batch *= 2
+    if set(rates) <= {present}:
+        return f"batch=auto is {present}: {limit}"
+    largest = max(rates)
+    rate = job.optimizer.lr * _usual_rate(job, largest) / _usual_rate(job, present)
+    return (
+        f"batch=auto is {present}, which trains on about {rates[present]:,.0f} img/s; up to {largest:,} fit here "
+        f"({limit}), with {rates[largest]:,.0f} img/s: batch={largest} optimizer.lr={rate:.3g}, which is another run"
+    )
+
+
+def _usual_rate(job: ResolvedJob, batch: int) -> float:
+    return float(replace(job.optimizer, lr="auto").at_batch(batch, trained=False).lr)
+
+
+def _seconds(job: ResolvedJob, world: World, examples: int) -> float | None:
+    """The seconds of a step on a rank; None if it does not fit into memory."""
+    if not fits(job, world, examples, held_gb=0.0):
+        return None
+
+    def median() -> float:
+        step = dry_run_step(job, world, examples)
+        return statistics.median(timed(step, world.device) for _ in range(STEPS))
+
+    return unless_out_of_memory(median)

@@ -1,4 +1,4 @@
-"""The model of a run and everything that holds its parameters, as one object to build, train, save and restore."""
+"""The state of a run: the model with everything that holds its parameters, and how far the run has come."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.core.data_protocols import MicroBatch
+from lockstep.telemetry import WindowState
 from lockstep.training.freezing import Freezing
 
 
@@ -47,3 +48,26 @@ class Network:
     def parameters(self) -> int:
         """The number of its weights, trained or frozen."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Fields:
+        step: the last finished step.
+        score: top-1 in percent of the evaluation after that step; None if there was no evaluation.
+        best, best_step: the best score so far, and its step.
+        window: the counts since the last log point, of the step that was saved last.
+    """
+
+    step: int = 0
+    score: float | None = None
+    best: float | None = None
+    best_step: int = 0
+    window: WindowState | None = None
+
+    @property
+    def after(self) -> float:
+        """`RunInfo.after`, which is behind the figures of this progress."""
+        return self.step if self.score is None else self.step + 0.5

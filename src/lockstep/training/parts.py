@@ -15,8 +15,7 @@ from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
-from lockstep.training.build_loss import build_loss
-from lockstep.training.build_model import build_network
+from lockstep.training.build_model import build_loss, build_network
 from lockstep.training.freezing import Freezing
 from lockstep.training.resolved_job import ResolvedJob
 

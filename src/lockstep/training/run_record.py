@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
+from lockstep import checkpoint
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.commands import relative, typed
 from lockstep.core import log
-from lockstep.core.errors import InputError, NumericalError, StorageError
+from lockstep.core.errors import BrokenImage, InputError, NumericalError, StorageError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
@@ -22,15 +28,15 @@ from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
-from lockstep.training import banner, crash_dump
+from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
+from lockstep.training.dry_run import times_as_long
 from lockstep.training.explain import explain
-from lockstep.training.largest_batch import advice_on_batch
-from lockstep.training.network import Network
-from lockstep.training.progress import Progress
+from lockstep.training.micro_batch_search import advice_on_batch
+from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
-from lockstep.training.trials import times_as_long
+from lockstep.training.verdict import Evidence
 
 
 class NoRecord:
@@ -70,16 +76,13 @@ class RunRecord(NoRecord):
         self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
     ) -> None:
         banner.banner(
-            job=job,
-            run_dir=self.run_dir,
-            world=self.world,
-            plan=data.plan,
-            overrides=yaml_io.load_list(self.run_dir.overrides),
-            network=network,
-            examples=(len(data.train), len(data.val)),
-            loader_reason=data.loader_reason,
+            job,
+            self.run_dir,
+            self.world,
+            data,
+            network,
+            progress,
             origin=origin,
-            step=progress.step,
             notes=self._notes(job, data, network),
             composed=self._composed(),
         )
@@ -130,7 +133,7 @@ class RunRecord(NoRecord):
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         weights = gathered(trainer.network.model.state_dict(), keep=True)
-        crash_dump.keep(error, trainer, weights, self.run_dir)
+        keep_bad_step(error, trainer, weights, self.run_dir)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
@@ -141,7 +144,7 @@ class RunRecord(NoRecord):
             of_gpu["gpu_memory"] = torch.cuda.max_memory_reserved(self.world.device)
         if gpu_time := telemetry.profile.gpu_time:
             of_gpu["gpu_time"] = {name: round(share, 4) for name, share in gpu_time.items()}
-        verdict, sight = explain(
+        evidence = Evidence(
             job=job,
             world=self.world,
             plan=trainer.plan,
@@ -149,8 +152,8 @@ class RunRecord(NoRecord):
             shares=shares,
             hardware=hardware,
             mfu=100 * figures["img_per_s"] * network.flops / network.peak if network.peak else 0.0,
-            seconds=seconds,
         )
+        verdict, sight = explain(evidence, seconds)
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,
@@ -192,3 +195,43 @@ class RunRecord(NoRecord):
 def run_record(run_dir: RunDir, world: World) -> NoRecord:
     """The record of this rank."""
     return RunRecord(run_dir, world) if world.is_main else NoRecord()
+
+
+def keep_bad_step(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
+    """Write `incident/`: the global batch of the first bad step, as stored, and the present weights.
+
+    `incident.json` names the step, its samples and the last checkpoint before it: a run resumed there comes to the
+    step with the same batch. Called by main only. A failed write is only a warning, because the run ends with its own
+    error; it leaves no incomplete `incident/`.
+    """
+    try:
+        _write_incident(error, trainer, weights, run_dir)
+    # A full disk raises any of these.
+    except (OSError, RuntimeError, MemoryError, SafetensorError, BrokenImage) as failure:
+        log.warn(f"{run_dir.incident} could not be written ({failure}), so nothing is kept of the bad step")
+        shutil.rmtree(run_dir.incident, ignore_errors=True)
+
+
+def _write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
+    step = error.step or trainer.progress.step
+    batch = trainer.loader.global_batch(step)
+    folder = run_dir.incident
+    folder.mkdir(exist_ok=True)
+    torch.save(
+        {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()},
+        folder / "batch.pt",
+    )
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(on_host, folder / "model.safetensors")
+    earlier = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
+    facts = {
+        "error": str(error),
+        "step": step,
+        "epoch": batch.epoch,
+        "seen_at_step": trainer.progress.step,
+        "learning_rate": trainer.lr * trainer.schedule.factor(step, trainer.plan),
+        "samples": (batch.indices % trainer.plan.examples).tolist(),
+        "checkpoint": earlier[0] if earlier else None,
+    }
+    write_atomic(folder / "incident.json", json.dumps(facts, indent=2) + "\n")
+    log.warn(f"the batch of step {step} and the weights are kept in {folder}")

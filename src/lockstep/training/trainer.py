@@ -24,9 +24,8 @@ from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learnin
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry import Telemetry, Window
 from lockstep.training.evaluate import evaluate
-from lockstep.training.network import Network
+from lockstep.training.network import Network, Progress
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
-from lockstep.training.progress import Progress
 from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
 
 

@@ -1,19 +1,20 @@
 """What limits the speed of a run, and what to change: the verdict, and the checklist of the tutorials.
 
 Every gain is that of the whole run. It follows from a part's share of the time by Amdahl's law; how much faster the
-part itself becomes was tried where a trial is short (`lockstep.training.trials`).
+part itself becomes was tried where a trial is short (`lockstep.training.dry_run`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
+from lockstep.runtime import host
 from lockstep.training.resolved_job import ResolvedJob
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
@@ -69,8 +70,8 @@ class Evidence:
     shares: Mapping[str, float]
     hardware: Mapping[str, float]
     mfu: float
-    factors: Mapping[str, float]
-    cores: int
+    factors: Mapping[str, float] = field(default_factory=dict)
+    cores: int = field(default_factory=host.cores)
 
     def share(self, *parts: str) -> float:
         return sum(self.shares.get(part, 0.0) for part in parts)
