@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import Done, forked, losses, train_here, weights
+from lockstep.runtime.signals import AGAIN_S
 from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.pool import to_run
 from lockstep.sweep.record import Record, State
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
@@ -121,9 +125,16 @@ def test_the_same_line_runs_only_what_is_new_and_a_job_is_the_run_that_it_is_alo
     first = sweep(tmp_path, "seed=1,2", "model=linear", *SHORT)
     assert first.code == 0, first.err
     before = files(ledger(tmp_path).folder / "000-seed=1")
-    again = sweep(tmp_path, "seed=2,1", "model=linear", *SHORT)
-    assert (again.code, "started" in again.out) == (0, False)
-    assert "goes on: 2 of 2 jobs are done" in again.out
+    refused = sweep(tmp_path, "seed=1,2,x", "model=linear", *SHORT)
+    assert refused.code == 2
+    assert "seed=1,2" in ledger(tmp_path).identity().words, "a refused line is none to go on with"
+    record = ledger(tmp_path).records()[1]
+    ledger(tmp_path).start(dataclasses.replace(record, objective=None))  # killed behind the end of its run
+    path = ledger(tmp_path).folder / "jobs" / "001.json"
+    path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
+    again = sweep(tmp_path, "seed=2,1,2", "model=linear", *SHORT)  # a job that is there twice is one job
+    assert (again.code, "started" in again.out) == (0, False), again.err
+    assert ledger(tmp_path).records()[1].objective == record.objective
     assert files(ledger(tmp_path).folder / "000-seed=1") == before
     more = sweep(tmp_path, "seed=1,2,3", "model=linear", *SHORT)
     assert more.out.count("started") == 1
@@ -299,7 +310,7 @@ def test_a_search_runs_its_trials_as_jobs_and_the_same_line_goes_on_with_it(tmp_
 
 
 APP = """
-import os, sys
+import os, signal, time
 import hydra
 
 @hydra.main(config_path=None)
@@ -307,6 +318,12 @@ def app(config):
     print(f"x is {config.x}")
     if config.x == 2:
         os.kill(os.getpid(), 9)
+    if config.x == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if config.x in ("deaf", "suspended"):
+        print(flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP if config.x == "suspended" else 0)
+        time.sleep(1000)
     return config.x * 10.0
 
 app()
@@ -319,11 +336,31 @@ def test_any_hydra_app_can_use_the_pool(tmp_path: Path) -> None:
     words += ("hydra.launcher.direction=minimize",)
     process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path, afresh=True)
     process.communicate(timeout=PATIENCE)
+    assert process.returncode == 70, "that of the first job that failed"
     records = Ledger(tmp_path / "sweep").records()
     assert [record.objective for record in records] == [10.0, None, 30.0]
     assert "was killed (SIGKILL)" in records[1].error
     assert Ledger(tmp_path / "sweep").best == records[0].folder
     assert (tmp_path / "sweep" / "jobs" / "002.log").read_text() == "x is 3\n"
+
+
+@pytest.mark.parametrize(("value", "code"), [("deaf", 130), ("suspended", 75)])
+def test_a_job_that_hears_no_signal_can_be_stopped_and_the_same_line_goes_on(
+    tmp_path: Path, value: str, code: int
+) -> None:
+    (tmp_path / "app.py").write_text(APP)
+    words = ("-m", f"+x={value}", "hydra/launcher=pool", "hydra.output_subdir=null", f"hydra.sweep.dir={tmp_path}/s")
+    process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path, afresh=True)
+    output = tmp_path / "s" / "jobs" / "000.log"
+    wait_for(lambda: output.exists() and "\n\n" in output.read_text())
+    os.kill(process.pid, signal.SIGINT)
+    if value == "deaf":
+        time.sleep(AGAIN_S)  # one Ctrl-C can arrive twice
+        os.kill(process.pid, signal.SIGINT)
+    assert ended(process)[0] == code
+    (record,) = Ledger(tmp_path / "s").records()
+    assert (record.state, record.exit_code, to_run([record], retry=False)) == (State.stopped, code, [record])
+    assert processes(tmp_path) == set()
 
 
 def test_a_strict_job_leaves_its_deterministic_kernels_to_itself(tmp_path: Path) -> None:

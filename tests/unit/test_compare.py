@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.cli.compare import compare
+from lockstep.cli.report import report
 from lockstep.cli.runs import runs
 from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
@@ -312,6 +313,15 @@ def test_a_damaged_ledger_is_named(swept: Ledger, capsys: CAPSYS) -> None:
     assert "91.25" in table(capsys)
     with pytest.raises(InputError, match=r"000\.json"):
         compare([str(swept.folder)], by=[], sort=None, form="table")
+    assert "1 damaged" in table(capsys)
+    with pytest.raises(InputError, match=r"000\.json"):
+        report(str(swept.folder))
+    assert "000.json" in (swept.folder / "report.html").read_text()
+    (swept.folder / "sweep.json").write_text("{")
+    with pytest.raises(InputError, match=r"sweep\.json") as caught:
+        compare([str(swept.folder.parent)], by=[], sort=None, form="table")
+    assert len(caught.value.args) == 1
+    assert "91.25" in table(capsys)
 
 
 def test_a_ledger_of_another_version_is_refused(swept: Ledger) -> None:

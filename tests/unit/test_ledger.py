@@ -22,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.core.run_dir import RunDir
+from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import Identity, Ledger, record_of
@@ -321,7 +323,7 @@ def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job() 
 def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
     records = [job(number, state=state) for number, state in enumerate(State)]
     names = [record.state for record in to_run(records, retry=False)]
-    assert names == [State.waiting, State.running, State.stopped, State.pruned]
+    assert names == [State.waiting, State.running, State.stopped, State.pruned, State.damaged]
     assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, *names[2:]]
 
 
@@ -342,7 +344,7 @@ def test_a_full_disk_is_no_fault_of_the_job_and_the_same_line_goes_on(tmp_path: 
 
 def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
-    assert [record.state for record in to_run(records, retry=False)] == [State.stopped, State.pruned]
+    assert [r.state for r in to_run(records, retry=False)] == [State.stopped, State.pruned, State.damaged]
     assert len(to_run(records, retry=True)) == len(State) - 1
 
 
@@ -350,14 +352,45 @@ def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     "text",
     ["", "{", "[]", "{}", '{"number": 0}', json.dumps({**dataclasses.asdict(job(0)), "state": "sleeping"})]
     + [json.dumps({**dataclasses.asdict(job(0)), "folder": name}) for name in ("../000-job", "001-job", "000/x")]
-    + [json.dumps(dataclasses.asdict(job(1)))],
+    + [json.dumps(dataclasses.asdict(job(1))), None]
+    + [json.dumps({**dataclasses.asdict(job(0)), field.name: {}}) for field in dataclasses.fields(Record)],
 )
-def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_is_named_and_its_job_goes_on_in_its_folder(tmp_path: Path, text: str | None) -> None:
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
-    (tmp_path / "jobs" / "000.json").write_text(text)
-    with pytest.raises(InputError, match=r"jobs/000\.json .*sweep\.resume=new"):
-        ledger.records()
+    lines = [(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")]
+    (before, other) = ledger.enter(lines)
+    (overrides := RunDir.at(tmp_path / before.folder).overrides).write_text("- seed=1\n- batch=8\n")
+    path = tmp_path / "jobs" / "000.json"
+    if text is None:
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_text(text)
+    (damaged, same) = ledger.records()
+    assert (damaged.state, damaged.folder, damaged.exit_code, same) == (State.damaged, before.folder, 2, other)
+    assert re.match(rf"{path} is .*; the line of its sweep, typed again, goes on with the job$", damaged.error)
+    overrides.unlink()
+    assert ledger.records()[0].overrides == (), "of a job that has not begun, the file alone says what it is"
+    overrides.write_text("- seed=1\n- batch=8\n")
+    assert ledger.enter(lines) == [before, other]
+    assert ledger.records() == [before, other]
+    assert path.with_suffix(".damaged").exists()
+
+
+def test_records_come_by_number_also_after_a_thousand(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    records = [ledger.write(dataclasses.replace(job(n), folder=f"{n:03}-job")) for n in (7, 999, 1000)]
+    (tmp_path / "jobs" / "007 (copy).json").write_text("{}")
+    assert ledger.records() == records
+
+
+def test_a_sweep_that_was_moved_has_the_same_jobs(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    first = ledger.enter([(["seed=1", "output_root=a"], "seed=1")])
+    assert ledger.enter([(["output_root=./a", "seed=1"], "seed=1")]) == first
 
 
 def test_the_half_written_file_of_a_kill_is_no_record(tmp_path: Path) -> None:
@@ -542,6 +575,46 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     show_table(ledger, ledger.records())
     assert capsys.readouterr().out.count("│ pruned, rung 1 of 3 │") == 2
     assert not any(record.exit_code or record.error for record in ledger.records())
+
+
+@pytest.mark.parametrize("round_of_failure", [0.125, 0.25, 0.5, 1.0])
+def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
+    tmp_path: Path, round_of_failure: float
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    ran: list[list[int]] = []
+    fails = True
+
+    def run(tasks: Sequence[Task], enough: Any) -> None:
+        ran.append([task.record.number for task in tasks])
+        for task in tasks:
+            share = float(task.environment.get(RUNG_END, 1))
+            if task.record.number == 0 and share == round_of_failure and fails:
+                ledger.end(task.record, State.failed, exit_code=76, error="the loss is nan")
+                continue
+            (folder := tmp_path / task.record.folder).mkdir(exist_ok=True)
+            (folder / "summary.json").write_text('{"steps": 8}')
+            steps = range(1, int(8 * share) + 1)
+            lines = [f'{{"step": {step}, "acc/val_top1": {step - 10 * task.record.number}}}\n' for step in steps]
+            (folder / "metrics.jsonl").write_text("".join(lines))
+            ledger.end(task.record, State.done if share == 1 else State.waiting, objective=None)
+
+    def line(*, retry: bool = False) -> list[tuple[int, str, str]]:
+        ran.clear()
+        records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(8)])
+        tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in to_run(records, retry=retry)}
+        halving.run(SimpleNamespace(ledger=ledger, run=run), records, tasks, 2)  # type: ignore[arg-type]
+        return [(record.number, record.state, record.rung) for record in ledger.records()]
+
+    first = line()
+    assert first[0][1] == State.failed
+    assert line() == first
+    assert not any(ran), "nothing runs twice, and no other job takes the place of the one that failed"
+    fails = False
+    again = line(retry=True)
+    assert again[0] == (0, State.done, "4 of 4")
+    assert {number for numbers in ran for number in numbers} == {0}
 
 
 def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(

@@ -140,6 +140,25 @@ def test_the_next_trial_begins_when_one_has_ended_and_no_job_runs_twice(tmp_path
     assert not [job for job in again.launched if frozenset(job) in {frozenset(known) for known in pool.launched}]
 
 
+class LatePool(FakePool):
+    """Sees the ends of all jobs that ran at once after they are in the ledger."""
+
+    def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        while jobs:
+            records = self.ledger.enter([(job, "job") for job in jobs])
+            ended = [self.ledger.end(record, State.done, objective=1.0) for record in records]
+            assert not any(map(self.search.has_enough, ended))
+            jobs = [job for record in ended for job in self.search.follow(record)]
+        return []
+
+
+def test_values_that_are_drawn_again_as_their_job_ends_are_answered_once(tmp_path: Path) -> None:
+    sweeper(tmp_path, LatePool(tmp_path, lambda job: 1.0), n_trials=12, n_jobs=3, pruner="median").sweep(
+        ["x=1,2,3,4"]
+    )
+    assert [trial.value for trial in study_in(tmp_path).trials] == [1.0] * 12
+
+
 def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     def score(job: dict[str, str]) -> float:
         return -abs(float(job["x"]) - 0.3)

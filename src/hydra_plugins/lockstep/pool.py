@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -27,11 +28,11 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
 from lockstep.job.run_folder import Lock
 from lockstep.runtime.program import say
-from lockstep.sweep import report
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.record import Record, State, checked_direction
+from lockstep.sweep.runs import read_run
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -50,8 +51,11 @@ CONFIG = {
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
 
 
-class PoolLauncher(Launcher):
-    """Hydra's interface to the pool. A sweeper that searches sets `search` before it launches its first jobs."""
+class PoolLauncher(Launcher, Callback):
+    """Hydra's interface to the pool, and the callback with the exit code of a sweep.
+
+    A sweeper that searches sets `search` before it launches its first jobs.
+    """
 
     begun = "started"  # what the lines say of a job that the pool has begun
     search: Search | None = None
@@ -63,6 +67,8 @@ class PoolLauncher(Launcher):
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
         self.lock = Lock()
         self.numbers: set[int] = set()  # of the jobs that were launched
+        self.exit_code, self.handled = 0, sys.exc_info()[1]  # a caller may start a sweep while it handles an error
+        hydra_context.callbacks.callbacks.insert(0, self)  # the last one at the end
         # Whether failed jobs run again, of how many jobs one goes on, the table's columns; null in other apps.
         self.retry = bool(OmegaConf.select(config, "sweep.retry"))
         self.halving: int | None = OmegaConf.select(config, "sweep.halving")
@@ -80,7 +86,13 @@ class PoolLauncher(Launcher):
             except (Stopped, Interrupted, StorageError) as error:
                 say(error)
                 sys.exit(error.exit_code)
+            codes = (record.exit_code for record in ledger.records() if record.number in self.numbers)
+            self.exit_code = next(filter(None, codes), 0)
         return [self._returned(record) for record in records]
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        if self.exit_code and sys.exc_info()[1] is self.handled:  # another error has its own code
+            sys.exit(self.exit_code)
 
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""
@@ -90,11 +102,13 @@ class PoolLauncher(Launcher):
 
         devices = self._devices()
         records, tasks = self._enter(ledger, devices, job_overrides, first)
+        if (words := tuple(self.config.hydra.overrides.task)) != (identity := ledger.identity()).words:
+            ledger.create(replace(identity, words=words))  # not before: a refused line is none to go on with
         if tasks is None:
             return records
         if self.search is not None:  # its line is about all its jobs
             records = ledger.records()
-            self._count(records)
+            self.numbers.update(record.number for record in records)
         try:
             with Screen(ledger, records, begun=self.begun) as screen:
                 pool = self._pool(ledger, devices, screen)
@@ -138,15 +152,18 @@ class PoolLauncher(Launcher):
             )
         devices.check(needs)
         names = [slug(",".join(words) or "defaults") for words in self._varied(ledger, job_overrides)]
-        records = ledger.enter(zip(job_overrides, names, strict=True))
-        self._count(records)
-        chosen = to_run(records, retry=self.retry)
+        records = [_settled(ledger, record) for record in ledger.enter(zip(job_overrides, names, strict=True))]
+        self.numbers.update(record.number for record in records)
+        chosen = {record.number for record in to_run(records, retry=self.retry)}
         tasks = []
         for record, need, config, words in zip(records, needs, configs, job_overrides, strict=True):
+            if record.number not in chosen:
+                continue
+            chosen.remove(record.number)  # the line may have a job twice
             run = functools.partial(self._run, config, record)
-            if record in chosen and need is None:  # it only submits itself to a cluster
+            if need is None:  # it only submits itself to a cluster
                 run()
-            elif record in chosen and need is not None:
+            else:
                 tasks.append(Task(record, need, run, (*program, *words)))
         return records, None if not tasks and None in needs else tasks
 
@@ -179,14 +196,9 @@ class PoolLauncher(Launcher):
         """Record a job whose config is wrong."""
         (varied,) = self._varied(ledger, [words])
         (record,) = ledger.enter([(words, slug(",".join(varied) or "defaults"))])
-        self._count([record])
+        self.numbers.add(record.number)
         sentence = str(error.__cause__ or error)  # without the number of the job
         return ledger.end(ledger.start(record), State.failed, exit_code=error.exit_code, error=sentence)
-
-    def _count(self, records: Sequence[Record]) -> None:
-        """Have the table and the exit code be about these jobs too."""
-        self.numbers.update(record.number for record in records)
-        report.OF_THIS_LINE.update(self.numbers)
 
     def _devices(self) -> Devices:
         return Devices.of_machine()
@@ -220,3 +232,11 @@ class PoolLauncher(Launcher):
         returned = JobReturn(overrides=record.overrides, status=JobStatus.COMPLETED)
         returned.return_value = float("nan") if record.objective is None else record.objective
         return returned
+
+
+def _settled(ledger: Ledger, record: Record) -> Record:
+    """The record of a job; one that was cut between the end of its run and that of its record is done."""
+    if record.state is State.done or record.runs_here:
+        return record
+    run = read_run(ledger.folder / record.folder)
+    return ledger.end(record, State.done, objective=run.score) if run.state == State.done else record

@@ -14,8 +14,8 @@ from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import InputError
 from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
-from lockstep.sweep.record import Direction
-from lockstep.sweep.runs import DAMAGED, Run, existing, read_runs
+from lockstep.sweep.record import Direction, State
+from lockstep.sweep.runs import Run, existing, read_runs
 
 WIDE = 10_000  # columns
 INTERVAL = (
@@ -38,7 +38,7 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
     """
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())
-    damaged = [run.error for run in runs if run.state == DAMAGED]
+    damaged = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
     two = len(runs) == len(paths) == 2 and not by and not damaged
     rows = causes(runs) if two else groups(runs, by)
     is_best_first = sort == "score" and direction_of(runs) is Direction.maximize
@@ -85,7 +85,7 @@ def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     if scored := [run for run in runs if run.score is not None]:
         best = max(scored, key=lambda run: direction_of(runs).gain(run.score or 0))
         log.show(f"best run: {figure(best.score)}, {best.folder}")
-    endings = Counter((run.state, run.error) for run in runs if run.error and run.state != DAMAGED)
+    endings = Counter((run.state, run.error) for run in runs if run.error and run.state != State.damaged)
     for (state, error), number in endings.items():
         log.show(f"{number} {state}: {error}")
 

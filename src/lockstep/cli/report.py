@@ -7,7 +7,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.page import write_sweep_report
-from lockstep.sweep.record import Direction
+from lockstep.sweep.record import Direction, State
 from lockstep.sweep.runs import existing, read_job, read_run
 from lockstep.telemetry.progress import progress
 from lockstep.telemetry.report import write_report
@@ -17,14 +17,15 @@ def report(path: str) -> None:
     """Write `report.html` into the folder of a run; into that of a sweep, and of each of its jobs.
 
     Raises:
-        InputError: the path is no run and no sweep, or the ledger of the sweep is damaged.
+        InputError: the path is no run and no sweep, or its ledger is damaged; what can be read has its page.
         StorageError: a page cannot be written.
     """
     folder = existing(path)
-    ledger = Ledger(folder)
+    ledger, damaged = Ledger(folder), []
     if ledger.exists:
         direction = ledger.identity().direction
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
+        damaged = [record.error for record in records if record.state is State.damaged]
         with progress("reporting", len(records)) as advance:
             for record in records:
                 write_report(RunDir(folder / record.folder), read_job(folder, record, direction).state)
@@ -37,3 +38,5 @@ def report(path: str) -> None:
     else:
         raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
     log.show(f"wrote {written}")
+    if damaged:
+        raise InputError(*damaged)

@@ -15,7 +15,7 @@ from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, State, best_of
-from lockstep.sweep.runs import DAMAGED, Run, differing, existing, read_job, read_run, run_folders, state_of
+from lockstep.sweep.runs import Run, differing, existing, read_job, read_run, run_folders, state_of
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
 
@@ -73,11 +73,12 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
                 single = [read_job(path, record, direction) for record in ledger.records()]
             elif ledger.exists:
                 rows.append(_sweep(ledger, root))
+                damaged += [record.error for record in ledger.records() if record.state is State.damaged]
             elif not Ledger(path.parent).exists:
                 single.append(read_run(path))
         except InputError as error:
             damaged.append(str(error))
-    damaged += [run.error for run in single if run.state == DAMAGED]
+    damaged += [run.error for run in single if run.state == State.damaged]
     if not (single or rows or damaged):
         raise InputError(f"{root} has no run in it; name a folder of runs: lockstep runs outputs")
     keys = differing(single)

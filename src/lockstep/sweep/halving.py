@@ -59,7 +59,7 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
 
     Args:
         pool: runs the jobs.
-        records: those of the line; jobs that were done before take part with their scores.
+        records: those of the line; jobs that were done or failed before take part with their scores.
         tasks: the jobs that are not done, by number.
         factor: how many times fewer jobs each round has.
 
@@ -67,32 +67,37 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         Stopped, Interrupted: as `Pool.run`.
     """
     ledger, direction = pool.ledger, pool.ledger.identity().direction
-    racing = [record for record in records if record.number in tasks or record.state is State.done]
+    racing = [*dict.fromkeys(records)]  # a line may have a job twice
     rounds = shares(len(racing), factor)
+
+    def runs(record: Record) -> bool:
+        return record.number in tasks and record.state is not State.done
+
     for number, share in enumerate(rounds, 1):
         is_last, rung = share == 1, f"{number} of {len(rounds)}"
-        racing = [ledger.write(replace(r, rung=rung)) if r.state is not State.done else r for r in racing]
+        racing = [ledger.write(replace(record, rung=rung)) if runs(record) else record for record in racing]
 
         def has_enough(record: Record, share: float = share, is_last: bool = is_last) -> bool:
             return not is_last and score(ledger, record, share, direction) is not None
 
-        unfinished = [r for r in racing if r.number in tasks and r.state is not State.done]
         until = {} if is_last else {RUNG_END: repr(share)}
         started = [
             replace(tasks[record.number], record=record, environment=until)
-            for record in unfinished
-            if not has_enough(record)
+            for record in racing
+            if runs(record) and not has_enough(record)
         ]
         pool.run(started, enough=has_enough)
-        racing = [record for record in map(ledger.read, racing) if record.state is not State.failed]
+        racing = [ledger.read(record) for record in racing]
+        scores = {record.number: score(ledger, record, share, direction) for record in racing}
+        # One that failed after this round keeps its place here: the line typed again has the same rounds.
+        racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:
             return
-        scores = {record.number: score(ledger, record, share, direction) for record in racing}
         gains = {key: -math.inf if value is None else direction.gain(value) for key, value in scores.items()}
         best_first = sorted(racing, key=lambda record: -gains[record.number])
         ahead = math.ceil(len(racing) / factor)
         for record in best_first[ahead:]:
-            if record.state is not State.done:
+            if runs(record):
                 score_here = scores[record.number]
                 ledger.write(replace(record, state=State.pruned, objective=score_here, exit_code=0, error=""))
         log.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")

@@ -22,12 +22,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import yaml_io
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import leaves
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import fail_if_full, write_atomic
-from lockstep.sweep.record import Direction, Record, State, best_of, born
+from lockstep.core.safe_write import fail_if_full, storing, write_atomic
+from lockstep.sweep.record import Direction, Record, State, best_of, born, job_key
 
 VERSION = 1
 SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
@@ -101,44 +103,50 @@ class Ledger:
         Raises:
             InputError: the file is damaged, or of another version of Lockstep.
         """
-        facts = self._read(self.folder / SWEEP)
-        if facts.get("version") != VERSION:
-            raise InputError(
-                f"{self.folder / SWEEP} is of version {facts.get('version')!r} of the ledger, and this Lockstep has "
-                f"{VERSION}; go on with the version that wrote it, or start anew with sweep.resume=new"
-            )
+        path, again = self.folder / SWEEP, "start anew with sweep.resume=new"
         try:
+            facts = safe_read.read_json(path)
+            if (version := facts.get("version")) != VERSION:
+                raise InputError(
+                    f"{path} is of version {version!r} of the ledger, and this Lockstep has {VERSION}; go on with "
+                    f"the version that wrote it, or {again}"
+                )
             return Identity(
                 base=dict(facts["base"]),
                 swept=tuple(map(str, facts["swept"])),
                 words=tuple(map(str, facts["words"])),
                 direction=Direction(facts.get("direction", Direction.maximize)),
             )
-        except (LookupError, TypeError, ValueError) as error:
-            raise _damaged(self.folder / SWEEP) from error
+        except UnreadableFile as error:
+            raise InputError(f"{error}; {again}") from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(f"{path} is not a file of a sweep's ledger; {again}") from error
 
     def records(self) -> list[Record]:
-        """All records, by number.
-
-        Raises:
-            InputError: a record is damaged.
-        """
-        return [self.record(path) for path in sorted((self.folder / JOBS).glob("[0-9]*.json"))]
+        """All records, by number; a damaged one says so."""
+        names = (path.stem for path in (self.folder / JOBS).glob("*.json"))
+        return [self.record(number) for number in sorted({int(name) for name in names if name.isdecimal()})]
 
     def enter(self, jobs: Iterable[tuple[Sequence[str], str]]) -> list[Record]:
         """The records of jobs, by their overrides in any order; each that the ledger does not have gets a number.
 
-        `jobs` are overrides, and a name for the run folder behind the number.
+        `jobs` are overrides, and a name for the run folder behind the number. A damaged record is put aside, and its
+        job goes on in its folder.
         """
-        known = {frozenset(record.overrides): record for record in self.records()}
+        known = {job_key(record.overrides): record for record in self.records()}
         following = 1 + max((record.number for record in known.values()), default=-1)
         entered = []
         for overrides, name in jobs:
-            key = frozenset(overrides)
+            key = job_key(overrides)
             if key not in known:
                 known[key] = Record(number=following, overrides=tuple(overrides), folder=f"{following:03}-{name}")
                 self.write(known[key])
                 following += 1
+            elif known[key].state is State.damaged:
+                path = self._path(known[key].number)
+                with storing(path):
+                    path.replace(path.with_suffix(".damaged"))
+                known[key] = self.write(replace(known[key], state=State.waiting, exit_code=0, error=""))
             entered.append(known[key])
         return entered
 
@@ -149,7 +157,7 @@ class Ledger:
             StorageError: the file cannot be written; the old record is unchanged.
         """
         text = json.dumps(dataclasses.asdict(record), indent=2)
-        write_atomic(self.folder / JOBS / f"{record.number:03}.json", text + "\n")
+        write_atomic(self._path(record.number), text + "\n")
         return record
 
     def start(self, record: Record) -> Record:
@@ -174,7 +182,7 @@ class Ledger:
         """Record how a job ended."""
         ended = replace(record, state=state, ended=time.time(), objective=objective, exit_code=exit_code, error=error)
         self.write(ended)
-        with suppress(InputError, StorageError):  # another record is damaged, or the disk is full
+        with suppress(InputError, StorageError):  # `sweep.json` is damaged, or the disk is full
             present = record_of(self.folder / self.best)
             self.mark_best([ended, *(present[1:] if present else ())])
         return ended
@@ -194,29 +202,44 @@ class Ledger:
 
     def read(self, record: Record) -> Record:
         """The present record of a job."""
-        return self.record(self.folder / JOBS / f"{record.number:03}.json")
+        return self.record(record.number)
 
-    def record(self, path: Path) -> Record:
-        """The record in a file."""
-        facts = self._read(path)
+    def record(self, number: int) -> Record:
+        """The record of a job by its number; a damaged one has what the job's folder says, and the error."""
+        path = self._path(number)
         try:
-            record = Record(
-                **{**facts, "overrides": tuple(map(str, facts["overrides"])), "state": State(facts["state"])}
+            return _record(number, safe_read.read_json(path))
+        except (InputError, LookupError, TypeError, ValueError) as error:
+            reason = error if isinstance(error, UnreadableFile) else f"{path} is not the record of a job"
+            folder = min((path.name for path in self.folder.glob(f"{path.stem}-*")), default=path.stem)
+            overrides: list[str] = []
+            with suppress(InputError):  # the job has not begun
+                overrides = yaml_io.load_list(RunDir(self.folder / folder).overrides)
+            return Record(
+                number=number,
+                overrides=tuple(overrides),
+                folder=folder,
+                state=State.damaged,
+                exit_code=InputError.exit_code,
+                error=f"{reason}; the line of its sweep, typed again, goes on with the job",
             )
-            if path.stem != f"{record.number:03}" or "/" in record.folder or not record.folder.startswith(path.stem):
-                raise ValueError(record.folder)
-        except (LookupError, TypeError, ValueError) as error:
-            raise _damaged(path) from error
-        return record
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        try:
-            facts = safe_read.read_json(path)
-        except UnreadableFile as error:
-            raise InputError(f"{error}; start anew with sweep.resume=new") from error
-        if not isinstance(facts, dict):
-            raise _damaged(path)
-        return facts
+    def _path(self, number: int) -> Path:
+        return self.folder / JOBS / f"{number:03}.json"
+
+
+def _record(number: int, facts: Any) -> Record:
+    """The record of a job from its file; raises LookupError, TypeError or ValueError if it is none."""
+    record = Record(**{**facts, "overrides": tuple(facts["overrides"]), "state": State(facts["state"])})
+    for key, sample in vars(Record(number=0, overrides=(), folder="", objective=0.0)).items():
+        value, types = getattr(record, key), int | float if isinstance(sample, float) else type(sample)
+        if not isinstance(value, types) and (key, value) != ("objective", None):
+            raise TypeError(key)
+    if not isinstance(facts["overrides"], list) or not all(isinstance(word, str) for word in record.overrides):
+        raise TypeError("overrides")
+    if (record.number, record.folder.partition("-")[0]) != (number, f"{number:03}") or "/" in record.folder:
+        raise ValueError(record.folder)
+    return record
 
 
 def output_of(ledger: Ledger, record: Record) -> Path:
@@ -227,12 +250,7 @@ def output_of(ledger: Ledger, record: Record) -> Path:
 def record_of(folder: Path) -> tuple[Ledger, Record] | None:
     """The record of the job in a run folder; None if the folder is not of a sweep."""
     ledger, number = Ledger(folder.parent), folder.name.partition("-")[0]
-    path = ledger.folder / JOBS / f"{number}.json"
-    if not number.isdigit() or not path.is_file():
+    if not number.isdecimal() or not (ledger.folder / JOBS / f"{number}.json").exists():
         return None
-    record = ledger.record(path)
+    record = ledger.record(int(number))
     return (ledger, record) if record.folder == folder.name else None
-
-
-def _damaged(path: Path) -> InputError:
-    return InputError(f"{path} is not a file of a sweep's ledger; start anew with sweep.resume=new")

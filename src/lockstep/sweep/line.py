@@ -88,7 +88,8 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
                 "anew with sweep.resume=new"
             )
         _say_what_goes_on(ledger)
-    ledger.create(identity)
+    else:
+        ledger.create(identity)
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
@@ -185,6 +186,9 @@ def _resumed(root: Path, named: str) -> Ledger:
 
 def _say_what_goes_on(ledger: Ledger) -> None:
     records = ledger.records()
+    for record in records:
+        if record.state is State.damaged:
+            log.show_warning(record.error)
     done = sum(record.state is State.done for record in records)
     failed = sum(record.state is State.failed for record in records)
     retries = f", {failed} failed (sweep.retry=true tries them again)" if failed else ""

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from lockstep.config.commands import override
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped
+from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped
 from lockstep.launcher.processes import Fork, Fresh, Process, can_fork, forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
@@ -91,6 +91,7 @@ class Pool:
         self.start, self.wait, self.memory_of = start, wait, memory_of or memory_of_job
         self.running: list[tuple[Task, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
+        self.has_killed = False
 
     def run(
         self,
@@ -170,12 +171,16 @@ class Pool:
             return self.ledger.end(record, State.done)
         if code == Stopped.exit_code:
             return self.ledger.end(record, State.stopped, exit_code=code, error=signals.NOT_BEGUN)
+        if code == -signal.SIGKILL and self.has_killed:
+            forced = Interrupted()
+            return self.ledger.end(record, State.stopped, exit_code=forced.exit_code, error=str(forced))
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
         error = f"the process {how}, and nothing says why; its output is in {output_of(self.ledger, record)}"
         return self.ledger.end(record, State.failed, exit_code=LockstepError.exit_code, error=error)
 
     def send(self, number: int) -> None:
         """Send a signal to the jobs that run."""
+        self.has_killed |= number == signal.SIGKILL
         for _, _, process in self.running:
             process.send_signal(number)
 

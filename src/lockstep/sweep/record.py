@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,7 +25,7 @@ class Direction(StrEnum):
 
 class State(StrEnum):
     """How far a job is. `stopped`: it saved its state, and its next start goes on from there; `pruned`: so, because
-    others are better."""
+    others are better; `damaged`: its record cannot be read."""
 
     waiting = "waiting"
     running = "running"
@@ -33,6 +33,7 @@ class State(StrEnum):
     failed = "failed"
     stopped = "stopped"
     pruned = "pruned"
+    damaged = "damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,11 @@ class Record:
     def runs_here(self) -> bool:
         """Whether a living process of this machine runs the job. A killed one leaves `running` behind."""
         return self.state is State.running and self.host == socket.gethostname() and self.born == born(self.pid) != ""
+
+
+def job_key(overrides: Sequence[str]) -> frozenset[str]:
+    """What tells a job from the others of its sweep: its overrides in any order, wherever the sweep is."""
+    return frozenset(word for word in overrides if not word.startswith("output_root="))
 
 
 def checked_direction(name: Any) -> Direction:

@@ -1,10 +1,11 @@
-"""Hydra's callbacks around the jobs of a sweep: the choice of its folder, and its exit code."""
+"""Hydra's callbacks around the jobs of a sweep: the choice of its folder, and its report."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,9 +20,6 @@ from lockstep.runtime import program
 from lockstep.sweep import array
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.line import choose_folder
-
-# The numbers of the jobs of the present line; a sweep has those of earlier lines too.
-OF_THIS_LINE: set[int] = set()
 
 
 def _refuse_as_rank() -> None:
@@ -44,7 +42,7 @@ def _remove_folders(folder: Path, new_folders: list[Path]) -> None:
     if any((folder / "jobs").glob("*.json")):
         return
     with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
-        for name in ("multirun.yaml", "sweep.json"):
+        for name in ("multirun.yaml", "sweep.json", "optuna.log"):
             (folder / name).unlink(missing_ok=True)
         for new_folder in (folder / "jobs", *new_folders):
             new_folder.rmdir()
@@ -54,7 +52,8 @@ class Report(Callback):
     """Hydra's callbacks around a sweep."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self.handled = sys.exc_info()[1]  # of a caller that starts a sweep while it handles an error
+        # A caller may start a sweep while it handles an error.
+        self.handled, self.began = sys.exc_info()[1], time.monotonic()
         _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -69,15 +68,9 @@ class Report(Callback):
         if array.WAITING:
             with program.bypass_hydra_errors():
                 array.submit_all(folder)
-        records = [record for record in Ledger(folder).records() if record.number in OF_THIS_LINE]
         from lockstep.sweep.page import write_sweep_report  # imported late: they need numpy, and --help must be fast
         from lockstep.telemetry.report import is_due
 
-        seconds = max((record.ended for record in records), default=0) - min(
-            (record.started for record in records if record.started), default=0
-        )
-        if records and is_due(config.telemetry.report, seconds):
+        if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
             with program.bypass_hydra_errors():
                 log.show(f"report: {write_sweep_report(Ledger(folder))}")
-        if codes := [record.exit_code for record in records if record.exit_code]:
-            sys.exit(codes[0])

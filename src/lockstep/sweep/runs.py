@@ -20,7 +20,7 @@ from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.record import Direction, Record, State, born
 
 CLASS = "._target_"
-KILLED, DAMAGED = "killed", "damaged"  # the states of a run besides those of a job
+KILLED = "killed"  # a state of a run besides those of a job
 # Where a run is, and what it shows and keeps. Runs that differ only in these are equal.
 ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "logger", "telemetry", "checkpoint")
 
@@ -31,7 +31,7 @@ class Run:
 
     Fields:
         folder: its folder, which a job that failed early does not have.
-        state: a `State`, or `KILLED` or `DAMAGED`.
+        state: a `State`, or `KILLED`.
         started: seconds since 1970; 0 if it has not started.
         score: the objective of a run that is done.
         error: why it has none.
@@ -81,21 +81,24 @@ def read_runs(root: Path) -> list[Run]:
     """The runs of a folder, also those of its sweeps.
 
     Raises:
-        InputError: there are none, or a ledger is damaged.
+        InputError: there are none.
     """
     runs: dict[Path, Run] = {}
     for folder in run_folders(root):
         ledger = Ledger(folder)
-        if ledger.exists:
-            direction = ledger.identity().direction
-            runs |= {folder / record.folder: read_job(folder, record, direction) for record in ledger.records()}
-        elif folder not in runs:
-            known = record_of(folder)
-            runs[folder] = (
-                read_run(folder)
-                if known is None
-                else read_job(folder.parent, known[1], known[0].identity().direction)
-            )
+        try:
+            if ledger.exists:
+                direction = ledger.identity().direction
+                runs |= {folder / record.folder: read_job(folder, record, direction) for record in ledger.records()}
+            elif folder not in runs:
+                known = record_of(folder)
+                runs[folder] = (
+                    read_run(folder)
+                    if known is None
+                    else read_job(folder.parent, known[1], known[0].identity().direction)
+                )
+        except InputError as error:
+            runs[folder] = _damaged(folder, error)
     if not runs:
         raise InputError(f"{root} has no run in it; name a run, a sweep, or a folder of them")
     return list(runs.values())
@@ -104,7 +107,7 @@ def read_runs(root: Path) -> list[Run]:
 def read_job(sweep: Path, record: Record, direction: Direction) -> Run:
     """A job of a sweep: its record says how far it is, and its folder, if there is one, what it is."""
     run = read_run(sweep / record.folder, record.overrides)
-    if run.state == DAMAGED:
+    if run.state == State.damaged:
         return run
     return replace(
         run,
@@ -115,6 +118,10 @@ def read_job(sweep: Path, record: Record, direction: Direction) -> Run:
         direction=direction,
         rung=record.rung,
     )
+
+
+def _damaged(folder: Path, error: InputError) -> Run:
+    return Run(folder=folder, state=State.damaged, error=str(error), settings={}, typed={})
 
 
 def state_of(record: Record) -> str:
@@ -136,7 +143,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
         if not (is_number(started) and (score is None or is_number(score)) and isinstance(status, str)):
             raise UnreadableFile(run_dir.summary, "is not the summary of a run")
     except InputError as error:
-        return Run(folder=folder, state=DAMAGED, error=str(error), settings={}, typed={})
+        return _damaged(folder, error)
     state = State.done if status == "completed" else status
     return Run(
         folder=folder,

@@ -11,7 +11,7 @@ from lockstep.core.safe_write import storing
 from lockstep.sweep.halving import evaluations
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE, values
-from lockstep.sweep.record import Record, State
+from lockstep.sweep.record import Record, State, job_key
 
 if TYPE_CHECKING:
     import optuna
@@ -84,7 +84,7 @@ class Search:
                     f"the study has another space ({error}); start anew with sweep.resume=new"
                 ) from error
             job = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-            key = frozenset(job)
+            key = job_key(job)
             self.open.setdefault(key, []).append(trial)
             record = self._record(key)
             if record is not None and self._is_known(key, record):
@@ -96,7 +96,7 @@ class Search:
 
     def _record(self, key: frozenset[str]) -> Record | None:
         records = self.ledger.records() if self.ledger.exists else []
-        return next((record for record in records if frozenset(record.overrides) == key), None)
+        return next((record for record in records if job_key(record.overrides) == key), None)
 
     def _is_known(self, key: frozenset[str], record: Record) -> bool:
         """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
@@ -119,12 +119,12 @@ class Search:
         """Tell the study how a job ended: as its record says, or with this value."""
         from optuna.trial import TrialState
 
-        key = frozenset(job)
+        key = job_key(job)
         record = self._record(key)
         known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
         if record is not None and (record.score is not None or [*self.objectives] != [SCORE]):
             known = values(self.ledger, record, self.objectives)
-        for trial in self.open.pop(key):
+        for trial in self.open.pop(key, []):  # none are left if one with these values was asked for as it ended
             trial.set_user_attr(ENDED, True)
             if record is not None and record.state is State.pruned:
                 self.study.tell(trial, state=TrialState.PRUNED)
@@ -137,10 +137,9 @@ class Search:
 
     def has_enough(self, record: Record) -> bool:
         """Whether a running job should be ended, because others are better."""
-
-        if not self.prunes:
+        if not self.prunes or not (trials := self.open.get(job_key(record.overrides))):
             return False
-        trial = self.open[frozenset(record.overrides)][0]
+        trial = trials[0]
         for share, score in evaluations(self.ledger, record):
             if (step := (trial.number, round(1000 * share))) not in self.reported:
                 trial.report(score, step[1])

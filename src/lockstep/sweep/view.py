@@ -57,6 +57,7 @@ class Screen:
         self.live.stop()
 
     def started(self, record: Record) -> None:
+        self.left -= record.number not in self.records
         self.records[record.number] = record
         self.running.append(record.number)
         if not self.live.is_started:
