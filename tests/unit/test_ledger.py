@@ -69,8 +69,10 @@ class FakeProcess:
     def send_signal(self, number: int) -> None: ...
 
 
-class Blank:
-    """A view that shows nothing."""
+class Blank(Screen):
+    """Shows nothing."""
+
+    def __init__(self) -> None: ...
 
     def started(self, record: Record) -> None: ...
 
