@@ -98,7 +98,7 @@ class Pool:
             Stopped: a signal asked for it; every running job has saved its state and ended.
             Interrupted: a second SIGINT ended them at once.
         """
-        waiting, stopping = list(tasks), False
+        waiting, stopping, self.has_killed = list(tasks), False, False
         with forwarding(self.send) as request:
             try:
                 while waiting or self.running:
