@@ -69,8 +69,10 @@ class FakeProcess:
     def send_signal(self, number: int) -> None: ...
 
 
-class Blank:
-    """A view that shows nothing."""
+class Blank(Screen):
+    """Shows nothing."""
+
+    def __init__(self) -> None: ...
 
     def started(self, record: Record) -> None: ...
 
@@ -580,6 +582,20 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     assert not any(record.exit_code or record.error for record in ledger.records())
 
 
+def test_a_job_that_is_killed_alone_has_failed_also_in_a_later_run_of_the_pool() -> None:
+    ledger = FakeLedger()
+
+    def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
+        process = FakeProcess(task.record.number, share)
+        process.exitcode = -signal.SIGKILL
+        return process
+
+    pool = Pool(ledger, Devices([], 4), Blank(), start=start, wait=lambda sentinels, seconds: None)
+    for number in range(2):
+        pool.run([Task(job(number), Needs(), lambda: None, ())])
+        assert ledger.by_number[number].state is State.failed
+
+
 @pytest.mark.parametrize("round_of_failure", [0.125, 0.25, 0.5, 1.0])
 def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
     tmp_path: Path, round_of_failure: float
@@ -587,7 +603,7 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
     ran: list[list[int]] = []
-    fails = True
+    fails, stops = True, True
 
     def run(tasks: Sequence[Task], enough: Any) -> None:
         ran.append([task.record.number for task in tasks])
@@ -595,6 +611,9 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
             share = float(task.environment.get(RUNG_END, 1))
             if task.record.number == 0 and share == round_of_failure and fails:
                 ledger.end(task.record, State.failed, exit_code=76, error="the loss is nan")
+                continue
+            if task.record.number == 7 and stops:  # by a signal to it alone, or by a full disk
+                ledger.end(task.record, State.stopped, exit_code=74, error="full")
                 continue
             (folder := tmp_path / task.record.folder).mkdir(exist_ok=True)
             (folder / "summary.json").write_text('{"steps": 8}')
@@ -610,6 +629,9 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
         halving.run(SimpleNamespace(ledger=ledger, run=run), records, tasks, 2)  # type: ignore[arg-type]
         return [(record.number, record.state, record.rung) for record in ledger.records()]
 
+    with pytest.raises(Stopped, match=r"jobs were stopped in rung 1 of 4: 7; the same line goes on"):
+        line()
+    stops = False
     first = line()
     assert first[0][1] == State.failed
     assert line() == first

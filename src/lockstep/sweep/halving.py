@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, Stopped
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, Record, State
@@ -64,7 +64,7 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         factor: how many times fewer jobs each round has.
 
     Raises:
-        Stopped, Interrupted: as `Pool.run`.
+        Stopped, Interrupted: as `Pool.run`; or a job was stopped alone, by a signal or a full disk, and has no score.
     """
     ledger, direction = pool.ledger, pool.ledger.identity().direction
     racing = [*dict.fromkeys(records)]  # a line may have a job twice
@@ -89,6 +89,8 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         pool.run(started, enough=has_enough)
         racing = [ledger.read(record) for record in racing]
         scores = {record.number: score(ledger, record, share, direction) for record in racing}
+        if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
+            raise Stopped(f"jobs were stopped in rung {rung}: {', '.join(stopped)}; the same line goes on with them")
         # One that failed after this round keeps its place here: the line typed again has the same rounds.
         racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:

@@ -40,7 +40,8 @@ def choose_folder(config: DictConfig) -> Ledger:
     """
     check_folders(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
-    for problem in problems(SweepBlock, {str(key): _plain(value) for key, value in block.items()}, "sweep."):
+    values: Any = OmegaConf.to_container(block)
+    for problem in problems(SweepBlock, values, "sweep."):
         raise InputError(problem)
     objectives.check(block.objectives)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
@@ -133,10 +134,6 @@ def jobs_of(words: Sequence[str]) -> list[list[str]]:
                 "values with commas"
             )
     return [list(job) for job in itertools.product(*values.values())]
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _base(config: DictConfig) -> dict[str, Any]:

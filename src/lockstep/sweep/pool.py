@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.config.commands import override
 from lockstep.core import safe_read
@@ -26,6 +26,7 @@ from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.record import Record, State
 from lockstep.sweep.recording import recorded
+from lockstep.sweep.view import Screen
 
 REFRESH_S = 0.5
 CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all of it
@@ -50,19 +51,6 @@ class Task:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class View(Protocol):
-    """Shows a sweep while it runs."""
-
-    def started(self, record: Record) -> None:
-        """A job has begun."""
-
-    def ended(self, record: Record) -> None:
-        """A job has ended."""
-
-    def refresh(self) -> None:
-        """Called every `REFRESH_S` seconds."""
-
-
 class Pool:
     """The jobs of one call that wait and that run.
 
@@ -80,7 +68,7 @@ class Pool:
         self,
         ledger: Ledger,
         devices: Devices,
-        view: View,
+        view: Screen,
         *,
         most: int | None = None,
         start: Callable[[Ledger, Task, Share], Process],
@@ -110,7 +98,7 @@ class Pool:
             Stopped: a signal asked for it; every running job has saved its state and ended.
             Interrupted: a second SIGINT ended them at once.
         """
-        waiting, stopping = list(tasks), False
+        waiting, stopping, self.has_killed = list(tasks), False, False
         with forwarding(self.send) as request:
             try:
                 while waiting or self.running:
